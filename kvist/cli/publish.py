@@ -30,95 +30,49 @@ HELP = "publish an engine's KV events as canonical batches"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
-    parser.add_argument(
-        "--to",
-        default="tcp://127.0.0.1:5567",
-        metavar="URL",
-        help="where to publish (default %(default)s; port 0 takes a free one)",
-    )
-    parser.add_argument(
-        "--worker",
-        default=socket.gethostname(),
-        metavar="NAME",
-        help="the worker's name in the batches (default: host)",
-    )
+    add, host = parser.add_argument, socket.gethostname()
+    text = "where to publish (default %(default)s; port 0 takes a free one)"
+    add("--to", default="tcp://127.0.0.1:5567", metavar="URL", help=text)
+    add("--worker", default=host, metavar="NAME", help="the worker's name in the batches (default: host)")
     _add_facts(parser)
-    parser.add_argument(
-        "--state-dir",
-        type=Path,
-        metavar="DIR",
-        help="where to keep what is known, so that a restart of this command loses nothing (default: nowhere)",
-    )
+    text = "where to keep what is known, so that a restart of this command loses nothing (default: nowhere)"
+    add("--state-dir", type=Path, metavar="DIR", help=text)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that say where the engine's streams are."""
-    parser.add_argument(
-        "--kv-events-config",
-        metavar="JSON",
-        help="what the engine was given under this name: endpoint, ranks and replay socket follow from it",
+    add = parser.add_argument
+    text = "what the engine was given under this name: endpoint, ranks and replay socket follow from it"
+    add("--kv-events-config", metavar="JSON", help=text)
+    text = "with it: the data-parallel ranks of the engine on this host (default %(default)s)"
+    add("--data-parallel-size", type=int, default=1, metavar="N", help=text)
+    text = "with it: the first of them, where others run on other hosts (default %(default)s)"
+    add("--data-parallel-start-rank", type=int, default=0, metavar="RANK", help=text)
+    text = "whose stream it is (default: what the configuration or the running engine shows)"
+    add("--engine", type=str.lower, choices=("vllm", "sglang"), help=text)
+    text = (
+        "the engine's event endpoint, instead of its configuration (?replay_port=N if that is not the next one, "
+        "?bind=1 for an engine that connects to it); again for each data-parallel rank"
     )
-    parser.add_argument(
-        "--data-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with it: the data-parallel ranks of the engine on this host (default %(default)s)",
-    )
-    parser.add_argument(
-        "--data-parallel-start-rank",
-        type=int,
-        default=0,
-        metavar="RANK",
-        help="with it: the first of them, where others run on other hosts (default %(default)s)",
-    )
-    parser.add_argument(
-        "--engine",
-        type=str.lower,
-        choices=("vllm", "sglang"),
-        help="whose stream it is (default: what the configuration or the running engine shows)",
-    )
-    parser.add_argument(
-        "--endpoint",
-        action="append",
-        metavar="URL",
-        help="the engine's event endpoint, instead of its configuration (?replay_port=N if that is not the next one, "
-        "?bind=1 for an engine that connects to it); again for each data-parallel rank",
-    )
+    add("--endpoint", action="append", metavar="URL", help=text)
 
 
 def _add_facts(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that say of the engine what its events do not."""
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        metavar="TOKENS",
-        help="the engine's block size (default: learnt from its first event)",
+    add = parser.add_argument
+    text = "the engine's block size (default: learnt from its first event)"
+    add("--block-size", type=int, metavar="TOKENS", help=text)
+    text = "the attention window to publish, for an engine whose events do not tell (default: the largest seen)"
+    add("--window", metavar="TOKENS|full", help=text)
+    text = (
+        "'all' also streams what groups with smaller windows hold: overlaps of a hybrid model are then what its engine "
+        "will reuse, and not upper bounds (default: %(default)s)"
     )
-    parser.add_argument(
-        "--window",
-        metavar="TOKENS|full",
-        help="the attention window to publish, for an engine whose events do not tell (default: the largest seen)",
-    )
-    parser.add_argument(
-        "--groups",
-        choices=("largest", "all"),
-        default="largest",
-        help="'all' also streams what groups with smaller windows hold: overlaps of a hybrid model are then what its "
-        "engine will reuse, and not upper bounds (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--lora-name",
-        action="append",
-        default=[],
-        metavar="ID=NAME",
-        help="an adapter's name, for an engine that sends only its number; again for each adapter",
-    )
-    parser.add_argument(
-        "--full-reports",
-        action="store_true",
-        help="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted",
-    )
+    add("--groups", choices=("largest", "all"), default="largest", help=text)
+    text = "an adapter's name, for an engine that sends only its number; again for each adapter"
+    add("--lora-name", action="append", default=[], metavar="ID=NAME", help=text)
+    text = "others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"
+    add("--full-reports", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

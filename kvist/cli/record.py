@@ -23,21 +23,12 @@ _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--from",
-        dest="sources",
-        action="append",
-        required=True,
-        metavar="[NAME=]URL",
-        help="a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated",
-    )
+    text = "a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated"
+    add("--from", dest="sources", action="append", required=True, metavar="[NAME=]URL", help=text)
     add("--to", type=Path, required=True, metavar="FILE", help="the recording, such as fleet.mcap")
     add("--append", action="store_true", help="go on behind a recording that exists, in a file of its own")
-    add(
-        "--rotate-bytes",
-        metavar="SIZE",
-        help="beyond this size, such as 512M, begin fleet.1.mcap, fleet.2.mcap and so on",
-    )
+    text = "beyond this size, such as 512M, begin fleet.1.mcap, fleet.2.mcap and so on"
+    add("--rotate-bytes", metavar="SIZE", help=text)
     add("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
 
 

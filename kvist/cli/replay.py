@@ -14,12 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="the recording")
     actions = parser.add_argument_group("what to do").add_mutually_exclusive_group(required=True)
-    actions.add_argument(
-        "--to",
-        action="append",
-        metavar="URL",
-        help="publish; once for each recorded source, or once with port 0: each source gets a publication of its own",
-    )
+    text = "publish; once for each recorded source, or once with port 0: each source gets a publication of its own"
+    actions.add_argument("--to", action="append", metavar="URL", help=text)
     actions.add_argument("--into-index", action="store_true", help="play into an index and print what it holds then")
     actions.add_argument("--stats", action="store_true", help="print what is in it")
     _add_selection(parser.add_argument_group("what is meant"))
@@ -43,13 +39,8 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
     add("--loop", type=int, default=1, metavar="N", help="play it N times over")
     add("--follow", action="store_true", help="go on while the recording is being written")
     add("--delay", type=float, default=1.0, metavar="SECONDS", help="wait for subscribers first (default %(default)s)")
-    add(
-        "--linger",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="answer replay requests for so long after the end, and after the last of them (default %(default)s)",
-    )
+    text = "answer replay requests for so long after the end, and after the last of them (default %(default)s)"
+    add("--linger", type=float, default=10.0, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,13 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
     add("--disaggregated", action="store_true", help="the first worker computes prompts, the others go on")
-    add(
-        "--kv-transfer-bounce-mib",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --disaggregated, the workers' flag of this name (default: 0, off)",
-    )
+    text = "with --disaggregated, the workers' flag of this name (default: 0, off)"
+    add("--kv-transfer-bounce-mib", type=int, default=0, metavar="N", help=text)
     add("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     add("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")

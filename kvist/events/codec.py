@@ -146,10 +146,6 @@ def _is_from_later_version(raw_event: msgspec.Raw) -> bool:
     if not isinstance(tier, int) or tier < len(Tier):
         return False
     fields[tier_idx] = Tier.GPU
-    return _is_valid(fields)
-
-
-def _is_valid(fields: list[Any]) -> bool:
     try:
         msgspec.convert(fields, Stored | Removed)
     except DECODE_ERRORS:

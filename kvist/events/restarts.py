@@ -15,7 +15,7 @@ class RestartDetector:
 
     Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
     `sequences` and `fingerprints` are a ring, in which a number's place is the number modulo their length, a power of
-    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so with `advance_to`.
+    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so in `last_sequence`.
     """
 
     def __init__(self, capacity: int = 2048) -> None:
@@ -52,10 +52,6 @@ class RestartDetector:
         """Remember what another detector did, whose last message was this one."""
         for sequence, fingerprint in remembered:
             self._remember(sequence, fingerprint)
-        self.last_sequence = last_sequence
-
-    def advance_to(self, last_sequence: int) -> None:
-        """Take note that the messages up to this one, each later than all before, were applied and remembered."""
         self.last_sequence = last_sequence
 
     def observe_answer(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:

@@ -218,11 +218,7 @@ class Session(Generic[T]):
     """Judges one stream; nothing a peer sends makes it raise, or hold more than its limits say."""
 
     def __init__(
-        self,
-        limits: SessionLimits | None = None,
-        rng: random.Random | None = None,
-        *,
-        has_snapshots: bool = False,
+        self, limits: SessionLimits | None = None, rng: random.Random | None = None, *, has_snapshots: bool = False
     ) -> None:
         """Follow a peer that, with `has_snapshots`, can always tell what it holds, however little it still keeps."""
         self._limits = SessionLimits() if limits is None else limits

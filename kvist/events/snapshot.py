@@ -86,18 +86,11 @@ def cut(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
     is_deep = held.depths.max(initial=0) > np.iinfo(np.uint16).max
     order = np.argsort(held.depths if is_deep else held.depths.astype(np.uint16), kind="stable")
     num_parts = max(1, -(-len(order) // MAX_PART_BLOCKS))
+    of = state.worker, state.rank, state.epoch, state.sequence, state.block_size
     for part_idx in range(num_parts):
         chosen = order[part_idx * MAX_PART_BLOCKS : (part_idx + 1) * MAX_PART_BLOCKS]
         yield SnapshotPart(
-            worker=state.worker,
-            rank=state.rank,
-            epoch=state.epoch,
-            sequence=state.sequence,
-            block_size=state.block_size,
-            part_idx=part_idx,
-            num_parts=num_parts,
-            num_blocks=heartbeat.num_blocks,
-            digest=heartbeat.digest,
+            *(*of, part_idx, num_parts, heartbeat.num_blocks, heartbeat.digest),
             hashes=held.hashes[chosen].astype(_LITTLE_U64, copy=False).tobytes(),
             depths=held.depths[chosen].astype(_LITTLE_U32, copy=False).tobytes(),
             tiers=held.tiers[chosen].tobytes(),

@@ -27,7 +27,7 @@ from kvist.http.upstream import Exchange, ResponseReceiver, UpstreamConnection
 
 _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<authority>(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"
-    r"(?P<path>(?:/[A-Za-z0-9._~%-]*)*)",
+    r"(?P<path>(?:/[A-Za-z0-9._~%-]*)*)"
 )
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -96,6 +96,8 @@ class UpstreamPool:
 
     def __init__(self, limits: UpstreamLimits | None = None, *, tls: ssl.SSLContext | None = None) -> None:
         """`tls` is for workers with https URLs; the default trusts what the system trusts."""
+        self.clock: LoopClock
+        """What workers' timeouts are measured by, inside the context."""
         self._limits = limits or UpstreamLimits()
         self._tls = tls
         self._workers: dict[str, _Worker] = {}
@@ -160,11 +162,11 @@ class UpstreamPool:
         """Return for how long no byte has come from a worker, in time that the loop was on time; inf if none ever."""
         worker = self._workers.get(base_url)
         heard_s = [worker.heard_s, *(each.heard_s for each in worker.connections)] if worker is not None else []
-        return self._clock.now_s() - max((at_s for at_s in heard_s if at_s is not None), default=-math.inf)
+        return self.clock.now_s() - max((at_s for at_s in heard_s if at_s is not None), default=-math.inf)
 
     def timeout(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
         """Bounds what its block asks of workers: raises TimeoutError, but not for what the loop is late by."""
-        return self._clock.timeout(timeout_s)
+        return self.clock.timeout(timeout_s)
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
@@ -175,19 +177,14 @@ class UpstreamPool:
             self._num_stale,
         )
 
-    @property
-    def clock(self) -> LoopClock:
-        """Return what workers' timeouts are measured by, inside the context."""
-        return self._clock
-
     async def __aenter__(self) -> Self:
-        self._clock = LoopClock(asyncio.get_running_loop())
-        self._clock.__enter__()
+        self.clock = LoopClock(asyncio.get_running_loop())
+        self.clock.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Closes every connection, active ones included."""
-        self._clock.__exit__()
+        self.clock.__exit__()
         for task in self._connecting:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
@@ -203,7 +200,7 @@ class UpstreamPool:
             worker.waiting.popleft()
         while worker.num_connecting < min(len(worker.waiting), self._limits.max_connecting):
             worker.num_connecting += 1
-            task = self._clock.loop.create_task(self._connect(base_url, worker), name=f"kvist-connect {base_url}")
+            task = self.clock.loop.create_task(self._connect(base_url, worker), name=f"kvist-connect {base_url}")
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
@@ -211,9 +208,9 @@ class UpstreamPool:
         waiting = [*worker.waiting]
         origin, limits, error = worker.origin, self._limits, None
         try:
-            async with self._clock.timeout(limits.connect_timeout_s):
-                _, connection = await self._clock.loop.create_connection(
-                    lambda: UpstreamConnection(base_url, limits, self._clock, self._on_free, self._on_lost),
+            async with self.clock.timeout(limits.connect_timeout_s):
+                _, connection = await self.clock.loop.create_connection(
+                    lambda: UpstreamConnection(base_url, limits, self.clock, self._on_free, self._on_lost),
                     origin.host,
                     origin.port,
                     ssl=self._tls_context() if origin.is_tls else None,

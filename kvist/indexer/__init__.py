@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Indexer", "SourceStatistics", "learn_block_size"]
 
-_MODULE_OF = {
-    "Indexer": "indexer",
-    "SourceStatistics": "statistics",
-    "learn_block_size": "block_size",
-}
+_MODULE_OF = {"Indexer": "indexer", "SourceStatistics": "statistics", "learn_block_size": "block_size"}
 
 
 def __getattr__(name: str) -> object:

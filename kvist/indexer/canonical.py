@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,21 +82,18 @@ class CanonicalFollower:
         self._limits = limits
         self._bound = bound or RankBound()
         self._lane = CanonicalLane(worker, block_size, index)
-        self._sessions: dict[int, Session[Batch]] = {}
+        self.sessions: dict[int, Session[Batch]] = {}
+        """Of each rank."""
         self._topics: dict[int, bytes] = {}
         # Ranks whose publisher itself does not know of all that the engine holds.
         self._incomplete: set[int] = set()
         # What hits of ranks with companions need.
         self._rules: dict[int, tuple[GroupRule, ...]] = {}
 
-    @property
-    def sessions(self) -> Mapping[int, Session[Batch]]:
-        return self._sessions
-
     def states(self) -> dict[int, SourceState]:
         return {
             rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else self._state(rank)
-            for rank in self._sessions
+            for rank in self.sessions
             if rank < MAX_RANKS
         }
 
@@ -108,7 +105,7 @@ class CanonicalFollower:
         """
         ranks = tuple(
             RankProgress(rank, session.epoch, session.expected_sequence, self._is_whole(rank))
-            for rank, session in self._sessions.items()
+            for rank, session in self.sessions.items()
             if session.epoch is not None
         )
         return CanonicalProgress(ranks) if ranks else None
@@ -123,7 +120,7 @@ class CanonicalFollower:
         batch = self._decode(message)
         if batch is None:
             return
-        session = self._sessions.get(batch.rank)
+        session = self.sessions.get(batch.rank)
         if session is None:
             if not self._bound.admits(batch.rank % MAX_RANKS, self._worker, self._counters):
                 return
@@ -147,7 +144,7 @@ class CanonicalFollower:
         for block in _blocks(messages):
             position = 0
             while position < len(block):
-                taken = self._lane.take(block, position, self._sessions, now_s)
+                taken = self._lane.take(block, position, self.sessions, now_s)
                 position = taken.end
                 if taken.num_batches:
                     self._note_taken(taken, block, now_s)
@@ -161,13 +158,13 @@ class CanonicalFollower:
 
     def on_departure(self) -> None:
         """Count no rank's blocks until it is heard again."""
-        for rank, session in self._sessions.items():
+        for rank, session in self.sessions.items():
             session.on_departure()
             self._note_state(rank)
 
     def questions(self, now_s: float) -> list[Question]:
         due = []
-        for rank, session in self._sessions.items():
+        for rank, session in self.sessions.items():
             session.tick(now_s)
             self._note_state(rank)
             start_sequence = session.question(now_s)
@@ -177,7 +174,7 @@ class CanonicalFollower:
 
     def missed(self, since_s: float) -> list[int]:
         """Return the ranks of which nothing was heard since then, or for long."""
-        return [rank for rank, session in self._sessions.items() if session.is_missed(since_s)]
+        return [rank for rank, session in self.sessions.items() if session.is_missed(since_s)]
 
     def take_names(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
         """Take which ranks a peer has, from its heartbeats: a missed one that is not among them went with another."""
@@ -189,15 +186,15 @@ class CanonicalFollower:
             named.add(batch.rank)
         for rank in self.missed(since_s):
             if rank not in named:
-                self._take_all(rank, self._sessions[rank].on_forgotten(now_s), now_s)
+                self._take_all(rank, self.sessions[rank].on_forgotten(now_s), now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         rank = question.rank
-        session = self._sessions.get(rank)
+        session = self.sessions.get(rank)
         if session is None:  # an answer to another question had blocks of another size
             return
         answer = None if messages is None else (yield from self._read(messages, rank))
-        if self._sessions.get(rank) is not session:  # and so had this one
+        if self.sessions.get(rank) is not session:  # and so had this one
             return
         if answer is None:
             steps = session.on_answer(None, None, now_s)
@@ -267,12 +264,12 @@ class CanonicalFollower:
         return is_exact
 
     def clear(self) -> None:
-        for rank in self._sessions:
+        for rank in self.sessions:
             self._index.clear(self._worker, rank)
 
     def _new_session(self, rank: int) -> Session[Batch]:
         session: Session[Batch] = Session(self._limits, has_snapshots=self._limits is not NO_REPLAY)
-        self._sessions[rank] = session
+        self.sessions[rank] = session
         return session
 
     def _heartbeat(self, session: Session[Batch], batch: Batch, now_s: float) -> list[Step[Batch]]:
@@ -296,13 +293,13 @@ class CanonicalFollower:
 
     def _is_whole(self, rank: int) -> bool:
         is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
-        return self._sessions[rank].is_complete and not is_short
+        return self.sessions[rank].is_complete and not is_short
 
     def _state(self, rank: int) -> SourceState:
-        followed, companion = self._sessions[rank].state, rank + MAX_RANKS
+        followed, companion = self.sessions[rank].state, rank + MAX_RANKS
         is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
-        if companion in self._sessions:  # what hits need is not known, or not wholly
-            is_short |= companion in self._incomplete or self._sessions[companion].state is not SourceState.LIVE
+        if companion in self.sessions:  # what hits need is not known, or not wholly
+            is_short |= companion in self._incomplete or self.sessions[companion].state is not SourceState.LIVE
         return SourceState.PARTIAL if followed is SourceState.LIVE and is_short else followed
 
     def _take_all(self, rank: int, steps: list[Step[Batch]], now_s: float) -> None:
@@ -316,7 +313,7 @@ class CanonicalFollower:
             self._index.clear(self._worker, rank)
             self._set_groups(rank)
             if step.reason is ClearReason.LOST:
-                self._sessions[rank].on_cleared(by_loss=True)
+                self.sessions[rank].on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply)
         batch = step.body
@@ -324,7 +321,7 @@ class CanonicalFollower:
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
         self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
         if any(isinstance(event, Cleared) for event in batch.events):
-            self._sessions[rank].on_cleared()
+            self.sessions[rank].on_cleared()
             self._set_groups(rank)
 
     def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
@@ -339,7 +336,7 @@ class CanonicalFollower:
 
     def _note_state(self, rank: int) -> None:
         """Tell the router whether the rank's overlap counts; called once the steps so far are taken."""
-        if self._sessions[rank].state is SourceState.RESYNCING:
+        if self.sessions[rank].state is SourceState.RESYNCING:
             self._resyncing.add(WorkerRank(self._worker, rank))
         else:
             self._resyncing.discard(WorkerRank(self._worker, rank))
@@ -364,7 +361,7 @@ class CanonicalFollower:
             self._counters.failure = None
             return True
         self._counters.refuse(self._worker, batch.block_size, self._block_size)
-        if self._sessions.pop(batch.rank, None) is not None:
+        if self.sessions.pop(batch.rank, None) is not None:
             self._index.clear(self._worker, batch.rank)
             self._resyncing.discard(WorkerRank(self._worker, batch.rank))
         return False

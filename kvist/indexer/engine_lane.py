@@ -139,7 +139,7 @@ class EngineLane:
         """Apply to `index` what `engine` says; `default_rank` is that of a batch which names none."""
         self._block_size = block_size
         self._index = index
-        self._ranks: dict[int, EngineRank] = {}
+        self.ranks: dict[int, EngineRank] = {}
         self._block = MessageBlock.of(())
         self._data = np.empty(0, np.uint8)
         self._streams = np.zeros(1, layout.STREAM)
@@ -154,14 +154,10 @@ class EngineLane:
         self._make_room(_SCRATCH_BYTES)
         self._note_fingerprints(None)
 
-    @property
-    def ranks(self) -> dict[int, EngineRank]:
-        return self._ranks
-
     def add_rank(self, source: WorkerRank, num_ahead: int = 0) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
         rank = EngineRank(source, self._block_size, self._index, num_ahead)
-        self._ranks[source.rank] = rank
+        self.ranks[source.rank] = rank
         return rank
 
     def begin(self, block: MessageBlock, restarts: RestartDetector | None) -> None:
@@ -175,7 +171,7 @@ class EngineLane:
 
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more; call it now and then."""
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             rank.residency.tidy()
 
     def skip(self) -> int:
@@ -184,7 +180,7 @@ class EngineLane:
 
     def take(self, next_sequence: int, has_our_block_size: bool) -> Taken:
         """Take messages, for a sixth of a millisecond, as long as they are ordinary and in sequence."""
-        index, stream, rank = self._index, self._stream, self._ranks.get(self._rank_number)
+        index, stream, rank = self._index, self._stream, self.ranks.get(self._rank_number)
         stream["has_block_size"] = has_our_block_size
         nobody = index.core, index.segments, *_NO_TABLE, *_NO_TABLE, self._nobody
         held = nobody if rank is None else rank.residency.settle()
@@ -212,8 +208,8 @@ class EngineLane:
         elif reason == layout.OTHER_RANK:
             self._rank_number = int(self._stream["checked_rank"])
             self._nobody["number"], self._nobody["slot"] = self._rank_number, -1
-        elif self._rank_number in self._ranks:
-            self._ranks[self._rank_number].residency.help_out(reason)
+        elif self._rank_number in self.ranks:
+            self.ranks[self._rank_number].residency.help_out(reason)
 
     def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
         """Have fingerprints written into a ring."""
@@ -227,8 +223,8 @@ class EngineLane:
         """Return the events before which the lane stands as a batch of their own, and stand behind them."""
         stream, buffer = self._stream, self._block.buffer
         start, end_idx = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["stop_event_end"])
-        if self._rank_number in self._ranks:
-            self._ranks[self._rank_number].residency.num_done_before = int(stream["block_idx"])
+        if self._rank_number in self.ranks:
+            self.ranks[self._rank_number].residency.num_done_before = int(stream["block_idx"])
         timestamp = bytes(buffer[start + 1 : start + 10])
         events = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
         num_events, rank = end_idx - int(stream["event_idx"]), int(stream["checked_rank"])

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self
 
 from kvist.errors import InvalidValueError, MissingExtraError, leave_group
@@ -65,7 +64,8 @@ class Indexer:
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
         self._parked: dict[str, list[Source]] = {}
-        self._resyncing: set[WorkerRank] = set()
+        self.resyncing: set[WorkerRank] = set()
+        """The ranks whose overlap must count as zero for now, always up to date: their blocks may be gone."""
         self._housekeeping: list[asyncio.Task[None]] = []
         self._ticker = Ticker()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
@@ -184,11 +184,6 @@ class Indexer:
         """Return whether the index holds exactly what the rank holds, as far as it has told."""
         return self.states(worker).get(rank) is SourceState.LIVE
 
-    @property
-    def resyncing(self) -> AbstractSet[WorkerRank]:
-        """Return the ranks whose overlap must count as zero for now, always up to date: their blocks may be gone."""
-        return self._resyncing
-
     def statistics(self) -> list[SourceStatistics]:
         return [*self.each_statistics()]
 
@@ -198,7 +193,7 @@ class Indexer:
 
     def _new_source(self, worker: str, url: str, rank: int) -> Source:
         num_ranks = self._limits.get(worker, self._num_ranks)
-        shared = self._block_size, self._index, self._resyncing
+        shared = self._block_size, self._index, self.resyncing
         return Source(worker, url, *shared, rank, num_ranks, counts_copies=self._counts_copies)
 
     def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
@@ -210,7 +205,7 @@ class Indexer:
 
     def _forget_blocks(self, worker: str) -> None:
         self._index.remove_worker(worker)
-        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
+        self.resyncing.difference_update([source for source in self.resyncing if source.worker == worker])
 
     async def _follow(self, source: Source) -> None:
         from kvist.indexer.compiled.frames import split  # compiled, as the index is: not for who only imports this

@@ -47,6 +47,7 @@ class EngineFeed:
         self._target = target
         self.session: Session[bytes] = Session(limits)
         self.restarts = RestartDetector()
+        self.on_departure = self.session.on_departure
         self._has_replay = False
         self._num_silences = 0
         self._num_repetitions = 0
@@ -79,7 +80,7 @@ class EngineFeed:
     def on_applied(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""
         self._on_messages(now_s)
-        self.restarts.advance_to(self.session.expected_sequence + num_messages - 1)
+        self.restarts.last_sequence = self.session.expected_sequence + num_messages - 1
         self.session.on_applied(num_messages, now_s)
         self.on_judged_applied(num_messages)
 
@@ -107,9 +108,6 @@ class EngineFeed:
         self._last_heard_s = now_s
         self._num_silences = 0
         self.session.doubt(now_s)
-
-    def on_departure(self) -> None:
-        self.session.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
         if self.session.is_healable(now_s):

@@ -89,15 +89,7 @@ class Stream:
         return self.residency.num_blocks
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
-        return Batch(
-            worker=self._source.worker,
-            rank=self._source.rank,
-            epoch=self._epoch,
-            sequence=self.next_sequence,
-            block_size=self._block_size,
-            timestamp_s=timestamp_s,
-            events=events,
-        )
+        return Batch(*self._source, self._epoch, self.next_sequence, self._block_size, timestamp_s, events)
 
 
 class Companion(Stream):

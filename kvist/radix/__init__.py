@@ -9,14 +9,7 @@ only where their id changes. `compiled` has what is hot, over arrays that its `l
 from kvist.radix.index import RadixIndex
 from kvist.radix.reader import RadixReader
 from kvist.radix.snapshot import Snapshot
-from kvist.radix.values import (
-    ApplyResult,
-    Depths,
-    Match,
-    Residencies,
-    SnapshotChunk,
-    Statistics,
-)
+from kvist.radix.values import ApplyResult, Depths, Match, Residencies, SnapshotChunk, Statistics
 
 __all__ = [
     "ApplyResult",

@@ -27,10 +27,11 @@ class SlotTable:
         self.ranks: list[WorkerRank] = []
 
     def get(self, source: WorkerRank) -> int | None:
+        """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
         return self._slots.get(source)
 
     def giving_of(self, source: WorkerRank) -> int | None:
-        """Return the number of the giving by which a rank has its slot, which no other one has or had."""
+        """Return a number of the rank's last clearing, which no other one has or had; None while it has no slot."""
         slot = self._slots.get(source)
         return None if slot is None else int(self.table[slot]["giving"])
 

@@ -20,23 +20,9 @@ from kvist.radix._slots import SlotTable
 from kvist.radix._sweeper import Sweeper
 from kvist.radix.compiled import blocks, layout, matching
 from kvist.radix.compiled.layout import Records
-from kvist.radix.memory import (
-    CORE_BYTES,
-    Region,
-    TableMemory,
-    index_bytes,
-    reserved,
-    reserved_array,
-    segment_bits_for,
-)
+from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
 from kvist.radix.snapshot import Snapshot
-from kvist.radix.values import (
-    NUM_TIERS,
-    ApplyResult,
-    Match,
-    Residencies,
-    Statistics,
-)
+from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
 
 _U64_END = 1 << 64
 _OPERATION = struct.Struct("=qqQq")
@@ -104,6 +90,7 @@ class RadixIndex:
             self._core[field] = 1
         self.writing = _Writing(self.core)
         self._slots = SlotTable(self._core)
+        self.slot_of, self.clearing_of = self._slots.get, self._slots.giving_of
         self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
         self._make_operations(_NUM_OPERATIONS)
@@ -287,14 +274,6 @@ class RadixIndex:
         self.keep_to_cap()
 
     # --- For compiled code that builds on the index's own -------------------------------------------------------------
-
-    def slot_of(self, source: WorkerRank) -> int | None:
-        """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
-        return self._slots.get(source)
-
-    def clearing_of(self, source: WorkerRank) -> int | None:
-        """Return a number for the last clearing of a rank, another one each time; None while it has no slot."""
-        return self._slots.giving_of(source)
 
     @property
     def num_givings(self) -> int:

@@ -185,10 +185,7 @@ def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusabl
         if len(raw.extra_keys) != len(block_hashes):
             return _Unusable.MALFORMED
         num_hashable, cache_salt, mm_hashes = _read_extra_keys(
-            raw.extra_keys,
-            lora_name=raw.lora_name,
-            cache_salt=raw.cache_salt,
-            is_root=raw.parent_block_hash is None,
+            raw.extra_keys, lora_name=raw.lora_name, cache_salt=raw.cache_salt, is_root=raw.parent_block_hash is None
         )
         block_hashes[num_hashable:] = [None] * (len(block_hashes) - num_hashable)
     is_eagle = len(raw.token_ids) > 0 and isinstance(raw.token_ids[0], tuple)

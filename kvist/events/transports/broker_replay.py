@@ -176,15 +176,12 @@ class Asking:
         self.num_pages = 0
         self.is_done = False
         self._id = os.urandom(ID_BYTES)
+        self.name = self._id.hex()
+        """The token that the answer's subject ends with."""
         self._request = request
         self._pages: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD_PAGES)
         self._left = bytearray()
         self._messages = Collected()
-
-    @property
-    def name(self) -> str:
-        """Return the token that the answer's subject ends with."""
-        return self._id.hex()
 
     def receive(self, page: bytes | None) -> None:
         """Take what came on the answer's subject; None for word that nobody is there to answer."""

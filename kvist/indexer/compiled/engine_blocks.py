@@ -313,13 +313,7 @@ ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
 
 @jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64, int64))
 def change(
-    arrays: Arrays,
-    what: int,
-    place: int,
-    engine_hashes: Words,
-    blocks: Words,
-    parent: int,
-    start: int,
+    arrays: Arrays, what: int, place: int, engine_hashes: Words, blocks: Words, parent: int, start: int
 ) -> tuple[int, int]:
     """Do one thing with each of the hashes, from `start` on; return DONE or what needs help, and how far it went.
 
@@ -356,10 +350,7 @@ def change(
 
 
 @jit((ARRAYS_TYPE, uint64))
-def block_named(
-    arrays: Arrays,
-    engine_hash: int,
-) -> int:
+def block_named(arrays: Arrays, engine_hash: int) -> int:
     """Return the block that has this hash, in the fastest tier that holds it, 0 for none."""
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])

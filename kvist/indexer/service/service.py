@@ -59,12 +59,7 @@ class IndexService:
             max_body_bytes=config.max_body_bytes,
             close_timeout_s=CLOSE_TIMEOUT_S,
         )
-        self._server = HttpServer(
-            self._handle,
-            host=config.host,
-            port=config.port,
-            limits=limits,
-        )
+        self._server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)
 
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
