@@ -42,7 +42,7 @@ from kvist.simulate.trace import Request, Trace, TraceLine, read_lines, read_tra
 from kvist.simulate.worker import Machine
 
 MODEL = str(bundled_model_path())
-NUM_WORKERS, NUM_BLOCKS, BLOCK_SIZE, SCALE = 2, 1536, 16, 4
+NUM_WORKERS, NUM_BLOCKS, BLOCK_SIZE, SCALE = 2, 3072, 16, 4
 POLICY_NAMES = ("kv", "round-robin")
 LONGEST_PROMPT = 6000
 
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--load", type=float, nargs="*", default=[0.4, 0.7])
+    parser.add_argument("--load", type=float, nargs="*", default=[0.2, 0.4])
     args = parser.parse_args()
     with TemporaryDirectory() as root:
         results = asyncio.run(against_engines(120 if args.quick else 300, args.load, root))
