@@ -66,8 +66,8 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
     num_tokens, num_output = (
         np.array([(each.input_length or 1, each.output_length or 1) for each in answers])[order]
     ).T
-    cached = np.array([each.overlap_reported or each.overlap_predicted or 0 for each in answers])[order]
-    cached = np.minimum(cached, num_tokens - 1)
+    told = (each.overlap_predicted if each.overlap_reported is None else each.overlap_reported for each in answers)
+    cached = np.minimum(np.array([num or 0 for num in told])[order], num_tokens - 1)
     computed, steps = num_tokens - cached, -(-(num_tokens - cached) // MAX_STEP_TOKENS)
     work = np.stack([steps, computed, computed * (cached + computed / 2)], 1)
     # A prompt that was sent before the one answered last had its first token waits behind it.
