@@ -9,14 +9,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.request import ProxyHandler, build_opener
 
 from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
+from kvist.errors import InvalidValueError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
 from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.script import Line, Pace, Script
 from kvist.replay.statistics import StatisticsCollector
+
+if TYPE_CHECKING:
+    from kvist.replay.indexing import IndexPlayer
+
+_PIECE_BYTES = 1 << 20
 
 
 def publish(args: argparse.Namespace, script: Script) -> None:
@@ -41,6 +51,72 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 
 
 def index(args: argparse.Namespace, script: Script) -> None:
+    started_s = time.monotonic()
+    with _indexed(args, script) as (player, block_size):
+        report = player.report()
+        seconds = time.monotonic() - started_s
+        if args.json:
+            print(json.dumps({"block_size": block_size, **report.to_json(), "seconds": seconds}))
+        else:
+            print(report.to_text())
+            print(f"{script.num_recorded} messages in {seconds:.2f} s, block size {block_size}")
+
+
+def print_holders(args: argparse.Namespace, script: Script) -> None:
+    """Print who held a prompt, and how much of it."""
+    from kvist.events.hashing import block_hashes
+    from kvist.openai.tokenization import ChatTokenizer
+    from kvist.router.prompts import PromptReader
+
+    tokenizer = None if args.model_path is None else ChatTokenizer.load(Path(args.model_path))
+    ask = asyncio.run(PromptReader(tokenizer).read(None, args.prompt.read_bytes()))
+    if ask.token_ids is None:
+        expected = f"a prompt whose tokens are known ({ask.untokenized_reason})"
+        raise InvalidValueError("--prompt", str(args.prompt), expected)
+    with _indexed(args, script) as (player, block_size):
+        player.report()
+        found = player.index.match(block_hashes(ask.token_ids, block_size, cache_salt=ask.cache_salt))
+        held = {rank: {tier: depth * block_size for tier, depth in found[rank]._asdict().items()} for rank in found}
+        if args.json:
+            holders = [rank._asdict() | {"tokens": tokens} for rank, tokens in held.items()]
+            print(json.dumps({"prompt_tokens": len(ask.token_ids), "block_size": block_size, "holders": holders}))
+            return
+        print(f"of {len(ask.token_ids)} tokens, in blocks of {block_size}, were held in each tier or a faster one:")
+        for (worker, rank), tokens in held.items():
+            print(f"{worker} rank {rank}: " + ", ".join(f"{tier} {number}" for tier, number in tokens.items()))
+        if not held:
+            print("nothing, by nobody")
+
+
+def compare(args: argparse.Namespace, script: Script) -> int:
+    """Print how what is held in the end differs from what another recording or index has; return 1 if it does."""
+    from kvist.replay.holdings import chunks_of_dump, differences, holdings_of
+
+    with _indexed(args, script) as (player, block_size):
+        player.report()
+        ours = holdings_of(player.index.snapshot())
+    is_url = args.diff.startswith(("http://", "https://"))
+    if is_url or args.diff.endswith(".state"):
+        url = f"{args.diff.rstrip('/')}/dump" if is_url else Path(args.diff).absolute().as_uri()
+        with build_opener(ProxyHandler({})).open(url) as dump:
+            theirs = holdings_of(chunks_of_dump(iter(partial(dump.read, _PIECE_BYTES), b""), args.diff))
+    else:
+        other = argparse.Namespace(**vars(args) | {"file": Path(args.diff), "block_size": block_size})
+        script = Script(partial(RecordingReader, other.file), selection=script.selection)
+        with _indexed(other, script) as (player, _):
+            player.report()
+            theirs = holdings_of(player.index.snapshot())
+    found = differences(ours, theirs)
+    for each in found:
+        holder = f"{each.worker} rank {each.rank} {each.tier}"
+        counts = f"{each.only_first} only here, {each.only_second} only there, {each.both} in both"
+        print(json.dumps(each._asdict()) if args.json else f"{holder}: {counts}")
+    return int(any(each.only_first or each.only_second for each in found))
+
+
+@contextmanager
+def _indexed(args: argparse.Namespace, script: Script) -> Iterator[tuple[IndexPlayer, int]]:
+    """Yield what plays into an index, with all of the script played, and the index's block size."""
     from kvist.indexer.compilation import load_and_wait
 
     load_and_wait()
@@ -52,15 +128,8 @@ def index(args: argparse.Namespace, script: Script) -> None:
         with RecordingReader(args.file) as reader:
             block_size = find_block_size(reader)
     player = IndexPlayer(RadixIndex(), block_size)
-    started_s = time.monotonic()
     with _read_all(args, script, player.apply):
-        report = player.report()
-        seconds = time.monotonic() - started_s
-        if args.json:
-            print(json.dumps({"block_size": block_size, **report.to_json(), "seconds": seconds}))
-        else:
-            print(report.to_text())
-            print(f"{script.num_recorded} messages in {seconds:.2f} s, block size {block_size}")
+        yield player, block_size
 
 
 def print_statistics(args: argparse.Namespace, script: Script) -> None:

@@ -18,11 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_argument("--to", action="append", metavar="URL", help=text)
     actions.add_argument("--into-index", action="store_true", help="play into an index and print what it holds then")
     actions.add_argument("--stats", action="store_true", help="print what is in it")
+    actions.add_argument("--at", metavar="TIME", help="print who held the --prompt then; a time as --until has it")
+    actions.add_argument(
+        "--diff",
+        metavar="OTHER",
+        help="print how holdings differ in the end: from another recording's, a state file's, or, at a URL, those of a "
+        "`kvist index` that runs; exit code 1 if they do",
+    )
     _add_selection(parser.add_argument_group("what is meant"))
     _add_pace(parser.add_argument_group("how it is played"))
+    add("--prompt", type=Path, metavar="FILE", help='of --at: a request\'s body as JSON, or {"token_ids": [...]}')
+    add("--model-path", metavar="DIR", help="of --at: the model's, for prompts that are text")
     add("--block-size", type=int, metavar="TOKENS", help="the index's (default: the recording's first)")
     add("--plot", type=Path, metavar="FILE.svg", help="write a plot beside --stats")
-    add("--json", action="store_true", help="print --stats or --into-index as one line of JSON")
+    add("--json", action="store_true", help="print in lines of JSON what is printed")
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
@@ -49,11 +58,14 @@ def run(args: argparse.Namespace) -> int:
     from kvist.replay.script import Moment, Script, Selection
 
     _check(args)
-    flags = (("--since", args.since), ("--until", args.until))
+    flags = (("--since", args.since), ("--at" if args.at else "--until", args.at or args.until))
     since, until = (None if text is None else Moment.parse(flag, text) for flag, text in flags)
     selection = Selection(frozenset(args.worker), since, until)
     script = Script(lambda: RecordingReader(args.file), selection=selection, num_rounds=args.loop, follows=args.follow)
-    action = actions.publish if args.to else actions.index if args.into_index else actions.print_statistics
+    if args.diff is not None:
+        return actions.compare(args, script)
+    asked = {"to": actions.publish, "into_index": actions.index, "at": actions.print_holders}
+    action = next((action for name, action in asked.items() if getattr(args, name)), actions.print_statistics)
     action(args, script)
     return 0
 
@@ -64,6 +76,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidValueError("--loop", args.loop, "1 with --stats")
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InvalidValueError("--plot", str(args.plot), "a name that ends in .svg")
+    if (args.at is None) != (args.prompt is None) or (args.at and args.until):
+        raise InvalidValueError("--at", args.at, "a time, with --prompt and without --until")
     for name in ("delay", "linger"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise InvalidValueError(f"--{name}", getattr(args, name), "0 seconds or more")

@@ -107,7 +107,7 @@ class IndexPlayer:
 
     def __init__(self, index: RadixIndex, block_size: int) -> None:
         """Feed `index`; an engine's own stream is of the worker that its source is called."""
-        self._index = index
+        self.index = index
         self._block_size = block_size
         self._resyncing: set[WorkerRank] = set()
         self._pace = Pace()
@@ -131,18 +131,18 @@ class IndexPlayer:
         sources = [stream.source for stream in self._streams.values()]
         for stream in self._streams.values():
             stream.settle(self._now_s)
-        while self._index.sweep():
+        while self.index.sweep():
             pass
         statistics = [source.statistics(self._now_s) for source in sources]
         ranks = [
             RankReport(rank, held.num_blocks, held.digest, state)
             for source in sources
             for rank, state in sorted((WorkerRank(source.worker, n), state) for n, state in source.states().items())
-            for held in [self._index.digest(rank)]
+            for held in [self.index.digest(rank)]
         ]
         return IndexReport(
             ranks=tuple(ranks),
-            num_blocks=self._index.statistics().num_blocks,
+            num_blocks=self.index.statistics().num_blocks,
             num_snapshots=sum(each.num_snapshots for each in statistics),
             num_cleared=sum(each.num_cleared + each.num_diverged for each in statistics),
             num_malformed=sum(each.num_malformed for each in statistics),
@@ -155,7 +155,7 @@ class IndexPlayer:
         stream = self._streams.get((recorded, worker))
         if stream is None:
             url = f"tcp://recording:1?engine={recorded.engine}"
-            source = Source(worker, url, self._block_size, self._index, self._resyncing)
+            source = Source(worker, url, self._block_size, self.index, self._resyncing)
             stream = self._streams[recorded, worker] = _Stream(source)
         return stream
 

@@ -132,7 +132,7 @@ class Script:
         if num_rounds < 1:
             raise InvalidValueError("loop", num_rounds, "at least 1 round")
         self._open_reader = open_reader
-        self._selection = selection or Selection()
+        self.selection = selection or Selection()
         self._num_rounds = num_rounds
         self._follows = follows
         self._round_idx = 0
@@ -173,12 +173,12 @@ class Script:
         """Return the lines of some records, and whether the selection ends with them."""
         if self._first_ns is None:
             self._first_ns = records[0].time_ns
-        since_ns, until_ns = self._selection.times_ns(self._first_ns)
+        since_ns, until_ns = self.selection.times_ns(self._first_ns)
         lines = list[Line]()
         for record in records:
             if record.time_ns >= until_ns + _MAX_WAIT_NS:
                 return lines, True
-            if record.time_ns >= until_ns or not self._selection.has_worker(record):
+            if record.time_ns >= until_ns or not self.selection.has_worker(record):
                 continue
             is_early = record.time_ns < since_ns
             messages = [record.message] if self._num_rounds == 1 else self._of_round(record)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 
+import httpx
 import msgspec
 import pytest
 
@@ -23,6 +24,9 @@ from kvist.events.codec import encode_batch
 from kvist.events.snapshot import blocks_digest
 from kvist.events.transports import Message
 from kvist.indexer import Indexer
+from kvist.indexer.service.config import IndexConfig
+from kvist.indexer.service.service import IndexService
+from kvist.publisher import KvEventPublisher
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingReader, RecordingWriter
 
@@ -201,3 +205,77 @@ def test_an_empty_file_is_an_empty_recording(capsys, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     code, _, errors = run(capsys, tmp_path / "empty", "--stats")
     assert (code, "no message in it" in errors) == (0, True)
+
+
+def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps({"token_ids": [1, 2, 3, 4, 5]}))
+    code, out, _ = run(capsys, recorded, "--at", "2", "--prompt", prompt, "--json")
+    assert code == 0
+    tokens = {"gpu": 4, "host": 4, "disk": 4, "external": 4}
+    assert json.loads(out) == {
+        "prompt_tokens": 5,
+        "block_size": 4,
+        "holders": [{"worker": "theirs", "rank": 0, "tokens": tokens}],
+    }
+    _, out, _ = run(capsys, recorded, "--at", "0.5", "--prompt", prompt)
+    assert out == "of 5 tokens, in blocks of 4, were held in each tier or a faster one:\nnothing, by nobody\n"
+    prompt.write_text(json.dumps({"model": "m", "prompt": "some text"}))
+    code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
+    assert code == 2
+    assert "a prompt whose tokens are known (the router has no model path" in err
+    code, _, err = run(capsys, recorded, "--at", "2")
+    assert (code, "--at" in err) == (2, True)
+
+
+def test_two_recordings_differ_in_what_they_hold(recorded, tmp_path, capsys):
+    other = tmp_path / "other.mcap"
+    source = RecordedSource("ours", "tcp://h:1")
+    held = [*BLOCKS[:40], 1000]
+    with RecordingWriter(other, [source]) as writer:
+        for sequence, block in enumerate(held):
+            parent = held[sequence - 1] if sequence else None
+            writer.add(source, batch(sequence, Stored(block.to_bytes(8, "little"), parent)), sequence * 10**7)
+        writer.add(source, batch(len(held), Heartbeat(len(held), blocks_digest(held, 0))), 10**9)
+    code, out, _ = run(capsys, recorded, "--diff", other)
+    assert code == 1
+    assert out.splitlines() == [
+        "gpu-0 rank 0 gpu: 60 only here, 1 only there, 40 in both",
+        "theirs rank 0 gpu: 1 only here, 0 only there, 0 in both",
+    ]
+    code, out, _ = run(capsys, recorded, "--diff", recorded, "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[0]) == {
+        "worker": "gpu-0",
+        "rank": 0,
+        "tier": "gpu",
+        "only_first": 0,
+        "only_second": 0,
+        "both": 100,
+    }
+    code, out, _ = run(capsys, recorded, "--diff", recorded, "--worker", "gpu-0", "--until", "0.3")
+    assert (code, out) == (0, "gpu-0 rank 0 gpu: 0 only here, 0 only there, 30 in both\n")
+
+
+async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recorded, tmp_path, capsys):
+    publisher = KvEventPublisher("tcp://127.0.0.1:0", worker="gpu-0", block_size=4)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with publisher:
+            publisher.stored([1, 2, 3], list(range(1, 13)))
+            config = IndexConfig(port=0, workers=(f"1={publisher.endpoint}",), block_size=4)
+            async with IndexService(config) as service:
+                async with asyncio.timeout(DEADLINE_S):
+                    while '"num_blocks":3' not in (await client.get(f"{service.url}/workers")).text:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                dump = (await client.get(f"{service.url}/dump")).content
+                args = ["replay", str(recorded), "--diff", service.url]
+                assert await asyncio.to_thread(main, args) == 1
+    differs = "0 only here, 3 only there, 0 in both"
+    assert differs in capsys.readouterr().out
+    state = tmp_path / "index.state"
+    state.write_bytes(dump)
+    assert main(["replay", str(recorded), "--diff", str(state)]) == 1
+    assert differs in capsys.readouterr().out
+    state.write_bytes(dump[:-5])
+    assert main(["replay", str(recorded), "--diff", str(state)]) == 1
+    assert "dump: cut short" in capsys.readouterr().err
