@@ -114,6 +114,8 @@ def _not_negative(features: Floats, values: Floats) -> Floats:
     """Return the least squares of all that has no negative number: the best of those that some features explain."""
     best, least = np.zeros(features.shape[1]), float("inf")
     for used in product((False, True), repeat=features.shape[1]):
+        if used[2] and not used[1]:  # attention alone computes no prompt
+            continue
         columns = np.flatnonzero(used)
         scale = np.linalg.norm(features[:, columns], axis=0)
         found = np.linalg.lstsq(features[:, columns] / scale, values)[0] / scale

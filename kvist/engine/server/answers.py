@@ -170,16 +170,18 @@ async def collect(generation: Generation, job: Job, shape: Shape) -> api.ChatCom
 
 
 async def stream_events(generation: Generation, job: Job, shape: Shape) -> AsyncIterator[bytes]:
-    """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest."""
-    counter = UsageCounter(job)
-    for index in range(job.num_sequences):
-        opening = shape.opening(index)
-        if opening is not None:
-            yield api.encode_event(opening)
+    """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest.
+
+    Nothing comes before the first token: routers take the first byte for it.
+    """
+    counter, opened = UsageCounter(job), set()
     async for index, output in generation.outputs():
         if output.error is not None:
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break
+        if index not in opened and (opening := shape.opening(index)) is not None:
+            yield api.encode_event(opening)
+        opened.add(index)
         counter.add(index, output)
         if output.text or output.logprobs or output.is_last:
             yield api.encode_event(shape.chunk(index, output))

@@ -1,0 +1,52 @@
+"""Answers as events, of outputs that are given one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvist.engine.request import RequestOutput
+from kvist.engine.server.answers import ChatShape, Heading, stream_events
+from kvist.engine.server.intake import Job
+from kvist.openai import requests as api
+
+
+class Outputs:
+    """A generation's outputs, and how many were taken."""
+
+    def __init__(self, *outputs: tuple[int, RequestOutput]) -> None:
+        self._outputs = outputs
+        self.num_taken = 0
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        for output in self._outputs:
+            self.num_taken += 1
+            yield output
+
+
+async def streamed(outputs: Any) -> AsyncIterator[tuple[int, str]]:
+    """Yield events, and how many outputs had been taken before each."""
+    job = Job(([1, 2],), api.SamplingParams(n=2), None, None, True, False)
+    async for event in stream_events(outputs, job, ChatShape(Heading("id", 0, "m"), None)):  # type: ignore[arg-type]
+        yield outputs.num_taken, event.decode().removeprefix("data: ").strip()
+
+
+async def test_nothing_is_sent_before_the_first_token_and_each_choice_opens_with_its_role() -> None:
+    outputs = Outputs(
+        (1, RequestOutput("b", (7,), "x")),
+        (0, RequestOutput("a", (5,))),  # a token of which no text is complete yet
+        (0, RequestOutput("a", (6,), "y", finish_reason="stop")),
+        (1, RequestOutput("b", (8,), "z", finish_reason="stop")),
+    )
+    *events, (_, done) = [each async for each in streamed(outputs)]
+    assert done == "[DONE]"
+    told = [(num, each["index"], each["delta"]) for num, text in events for each in json.loads(text)["choices"]]
+    opening = {"role": "assistant", "content": ""}
+    assert told[:3] == [(1, 1, opening), (1, 1, {"content": "x"}), (2, 0, opening)]
+    assert [(idx, delta["content"]) for _, idx, delta in told[3:]] == [(0, "y"), (1, "z")]
+
+
+async def test_an_engine_that_fails_at_once_has_opened_nothing() -> None:
+    (_, error), (_, done) = [each async for each in streamed(Outputs((0, RequestOutput("a", error="broken"))))]
+    assert (json.loads(error)["error"]["message"], done) == ("broken", "[DONE]")
