@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvist.errors import InvalidValueError
+
+_logger = logging.getLogger(__name__)
 
 
 class AtomicFile:
@@ -72,6 +75,15 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
         file.discard()
         raise
     return file.size_bytes
+
+
+def set_aside(path: Path, aside: Path, why: Exception) -> None:
+    """Rename a state that cannot be used, so that nothing overwrites it; logs why, and raises nothing."""
+    _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", why, path, aside)
+    try:
+        path.replace(aside)
+    except OSError as error:
+        _logger.error("state cannot be set aside: %s path=%s", error, path)
 
 
 async def in_thread(write: Callable[..., object], *arguments: object) -> None:

@@ -136,9 +136,8 @@ def _running_engine(engine: str | None) -> EngineProcess | None:
     found = [each for each in find_engines() if engine in (None, each.engine)]
     if len(found) > 1:
         listed = "; ".join(f"pid {each.pid}: {each.engine} {each.config_json}" for each in found)
-        raise InvalidValueError(
-            "--kv-events-config", None, f"the one to follow, as several engines run here ({listed})"
-        )
+        expected = f"the one to follow, as several engines run here ({listed})"
+        raise InvalidValueError("--kv-events-config", None, expected)
     for each in found:
         _logger.info("found an engine pid=%d engine=%s kv_events_config=%s", each.pid, each.engine, each.config_json)
     return found[0] if found else None

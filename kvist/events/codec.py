@@ -156,7 +156,5 @@ def _is_from_later_version(raw_event: msgspec.Raw) -> bool:
 def _check_hashes(events: Sequence[Event], source: str) -> None:
     for event_idx, event in enumerate(events):
         if isinstance(event, Stored | Removed) and len(event.hashes) % _HASH_BYTES:
-            raise MalformedMessageError(
-                source,
-                f"events[{event_idx}].hashes has {len(event.hashes)} bytes, expected a multiple of {_HASH_BYTES}",
-            )
+            found = f"events[{event_idx}].hashes has {len(event.hashes)} bytes"
+            raise MalformedMessageError(source, f"{found}, expected a multiple of {_HASH_BYTES}")

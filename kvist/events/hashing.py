@@ -140,9 +140,8 @@ def _utf8(text: str) -> bytes:
 
 def _pack_token_array(token_ids: NDArray[np.integer[Any]]) -> bytes:
     if token_ids.dtype.kind not in "iu" or token_ids.ndim != 1:
-        raise InvalidValueError(
-            "token_ids", f"{token_ids.dtype}{token_ids.shape}", "a one-dimensional array of integers"
-        )
+        found = f"{token_ids.dtype}{token_ids.shape}"
+        raise InvalidValueError("token_ids", found, "a one-dimensional array of integers")
     if token_ids.size and (token_ids.min() < 0 or token_ids.max() > _U32_MAX):
         wrong = int(token_ids.min()) if token_ids.min() < 0 else int(token_ids.max())
         raise InvalidValueError("token_ids", wrong, "integers from 0 to 2**32 - 1")

@@ -111,9 +111,8 @@ class SnapshotAssembly:
         """Take a part; raises MalformedMessageError when it is another snapshot's."""
         first = self._first = self._first or part
         if _identity(part) != _identity(first):
-            raise MalformedMessageError(
-                self._source, f"a part of snapshot {_identity(part)}, expected one of {_identity(first)}"
-            )
+            found = f"a part of snapshot {_identity(part)}"
+            raise MalformedMessageError(self._source, f"{found}, expected one of {_identity(first)}")
         if part.part_idx in self._slices:
             return
         held = HeldBlocks(

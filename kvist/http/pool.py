@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvist.errors import InvalidValueError
@@ -35,15 +35,15 @@ _OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 """What keeps us from connecting to any worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PoolStatistics:
     """Counts since the pool was made, but for the two that say what is now."""
 
-    num_idle: int
-    num_active: int
-    num_connected: int
-    num_reused: int
-    num_stale: int
+    num_idle: int = 0
+    num_active: int = 0
+    num_connected: int = 0
+    num_reused: int = 0
+    num_stale: int = 0
     """Pooled connections found closed by the worker when they were needed."""
 
 
@@ -102,9 +102,7 @@ class UpstreamPool:
         self._tls = tls
         self._workers: dict[str, _Worker] = {}
         self._connecting: set[asyncio.Task[None]] = set()
-        self._num_connected = 0
-        self._num_reused = 0
-        self._num_stale = 0
+        self._counts = PoolStatistics()
 
     def send(
         self,
@@ -142,9 +140,9 @@ class UpstreamPool:
         while worker.idle:
             connection, _ = worker.idle.popitem()
             if connection.begin(exchange):
-                self._num_reused += 1
+                self._counts.num_reused += 1
                 return exchange
-            self._num_stale += 1
+            self._counts.num_stale += 1
         worker.waiting.append(exchange)
         self._connect_more(base_url, worker)
         return exchange
@@ -169,13 +167,9 @@ class UpstreamPool:
         return self.clock.timeout(timeout_s)
 
     def statistics(self) -> PoolStatistics:
-        return PoolStatistics(
-            sum(len(worker.idle) for worker in self._workers.values()),
-            sum(len(worker.connections) - len(worker.idle) for worker in self._workers.values()),
-            self._num_connected,
-            self._num_reused,
-            self._num_stale,
-        )
+        num_idle = sum(len(worker.idle) for worker in self._workers.values())
+        num_open = sum(len(worker.connections) for worker in self._workers.values())
+        return replace(self._counts, num_idle=num_idle, num_active=num_open - num_idle)
 
     async def __aenter__(self) -> Self:
         self.clock = LoopClock(asyncio.get_running_loop())
@@ -222,7 +216,7 @@ class UpstreamPool:
         finally:
             worker.num_connecting -= 1
         if error is None:
-            self._num_connected += 1
+            self._counts.num_connected += 1
             worker.connections.add(connection)
             self._on_free(connection)
         else:

@@ -199,8 +199,6 @@ class _Topic:
         self.next_sequence = 0
 
     def since(self, sequence: int) -> list[Message]:
-        if sequence >= self.next_sequence:  # also a number from a stranger that `islice` would not take
-            return []
-        if not self.messages:
+        if sequence >= self.next_sequence or not self.messages:  # also a number that `islice` would not take
             return []
         return list(islice(self.messages, max(0, sequence - self.messages[0].sequence), None))

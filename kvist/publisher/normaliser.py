@@ -10,9 +10,8 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
@@ -40,13 +39,13 @@ class Status(StrEnum):
     PARTIAL_BLOCK = "partial_block"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NormaliserStatistics:
     """What one rank's normaliser did since it was made."""
 
-    num_stored_blocks: int
-    num_removed_blocks: int
-    num_by_status: Mapping[Status, int]
+    num_stored_blocks: int = 0
+    num_removed_blocks: int = 0
+    num_by_status: Counter[Status] = field(default_factory=Counter)
 
 
 class Normaliser:
@@ -72,9 +71,8 @@ class Normaliser:
         self._rank = rank
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
-        self._num_stored_blocks = 0
-        self._num_removed_blocks = 0
-        self._num_by_status: Counter[Status] = Counter()
+        self._counts = NormaliserStatistics()
+        self._num_by_status = self._counts.num_by_status
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
@@ -86,11 +84,7 @@ class Normaliser:
         return (Cleared(),)
 
     def statistics(self) -> NormaliserStatistics:
-        return NormaliserStatistics(
-            num_stored_blocks=self._num_stored_blocks,
-            num_removed_blocks=self._num_removed_blocks,
-            num_by_status=MappingProxyType(dict(self._num_by_status)),
-        )
+        return replace(self._counts, num_by_status=self._num_by_status.copy())
 
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:
         if len(event.token_ids) == 0:
@@ -129,10 +123,10 @@ class Normaliser:
         events: list[Event] = []
         if displaced:
             self._num_by_status[Status.HASH_REUSED] += len(displaced)
-            self._num_removed_blocks += len(displaced)
+            self._counts.num_removed_blocks += len(displaced)
             events.append(Removed(_pack(displaced), tier))
         if new_idxs:
-            self._num_stored_blocks += len(new_idxs)
+            self._counts.num_stored_blocks += len(new_idxs)
             first, last = new_idxs[0], new_idxs[-1]
             before_first = block_hashes[first - 1] if first else parent
             events.append(Stored(_pack(block_hashes[first : last + 1]), before_first, tier))
@@ -161,7 +155,7 @@ class Normaliser:
             removed, not_found = self._residency.release(event.block_hashes, tier)
             missing = set(not_found) if missing is None else missing.intersection(not_found)
             if removed:
-                self._num_removed_blocks += len(removed)
+                self._counts.num_removed_blocks += len(removed)
                 events.append(Removed(_pack(removed), tier))
         if missing:  # also of blocks that were not full when they were reported, and so never published
             self._num_by_status[Status.BLOCK_NOT_FOUND] += len(missing)
@@ -206,25 +200,19 @@ class Normaliser:
         return leading
 
     def _end_chain_at(self, length: int) -> None:
-        if length > self._block_size:
-            self._num_by_status[Status.OVERSIZE_BLOCK] += 1
-            is_told = self._num_by_status[Status.WRONG_BLOCK_SIZE] > 0
-            if self._num_by_status[Status.OVERSIZE_BLOCK] == 1 and not is_told:
-                _logger.warning(
-                    "block left out: too long rank=%d length=%d block_size=%d", self._rank, length, self._block_size
-                )
+        if length <= self._block_size:
+            self._num_by_status[Status.PARTIAL_BLOCK] += 1
             return
-        self._num_by_status[Status.PARTIAL_BLOCK] += 1
+        self._num_by_status[Status.OVERSIZE_BLOCK] += 1
+        if self._num_by_status[Status.OVERSIZE_BLOCK] == 1 and not self._num_by_status[Status.WRONG_BLOCK_SIZE]:
+            text = "block left out: too long rank=%d length=%d block_size=%d"
+            _logger.warning(text, self._rank, length, self._block_size)
 
     def _scope(self, lora_name: str | None, cache_salt: str | None, parent: int | None) -> Scope:
-        if parent is not None and (lora_name is None or cache_salt is None):
-            inherited = self._residency.scope(parent)
-            if lora_name is None and cache_salt is None:
-                return inherited
-            return Scope(lora_name or inherited.lora_name, cache_salt or inherited.cache_salt)
+        inherited = NO_SCOPE if parent is None else self._residency.scope(parent)
         if lora_name is None and cache_salt is None:
-            return NO_SCOPE
-        return Scope(lora_name, cache_salt)
+            return inherited
+        return Scope(lora_name or inherited.lora_name, cache_salt or inherited.cache_salt)
 
     def _canonical_hashes(
         self, event: EngineStored, num_blocks: int, parent: int | None, scope: Scope
@@ -249,13 +237,9 @@ class Normaliser:
     def _count_wrong_block_size(self, engine_block_size: int) -> None:
         self._num_by_status[Status.WRONG_BLOCK_SIZE] += 1
         if self._num_by_status[Status.WRONG_BLOCK_SIZE] == 1:
-            _logger.warning(
-                "the engine's blocks are not of the configured size, and are left out "
-                "rank=%d engine_block_size=%d block_size=%d",
-                self._rank,
-                engine_block_size,
-                self._block_size,
-            )
+            text = "the engine's blocks are not of the configured size, and are left out"
+            sizes = engine_block_size, self._block_size
+            _logger.warning("%s rank=%d engine_block_size=%d block_size=%d", text, self._rank, *sizes)
 
     def _leave_out(self, status: Status) -> tuple[Event, ...]:
         self._num_by_status[status] += 1

@@ -152,14 +152,8 @@ class Answers:
             time.sleep(0)
         self.num_snapshots += 1
         now_s = time.monotonic()
-        _logger.info(
-            "snapshot made topic=%s sequence=%d blocks=%d parts=%d seconds=%.3f",
-            topic.decode(),
-            state.sequence,
-            len(held.hashes),
-            len(messages),
-            now_s - begun_at_s,
-        )
+        made = topic.decode(), state.sequence, len(held.hashes), len(messages), now_s - begun_at_s
+        _logger.info("snapshot made topic=%s sequence=%d blocks=%d parts=%d seconds=%.3f", *made)
         return _Made(state.sequence, messages, now_s + KEPT_S)
 
     def _topic(self, rank: int) -> bytes:

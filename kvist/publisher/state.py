@@ -8,7 +8,6 @@ All integers are little-endian. What is kept by block stands in columns of u64, 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -23,12 +22,10 @@ from xxhash import xxh3_64
 
 from kvist.events.engine_events import EngineHash
 from kvist.events.types import GroupRule, NonNegative, Positive, Rank, Tier
-from kvist.files import exclusive_folder, write_atomically
+from kvist.files import exclusive_folder, set_aside, write_atomically
 from kvist.publisher.filter import FilterState
 from kvist.publisher.residency import Residency, Scope
 from kvist.publisher.stream import RankState
-
-_logger = logging.getLogger(__name__)
 
 MAGIC = b"kvist-sidecar-state\n"
 VERSION = 2
@@ -207,12 +204,7 @@ class StateStore(ExitStack):
         except FileNotFoundError:
             return None
         except (UnreadableStateError, OSError) as error:
-            aside = self.path.with_suffix(".unreadable")
-            _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", error, self.path, aside)
-            try:
-                self.path.replace(aside)
-            except OSError as error:
-                _logger.error("state cannot be set aside: %s path=%s", error, self.path)
+            set_aside(self.path, self.path.with_suffix(".unreadable"), error)
             return None
 
     def save(self, state: SidecarState) -> int:

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule, Holding
-from kvist.radix._cap import Cap, is_half_full
+from kvist.radix._housekeeping import Cap, Sweeper, is_half_full
 from kvist.radix._slots import SlotTable
-from kvist.radix._sweeper import Sweeper
 from kvist.radix.compiled import blocks, layout, matching
 from kvist.radix.compiled.layout import Records
 from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for

@@ -192,9 +192,7 @@ class _Part:
             elif kind == Opcode.CHANNEL:
                 self._num_channel_bytes += length
                 if self._num_channel_bytes > recording.MAX_CHUNK_BYTES:
-                    raise ValueError(
-                        f"{self._num_channel_bytes} bytes of channels, more than {recording.MAX_CHUNK_BYTES}"
-                    )
+                    raise ValueError(f"more than {recording.MAX_CHUNK_BYTES} bytes of channels")
                 self._add_channel(Channel.read(ReadDataStream(BytesIO(body))))
             elif kind != Opcode.SCHEMA:
                 raise ValueError(f"a record of kind {kind:#x} in a chunk")

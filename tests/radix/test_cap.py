@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.events.types import Holding
-from kvist.radix import ApplyResult, RadixIndex, _cap
+from kvist.radix import ApplyResult, RadixIndex, _housekeeping
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -124,7 +124,7 @@ def test_blocks_of_ranks_that_are_gone_are_evicted_like_others() -> None:
 
 
 def test_eviction_follows_use_over_a_long_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cap, "_WORK_PER_ROW", 10**6)  # so that no round is left half done
+    monkeypatch.setattr(_housekeeping, "_WORK_PER_ROW", 10**6)  # so that no round is left half done
     index, chains, rng = RadixIndex(max_blocks=120, segment_bits=2), random_hashes(60, 10), np.random.default_rng(3)
     last_use: dict[int, int] = {}
     depths = {block: depth for chain in chains.tolist() for depth, block in enumerate(chain)}
@@ -151,7 +151,7 @@ def test_eviction_follows_use_over_a_long_life(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_epochs_come_round_without_making_old_blocks_young(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cap, "_WORK_PER_ROW", 10**6)
+    monkeypatch.setattr(_housekeeping, "_WORK_PER_ROW", 10**6)
     index, old, hot = RadixIndex(max_blocks=100), random_hashes(40), random_hashes(20, seed=2)
     index.store(W0, Tier.GPU, None, old)
     index.store(W0, Tier.GPU, None, hot)
@@ -177,7 +177,7 @@ def test_a_snapshot_still_tells_what_is_evicted_meanwhile() -> None:
 
 
 def test_many_slices_keep_a_large_index_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cap, "_LEAST_WORK", 1)
+    monkeypatch.setattr(_housekeeping, "_LEAST_WORK", 1)
     index, sizes = RadixIndex(max_blocks=20_000), []
     for chain in random_hashes(10_000, 8):
         index.store(W0, Tier.GPU, None, chain)

@@ -92,9 +92,8 @@ class EventIdTracker:
         if last_event_id is None or event_id == last_event_id + 1:
             return False
         self.num_gaps += 1
-        _logger.warning(
-            "engine events are not consecutive rank=%d last_event_id=%d event_id=%d", rank, last_event_id, event_id
-        )
+        text = "engine events are not consecutive rank=%d last_event_id=%d event_id=%d"
+        _logger.warning(text, rank, last_event_id, event_id)
         return True
 
 

@@ -37,14 +37,9 @@ class MalformedCounter:
         self.num += 1
         if not self._has_logged_message:
             self._has_logged_message = True
-            _logger.warning(
-                "malformed message skipped: not topic, 8 bytes and a payload of at most %d MiB "
-                "source=%s num_frames=%d frame_bytes=%s",
-                base.MAX_MESSAGE_BYTES >> 20,
-                self.source,
-                len(frame_bytes),
-                list(frame_bytes[:4]),
-            )
+            max_mib, found = base.MAX_MESSAGE_BYTES >> 20, (len(frame_bytes), list(frame_bytes[:4]))
+            text = f"malformed message skipped: not topic, 8 bytes and a payload of at most {max_mib} MiB"
+            _logger.warning("%s source=%s num_frames=%d frame_bytes=%s", text, self.source, *found)
 
     def leave_peer(self, reason: str) -> None:
         """Count a peer that broke the protocol, or speaks another; the connection to it is given up."""

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvist.errors import MalformedMessageError
 from kvist.events.session import SourceState
-from kvist.files import AtomicFile, exclusive_folder, in_thread
+from kvist.files import AtomicFile, exclusive_folder, in_thread, set_aside
 from kvist.indexer.dumps.dumper import Dumper, Namespaced
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
 from kvist.indexer.dumps.takeover import Destination, Takeover
@@ -141,7 +141,7 @@ class StateKeeper:
         except FileNotFoundError:
             _logger.info("no state to start from path=%s", self._path)
         except (MalformedMessageError, OSError) as error:
-            self._set_aside(error)
+            set_aside(self._path, self._path.with_name(f"{self._path.name}.damaged"), error)
         else:
             seconds = self._now_s() - started_s
             _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._fates["loaded"], seconds)
@@ -217,14 +217,6 @@ class StateKeeper:
         with self._path.open("rb") as file:
             while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
                 yield piece
-
-    def _set_aside(self, error: Exception) -> None:
-        aside = self._path.with_name(f"{self._path.name}.damaged")
-        _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", error, self._path, aside)
-        try:
-            self._path.replace(aside)
-        except OSError as reason:
-            _logger.error("state cannot be set aside: %s path=%s", reason, self._path)
 
     async def _watch(self) -> None:
         """Note which streams are proven, and forget those that are not followed within `MAX_WAIT_S`."""

@@ -170,7 +170,6 @@ class Registry:
         self._now_s = now_s
         self._members: dict[Namespace, Member] = {}
         self._namespace_of: dict[int, Namespace] = {}
-        self._num_streams = 0
         self._tasks = asyncio.TaskGroup()
         self._registering = asyncio.Lock()
 
@@ -223,7 +222,6 @@ class Registry:
             member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url, rank=dp_rank)
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
             self._namespace_of[instance_id] = namespace
-            self._num_streams += 1
         _logger.info(
             "registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, public_url(stream.url)
         )
@@ -242,7 +240,6 @@ class Registry:
         for rank in [*streams] if dp_rank is None else [dp_rank]:
             member.indexer.remove_source(stream_name(instance_id, rank))
             del streams[rank]
-            self._num_streams -= 1
         if not streams:
             del member.instances[instance_id], self._namespace_of[instance_id]
         if not member.instances:
@@ -273,7 +270,7 @@ class Registry:
         known = self._namespace_of.get(instance_id, namespace)
         if known != namespace:
             raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} is already registered for {known}")
-        if self._num_streams >= MAX_STREAMS:
+        if len([*self._streams()]) >= MAX_STREAMS:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_STREAMS} streams are followed, and no more")
         member = self._members.get(namespace)
         if member is None:

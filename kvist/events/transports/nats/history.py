@@ -45,9 +45,8 @@ async def ensure_stream(client: Client, url: BrokerUrl) -> None:
     for setting, value in wanted.items():
         held = getattr(found, "max_age" if setting == "max_age_s" else setting)
         if held != value:
-            raise InvalidValueError(
-                f"jetstream={name}, {setting}", value, f"{held!r}, which the stream on the server has"
-            )
+            expected = f"{held!r}, which the stream on the server has"
+            raise InvalidValueError(f"jetstream={name}, {setting}", value, expected)
 
 
 async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> api.StreamConfig:
