@@ -37,6 +37,7 @@ REPLAY_SEND_TIMEOUT_S = 2.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 _REPLAY_RETRY_S = 0.01
+_END_TIMEOUT_S = 1.0
 
 Socket: TypeAlias = zmq.Socket[bytes]
 
@@ -82,7 +83,10 @@ class ZmqPublication:
             self._server.close()
         self._router.close(linger=0)
         self._stream.close(linger=int(timeout_s * 1000))
-        self._context.term()
+        # Seen once, on a busy machine: libzmq waited on, for ever. Whoever closes must not.
+        ending = threading.Thread(target=self._context.term, name="kvist-zmq-end", daemon=True)
+        ending.start()
+        ending.join(timeout_s + _END_TIMEOUT_S)
 
 
 class ReplayServer:
