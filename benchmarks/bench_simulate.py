@@ -142,8 +142,10 @@ async def against_engines(num_requests: int, loads: Sequence[float], root: str) 
             folder = await recorded(workers, policy, trace, None, root)
             found = figures([line for _, line in read_lines(folder)])
             sides = {"measured": found}
+            served = read_trace(folder)  # prompts repeat other answers than these engines gave
+            served = replace(served, requests=[replace(each, answer_blocks=()) for each in served.requests])
             for title, learnt_from in (("simulated, rates of before", before), ("simulated, rates of the run", folder)):
-                told = asdict(measure(read_trace(folder), POLICIES[policy], machines(learnt_from), seed=0))
+                told = asdict(measure(served, POLICIES[policy], machines(learnt_from), seed=0))
                 sides[title] = {name: told[name] for name in found}
             results[f"{load:g}, {policy}"] = sides
             print(load, policy, sides, flush=True)

@@ -80,27 +80,35 @@ class Trace:
     def in_sessions(self) -> Trace:
         """Return the trace with each turn of a session to be sent some time after the answer to the turn before.
 
-        A turn goes on with the one before of the session that the trace names. Else it does with the request whose
-        whole prompt it repeats, if that prompt's last block was new then: what many begin with is no session. The pause
-        is that of the trace, or what is between the other's end, if that is known, or arrival, and this one's arrival.
+        The pause is that of the trace, or what is between the other's end, if that is known, or arrival, and this one's
+        arrival.
         """
-        turns: dict[int | str, Request] = {}  # the last of a session, by its name and the last block of its prompt
-        seen: set[int] = set()
         requests = []
-        for request in self.requests:
-            names = reversed(request.blocks) if request.session is None else (request.session,)
-            before = next((turns[name] for name in names if name in turns), None)
+        for request, before in _turns(self.requests):
             if before is not None:
                 between_s = max(0.0, request.at_s - before.at_s - before.took_s)
                 pause_s = between_s if request.pause_s is None else request.pause_s
                 request = replace(request, follows=before.idx, pause_s=pause_s)
-            if request.session is not None:
-                turns[request.session] = request
-            if request.blocks and (request.blocks[-1] not in seen or request.blocks[-1] in turns):
-                turns[request.blocks[-1]] = request
-            seen.update(request.blocks)
             requests.append(request)
         return replace(self, requests=requests)
+
+
+def _turns(requests: Sequence[Request]) -> Iterator[tuple[Request, Request | None]]:
+    """Yield each request and the one whose answer it goes on with.
+
+    That is the one before of the session that the trace names. Else it is the one whose whole prompt is repeated, if
+    that prompt's last block was new then: what many begin with is no session.
+    """
+    turns: dict[int | str, Request] = {}  # the last of a session, by its name and the last block of its prompt
+    seen: set[int] = set()
+    for request in requests:
+        names = reversed(request.blocks) if request.session is None else (request.session,)
+        yield request, next((turns[name] for name in names if name in turns), None)
+        if request.session is not None:
+            turns[request.session] = request
+        if request.blocks and (request.blocks[-1] not in seen or request.blocks[-1] in turns):
+            turns[request.blocks[-1]] = request
+        seen.update(request.blocks)
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -191,7 +199,8 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
 
     A line is Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512
     tokens]}, or has a prompt, of whose text 256 characters are a block of 64 tokens. Without time stamps requests come
-    one a second. Only those are returned that have no other status than 200.
+    one a second. Only those are returned that have no other status than 200. Recorded answers leave in caches what the
+    next turn repeats of them.
     """
     requests: list[Request] = []
     block_size: int | None = None
@@ -208,7 +217,12 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
     begins_at_s = requests[0].at_s
     requests = [replace(each, idx=idx, at_s=each.at_s - begins_at_s) for idx, each in enumerate(requests)]
-    return Trace(requests, block_size or TRACE_BLOCK_SIZE)
+    block_size, answers = block_size or TRACE_BLOCK_SIZE, {}
+    for request, before in _turns(requests):
+        if before is not None and before.took_s > 0 and request.blocks[: len(before.blocks)] == before.blocks:
+            end = (before.num_tokens + before.num_output_tokens) // block_size
+            answers[before.idx] = request.blocks[len(before.blocks) : end]
+    return Trace([replace(each, answer_blocks=answers.get(each.idx, ())) for each in requests], block_size)
 
 
 def _lines(path: Path) -> Iterator[str]:

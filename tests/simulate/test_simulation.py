@@ -425,6 +425,16 @@ def test_sessions_that_a_recording_names_are_taken_as_they_are_with_their_pauses
     assert [each.pause_s for each in turns[2:]] == [0.5, 3.5, 0.0]
 
 
+def test_a_recorded_answer_is_named_by_the_turn_that_repeats_it(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    blocks = [11, 12, 13, 14, 15, 16]
+    told = {"timestamp": 0, "input_length": 40, "output_length": 30, "hash_ids": blocks[:2], "block_size": 16}
+    turn = told | {"timestamp": 9000, "input_length": 100, "hash_ids": blocks}
+    for took, expected in (({"total_s": 2.0}, (13, 14)), ({}, ())):  # which the answer fills
+        path.write_text("".join(json.dumps(each | took) + "\n" for each in (told, turn)))
+        assert [each.answer_blocks for each in read_trace(path).requests] == [expected, ()]
+
+
 @pytest.mark.parametrize("make", [conversations, tool_agents])
 def test_made_up_sessions_repeat_what_was_said_and_are_the_same_for_a_seed(make) -> None:  # type: ignore[no-untyped-def]
     trace = make(300, seed=1)
