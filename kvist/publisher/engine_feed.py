@@ -10,7 +10,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, decode_block_events
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Apply, Clear, ClearReason, Session, SessionLimits, SourceState, Step
+from kvist.events.session import MAX_SEQUENCE, Apply, Clear, ClearReason, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class EngineFeed:
         left to the feed with `apply_part`, and reports with `on_applied`.
         """
         expected = self.session.expected_sequence
-        return expected if self.session.is_in_step and expected > self.restarts.last_sequence else None
+        is_next = self.session.is_in_step and self.restarts.last_sequence < expected <= MAX_SEQUENCE
+        return expected if is_next else None
 
     def on_applied(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""

@@ -19,7 +19,7 @@ from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
 from kvist.router.policy.decision import Policy, Role
-from kvist.router.policy.priced import DEFAULT_ALPHA, DEFAULT_TIER_CREDITS, PriceSettings
+from kvist.router.policy.settings import DEFAULT_ALPHA, DEFAULT_TIER_CREDITS, PriceSettings
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 

@@ -24,7 +24,8 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
-from kvist.router.policy.priced import DEFAULT_ALPHA, Dispatched, PricedPolicy, PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy
+from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
 from kvist.router.recording import Hashes

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.priced import Dispatched, PricedPolicy, PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy
+from kvist.router.policy.settings import PriceSettings
 
 Hashes = Sequence[int] | NDArray[np.uint64]
 Counts = Sequence[int] | NDArray[np.int64]

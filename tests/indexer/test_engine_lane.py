@@ -11,7 +11,7 @@ import pytest
 from index_invariants import check_invariants
 
 from kvist.events import EngineStored, Tier, WorkerRank
-from kvist.events.session import SourceState
+from kvist.events.session import MAX_SEQUENCE, SourceState
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
@@ -563,3 +563,15 @@ def test_a_message_with_several_malformed_events_counts_once_live_or_replayed(pa
         assert side.settle(kept, 1.0)
     assert_equal(pair.lane, pair.plain)
     assert pair.lane.numbers()[0].num_malformed == 4
+
+
+def test_a_stream_that_has_used_up_its_numbers_is_taken_as_far_as_they_go(pair):
+    for side in (pair.lane, pair.plain):
+        feed = side.follower._feed
+        feed.session.resume(feed.restarts.epoch, MAX_SEQUENCE, is_complete=True)
+    pair.sequence = MAX_SEQUENCE
+    pair.take([stored([1], [1, 2])])
+    assert len(pair.lane.held()) == 1
+    for sequence in (0, MAX_SEQUENCE, MAX_SEQUENCE + 1, 2 * MAX_SEQUENCE):
+        pair.sequence = sequence
+        pair.take([stored([2], [1, 3])])

@@ -9,7 +9,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import POLICY_NAMES, RouterConfig
-from kvist.router.policy.priced import PriceSettings
+from kvist.router.policy.settings import PriceSettings
 from kvist.settings import option_help, parse_values, read_toml
 
 WORKER = "http://127.0.0.1:8001"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.policy.priced import DEFAULT_ALPHA
+from kvist.router.policy.settings import DEFAULT_ALPHA
 from kvist.router.policy.work import CONTEXT, QUEUED
 
 TOKENS = list(range(1000, 3000))

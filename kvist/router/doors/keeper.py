@@ -33,7 +33,7 @@ from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.policy.attention import alpha_of
-from kvist.router.policy.priced import DEFAULT_ALPHA
+from kvist.router.policy.settings import DEFAULT_ALPHA
 from kvist.router.regret import Regret, Routed
 
 _RESIZE_S = 1.0

@@ -23,7 +23,8 @@ from kvist.events import WorkerRank
 from kvist.router.fleet.board import MAX_COLUMNS, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
-from kvist.router.policy.priced import PricedPolicy, PriceSettings
+from kvist.router.policy.priced import PricedPolicy
+from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import WorkRows
 
 _IDLE_INTERVAL_S = 0.05

@@ -16,33 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.router.policy.decision import draw, uniform_over_minima
 from kvist.router.policy.in_flight import Marks, PromptsInFlight
+from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import Floats, Work, WorkRows
-
-DEFAULT_ALPHA = 2.9e-5
-"""Of an 8B model: a token at position 34,000 costs twice what the first one does."""
-
-DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
-"""What a cached block spares of computing it: GPU, host, disk; external storage serves every worker alike, so 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class PriceSettings:
-    """What the cost weighs; see the module's formula. `tier_credits` has one for each `Tier`."""
-
-    name: ClassVar[str] = "kv"
-    alpha: float = DEFAULT_ALPHA
-    tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
-    price_scale: float = 2.0
-    max_price: float = 40.0
-    context_scale: float = 0.05
-    recent_scale: float = 0.03
 
 
 class Prices(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import load_alpha
 from kvist.router.policy.attention import alpha_of
-from kvist.router.policy.priced import DEFAULT_ALPHA, PriceSettings
+from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
 
 DENSE: dict[str, Any] = {
     "hidden_size": 4096,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvist.router.policy.in_flight import NUM_RANKS_OF_A_MARK, NUM_SLOTS, SLOT, PromptsInFlight
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
+from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, WorkRows
 
 BLOCK = 256

@@ -1,0 +1,25 @@
+"""What the priced cost weighs; apart from it, as who only reads flags should not load what computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+DEFAULT_ALPHA = 2.9e-5
+"""Of an 8B model: a token at position 34,000 costs twice what the first one does."""
+
+DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
+"""What a cached block spares of computing it: GPU, host, disk; external storage serves every worker alike, so 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceSettings:
+    """The terms of `kvist.router.policy.priced`; `tier_credits` has one for each `Tier`."""
+
+    name: ClassVar[str] = "kv"
+    alpha: float = DEFAULT_ALPHA
+    tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
+    price_scale: float = 2.0
+    max_price: float = 40.0
+    context_scale: float = 0.05
+    recent_scale: float = 0.03
