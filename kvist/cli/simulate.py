@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
     add("--rates", type=Path, metavar="FILE", help="of workers, in turn, as `fit` prints them (default: 8B on an H100)")
+    add(
+        "--accelerator",
+        metavar="NAME[xN]",
+        help="instead: a100, h100x2 and the like, with a model of --model-path",
+    )
+    add("--model-path", type=Path, metavar="DIR", help="of --accelerator: a folder with the model's config.json")
     add("--prefill-rate", type=float, metavar="N", help="tokens/s of a worker (default 25000, or as in --rates)")
     add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
     add("--cache-tokens", type=int, metavar="N", help="that a worker caches (default 400000, or as in --rates)")
@@ -91,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
-        given = {name: value for name, value in vars(args).items() if name not in ("run", "json", "report", "rates")}
+        left_out = ("run", "json", "report", "rates", "model_path")
+        given = {name: value for name, value in vars(args).items() if name not in left_out}
         given["machines"] = [asdict(machine) for machine in args.machines]
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
     return 0
@@ -157,10 +164,15 @@ def _runs(
 
 def _machines(args: argparse.Namespace) -> list[Machine]:
     """Return the kinds of workers, which a fleet has in turn."""
+    from kvist.simulate.hardware import machine_of
     from kvist.simulate.rates import read_rates
     from kvist.simulate.worker import Machine
 
+    if (args.accelerator is None) != (args.model_path is None) or (args.accelerator and args.rates):
+        raise InvalidValueError("--accelerator", args.accelerator, "a name, with --model-path and without --rates")
     kinds = read_rates(args.rates) if args.rates else [Machine()]
+    if args.accelerator:
+        kinds = [machine_of(args.accelerator, args.model_path)]
     if args.prefill_rate:
         kinds = [replace(each, prefill_s=1 / args.prefill_rate) for each in kinds]
     if args.cache_tokens:

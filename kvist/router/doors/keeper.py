@@ -32,7 +32,7 @@ from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
-from kvist.router.policy.attention import alpha_of
+from kvist.router.policy.attention import costs_of
 from kvist.router.policy.settings import DEFAULT_ALPHA
 from kvist.router.regret import Regret, Routed
 
@@ -155,7 +155,8 @@ def load_alpha(model_path: str | None) -> float:
         config = msgspec.json.decode((Path(model_path or "") / "config.json").read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return DEFAULT_ALPHA
-    return alpha_of(config) or DEFAULT_ALPHA
+    costs = costs_of(config)
+    return DEFAULT_ALPHA if costs is None else costs.alpha
 
 
 async def load_tokenizer(model_path: str | None) -> ChatTokenizer | None:

@@ -1,13 +1,31 @@
-"""How much attention to earlier tokens costs a model, by the `config.json` that Hugging Face models come with."""
+"""What a token costs a model, by the `config.json` that Hugging Face models come with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
-def alpha_of(config: Mapping[str, Any]) -> float | None:
-    """Return the α of `priced`: multiplications for each token that a token attends to, a share of all its others.
+class ModelCosts(NamedTuple):
+    """Of a token; weights and KV in numbers, not bytes."""
+
+    weights_used: int
+    """Multiplications but for attention, of the layers; experts as many as compute a token."""
+    weights: int
+    """Of the whole model, with its embeddings."""
+    attended: int
+    """Multiplications for each earlier token, where layers look at all of them."""
+    kv: int
+    """Keys and values of all layers."""
+
+    @property
+    def alpha(self) -> float:
+        """The α of `priced`: what a token costs more for each one before it, a share of its own cost."""
+        return self.attended / self.weights_used
+
+
+def costs_of(config: Mapping[str, Any]) -> ModelCosts | None:
+    """Return what a model's tokens cost.
 
     Layers that attend to a window count as if they looked back no further than a block: their share does not grow. None
     where the config does not say enough, as of models that compress keys and values (MLA), or of other architectures.
@@ -17,19 +35,21 @@ def alpha_of(config: Mapping[str, Any]) -> float | None:
         hidden, num_heads, num_layers = text["hidden_size"], text["num_attention_heads"], text["num_hidden_layers"]
         head_dim = text.get("head_dim") or hidden // num_heads
         num_kv_heads = text.get("num_key_value_heads") or num_heads
-        num_experts = text.get("num_experts_per_tok")
-        width = (
-            text["intermediate_size"]
-            if num_experts is None
-            else (
-                num_experts * (text.get("moe_intermediate_size") or text["intermediate_size"])
-                + (text.get("shared_expert_intermediate_size") or 0)
-            )
-        )
+        num_experts = text.get("num_experts") or text.get("num_local_experts") or 1
+        width = text["intermediate_size"] if num_experts == 1 else text.get("moe_intermediate_size")
+        width = width or text["intermediate_size"]
+        shared = text.get("shared_expert_intermediate_size") or 0
         layer_types = text.get("layer_types") or ["full_attention"] * num_layers
+        attention = 2 * hidden * (num_heads + num_kv_heads) * head_dim
+        used, whole = (
+            num_layers * (attention + 3 * hidden * (number * width + shared))
+            for number in (text.get("num_experts_per_tok") or 1, num_experts)
+        )
         num_full = sum(each == "full_attention" for each in layer_types)
-        others = num_layers * hidden * (2 * (num_heads + num_kv_heads) * head_dim + 3 * width)
-        alpha: float = 2 * num_full * num_heads * head_dim / others
+        embeddings = hidden * (text.get("vocab_size") or 0) * (1 if text.get("tie_word_embeddings") else 2)
+        costs = ModelCosts(
+            used, whole + embeddings, 2 * num_full * num_heads * head_dim, 2 * num_layers * num_kv_heads * head_dim
+        )
     except (AttributeError, KeyError, TypeError, ZeroDivisionError):
         return None
-    return None if "kv_lora_rank" in text else alpha
+    return None if "kv_lora_rank" in text or not costs.weights_used else costs

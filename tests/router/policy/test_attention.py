@@ -8,8 +8,14 @@ import pytest
 
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import load_alpha
-from kvist.router.policy.attention import alpha_of
+from kvist.router.policy.attention import costs_of
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
+
+
+def alpha_of(config: dict[str, Any]) -> float | None:
+    costs = costs_of(config)
+    return None if costs is None else costs.alpha
+
 
 DENSE: dict[str, Any] = {
     "hidden_size": 4096,
@@ -27,9 +33,13 @@ def test_a_dense_model() -> None:
 
 
 def test_experts_count_as_many_as_compute_a_token() -> None:
-    experts = DENSE | {"head_dim": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    expected = 2 * 2048 / (2 * 4096 * 2048 + 2 * 4096 * 512 + 3 * 4096 * 768 * 8)
-    assert alpha_of(experts) == pytest.approx(expected)
+    experts = DENSE | {"head_dim": 64, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    attention = 2 * 4096 * 2048 + 2 * 4096 * 512
+    assert alpha_of(experts) == pytest.approx(2 * 2048 / (attention + 3 * 4096 * 768 * 8))
+    costs = costs_of(experts | {"vocab_size": 1000})
+    assert costs is not None
+    assert costs.weights == 32 * (attention + 3 * 4096 * 768 * 128) + 2 * 1000 * 4096
+    assert costs.kv == 32 * 2 * 8 * 64
 
 
 def test_layers_with_a_window_add_nothing_that_grows() -> None:
