@@ -14,13 +14,12 @@ import msgspec
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier
-from kvist.events.types import NonEmpty, NonNegative, Positive, Rank, SnapshotPart
+from kvist.events.types import RankEnvelope, SnapshotPart
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 DECODE_ERRORS: Final = (ValueError, RecursionError)
 
 _HASH_BYTES = 8
-_BATCH_TAG = "kvist1"
 # Behind the one-byte array header: a six-byte string, "kvist" and the version. An engine's batch has a float there.
 _CANONICAL_MARK = b"\xa6kvist"
 _SNAPSHOT_MARK = b"\xaekvist-snapshot"
@@ -37,21 +36,16 @@ class DecodedBatch(NamedTuple):
     num_unknown_events: int
 
 
-class _RawBatch(msgspec.Struct, tag=_BATCH_TAG, array_like=True, frozen=True, gc=False):
+class RawBatch(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
     """A batch whose events are still bytes, so that each can be judged alone."""
 
-    worker: NonEmpty
-    rank: Rank
-    epoch: NonNegative
-    sequence: NonNegative
-    block_size: Positive
     timestamp_s: float
     events: list[msgspec.Raw]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(Batch)
-_raw_batch_decoder = msgspec.msgpack.Decoder(_RawBatch)
+_raw_batch_decoder = msgspec.msgpack.Decoder(RawBatch)
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Stored | Removed | Cleared | Heartbeat)
 _any_decoder = msgspec.msgpack.Decoder()
 _snapshot_decoder = msgspec.msgpack.Decoder(SnapshotPart)

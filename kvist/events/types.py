@@ -103,11 +103,11 @@ class Holding(NamedTuple):
     digest: int
 
 
-class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False):
-    """One message of one rank. Order and gaps are judged by `(epoch, sequence)`, never by the transport.
+class RankEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How each message of a rank begins. Order and gaps are judged by `(epoch, sequence)`, never by the transport.
 
-    `epoch` changes with each start of the publisher; `sequence` counts that epoch's batches from 0.
-    `timestamp_s` is Unix time when the batch was closed; `block_size` is in tokens.
+    `epoch` changes with each start of the publisher; `sequence` counts that epoch's batches from 0; `block_size` is in
+    tokens.
     """
 
     worker: NonEmpty
@@ -115,15 +115,20 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive
-    timestamp_s: float
-    events: tuple[Event, ...]
 
     @property
     def source(self) -> WorkerRank:
         return WorkerRank(self.worker, self.rank)
 
 
-class SnapshotPart(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
+class Batch(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
+    """One message of one rank; `timestamp_s` is Unix time when the batch was closed."""
+
+    timestamp_s: float
+    events: tuple[Event, ...]
+
+
+class SnapshotPart(RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
     """Some of the blocks a rank held before its batch `sequence`, by ascending depth: parents come first.
 
     All parts together are `num_blocks` (block, tier) pairs with this digest, as in a heartbeat. Block i has the u64
@@ -131,11 +136,6 @@ class SnapshotPart(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen
     it is held in Tier t; all little-endian.
     """
 
-    worker: NonEmpty
-    rank: RankOrCompanion
-    epoch: NonNegative
-    sequence: NonNegative
-    block_size: Positive
     part_idx: NonNegative
     num_parts: Positive
     num_blocks: NonNegative

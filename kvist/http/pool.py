@@ -202,12 +202,14 @@ class UpstreamPool:
         waiting = [*worker.waiting]
         origin, limits, error = worker.origin, self._limits, None
         try:
+            if origin.is_tls and self._tls is None:
+                self._tls = ssl.create_default_context()  # one for all: it takes as long as a hundred requests
             async with self.clock.timeout(limits.connect_timeout_s):
                 _, connection = await self.clock.loop.create_connection(
                     lambda: UpstreamConnection(base_url, limits, self.clock, self._on_free, self._on_lost),
                     origin.host,
                     origin.port,
-                    ssl=self._tls_context() if origin.is_tls else None,
+                    ssl=self._tls if origin.is_tls else None,
                 )
         except TimeoutError:
             error = ConnectError(base_url, f"no connection within {limits.connect_timeout_s:g} s")
@@ -222,12 +224,6 @@ class UpstreamPool:
         else:
             _fail_all(waiting, error)
         self._connect_more(base_url, worker)
-
-    def _tls_context(self) -> ssl.SSLContext:
-        """Returns the one context of all connections: to make one takes as long as a hundred requests."""
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
 
     def _on_free(self, connection: UpstreamConnection) -> None:
         """Gives the connection to who has waited longest, or keeps it if there is room."""

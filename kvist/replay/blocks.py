@@ -49,7 +49,7 @@ class SnapshotCollector:
         """Take a part; return the snapshot if that makes it whole. Parts of another one begin anew."""
         try:
             part = decode_snapshot_part(message.payload, source)
-            rank = WorkerRank(part.worker, part.rank)
+            rank = part.source
             begun = self._begun.setdefault(rank, {})
             if begun and _identity(next(iter(begun.values()))[0]) != _identity(part):
                 begun.clear()

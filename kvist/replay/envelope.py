@@ -11,31 +11,16 @@ from typing import TypeAlias
 import msgspec
 
 from kvist.events import WorkerRank
-from kvist.events.codec import DECODE_ERRORS, is_canonical, is_snapshot_part
+from kvist.events.codec import DECODE_ERRORS, RawBatch, is_canonical, is_snapshot_part
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
-from kvist.events.types import NonEmpty, NonNegative, Positive, Rank, RankOrCompanion
+from kvist.events.types import NonNegative, Positive, Rank, RankEnvelope
 
 _HEARTBEAT_START = b"\xa9heartbeat"
 
 
-class _RankEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    worker: NonEmpty
-    rank: RankOrCompanion
-    epoch: NonNegative
-    sequence: NonNegative
-    block_size: Positive
-
-    @property
-    def source(self) -> WorkerRank:
-        return WorkerRank(self.worker, self.rank)
-
-
-class CanonicalEnvelope(_RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
+class CanonicalEnvelope(RawBatch, tag="kvist1", array_like=True, frozen=True, gc=False):
     """A canonical batch around its events."""
-
-    timestamp_s: float
-    events: list[msgspec.Raw]
 
     @property
     def is_heartbeat(self) -> bool:
@@ -48,7 +33,7 @@ class CanonicalEnvelope(_RankEnvelope, tag="kvist1", array_like=True, frozen=Tru
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
 
 
-class SnapshotEnvelope(_RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
+class SnapshotEnvelope(RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
     """A part of a snapshot without its blocks: what a rank held before the batch `sequence`."""
 
     part_idx: NonNegative

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.errors import MalformedMessageError
 from kvist.events.codec import decode_batch, encode_batch, is_canonical
-from kvist.events.types import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier
+from kvist.events.types import MAX_RANKS, Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier
 
 EVENTS: tuple[Event, ...] = (
     Stored(bytes(range(8))),
@@ -111,6 +111,13 @@ def test_an_event_of_unknown_type_or_tier_is_skipped_and_counted(unknown):
     events = _fields()[7]
     payload = _with(7, [*events[:2], unknown, *events[2:]])
     assert decode_batch(payload, "w") == (BATCH, 1)
+
+
+def test_an_event_of_unknown_type_is_skipped_in_the_stream_of_a_companion_too():
+    fields = _fields()
+    fields[2], fields[7] = MAX_RANKS, [["evicted"]]
+    batch, num_unknown_events = decode_batch(msgspec.msgpack.encode(fields), "w")
+    assert (batch.rank, batch.events, num_unknown_events) == (MAX_RANKS, (), 1)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from kvist.events.transports.base import Message
 from kvist.events.transports.broker import ASK, STREAM, BrokerUrl, pack
 from kvist.events.transports.broker_publication import BrokerPublication
 from kvist.events.transports.mqtt.link import QOS, MqttLink, subscribe
+from kvist.events.types import RankEnvelope
 
 _logger = logging.getLogger(__name__)
 
@@ -63,14 +64,8 @@ class Announcement(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
-class _BatchHead(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False):
+class _BatchHead(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
     """How a canonical batch begins; the rest is passed over."""
-
-    worker: str
-    rank: int
-    epoch: int
-    sequence: int
-    block_size: int
 
 
 _decode_head = msgspec.msgpack.Decoder(_BatchHead).decode
