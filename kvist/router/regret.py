@@ -77,7 +77,9 @@ SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8")])
 
 def sample_of(plain_hashes: NDArray[np.uint64]) -> bytes:
     """Return the blocks of a prompt that are in the sample at first, for `Routed`."""
-    numbers = np.flatnonzero(plain_hashes * _ODD < _LIMIT)
+    (numbers,) = (plain_hashes * _ODD < _LIMIT).nonzero()
+    if not len(numbers):
+        return b""
     sample = np.empty(len(numbers), SAMPLE)
     sample["number"], sample["hash"] = numbers, plain_hashes[numbers]
     return sample.tobytes()

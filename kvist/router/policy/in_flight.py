@@ -89,7 +89,10 @@ class PromptsInFlight:
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
-        slots, until_s = _slots(marks), now_s + IN_FLIGHT_S
+        until_s = now_s + IN_FLIGHT_S
+        if not len(marks):
+            return until_s
+        slots = _slots(marks)
         self._own_until_s[slots[self._own_hashes[slots] != marks]] = 0.0
         self._own_hashes[slots] = marks
         # The rank's own entry, else that which counts for the shortest time.
@@ -103,6 +106,8 @@ class PromptsInFlight:
 
         Marks that a later prompt renewed stay.
         """
+        if not len(marks):
+            return
         slots = _slots(marks)
         slots = slots[self._own_hashes[slots] == marks]
         found, ways = ((self._own_ranks[slots] == rank) & (self._own_until_s[slots] == until_s)).nonzero()

@@ -67,6 +67,7 @@ class Dispatched:
     dispatched_at_s: float
     marks: Marks
     marked_until_s: float
+    is_streamed: bool
     is_waiting: bool
     """Whether it is streamed and has no first token yet."""
     is_settled: bool = False
@@ -94,6 +95,8 @@ class Dispatched:
             return
         if self.is_waiting:
             self.all_work.withdraw(now_s, self.rank, self.work)
+        elif not self.is_streamed:
+            self.all_work.end_whole(self.rank, self.work)
         if not self.is_settled:
             self._settle(now_s, is_computed=not self.is_waiting)
         self.all_work.add_context(self.rank, -self.num_tokens)
@@ -184,7 +187,10 @@ class PricedPolicy:
         One that does not compute the prompt fetches it: nobody waits for that, and nothing is learnt from it.
         """
         work = round(float(prices.compute[chosen_idx])) if computes else 0
-        num_tokens, is_waiting = prices.num_tokens, is_streamed and computes
-        self._work.dispatch(now_s, rank, work, float(prices.load.unit_s[chosen_idx]), num_tokens, is_waiting)
-        until_s = self._in_flight.add(now_s, rank, prices.marks)
-        return Dispatched(self._work, self._in_flight, rank, work, num_tokens, now_s, prices.marks, until_s, is_waiting)
+        unit_s, num_tokens, marks = float(prices.load.unit_s[chosen_idx]), prices.num_tokens, prices.marks
+        is_streamed = is_streamed and computes
+        self._work.dispatch(now_s, rank, work, unit_s, num_tokens, is_streamed)
+        until_s = self._in_flight.add(now_s, rank, marks)
+        return Dispatched(
+            self._work, self._in_flight, rank, work, num_tokens, now_s, marks, until_s, is_streamed, is_streamed
+        )

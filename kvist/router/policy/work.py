@@ -16,6 +16,7 @@ and rank; whoever decides reads all rows at once. Each router writes its own row
     ANSWERED_AT   max                    when the rank was last heard of, or work came to one that had none
     BUSY_UNTIL    max                    when requests that are not streamed should have been computed
     STARTED_AT    min of those not 0     when it was first given something
+    WHOLE         sum                    work of requests that are not streamed and have not ended
 
 A row of zeros is a router that has done nothing, so a row that is cleared takes with it what its router had in flight.
 """
@@ -29,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 QUEUED, CONTEXT, NUM_LEARNT, LEARNT_S, LEARNT, LEARNT_AT, RECENT, GIVEN_S, GIVEN_AT = range(9)
-ANSWERED_AT, BUSY_UNTIL, STARTED_AT = range(9, 12)
-NUM_FIELDS: Final = 12
+ANSWERED_AT, BUSY_UNTIL, STARTED_AT, WHOLE = range(9, 13)
+NUM_FIELDS: Final = 13
 
 RECENT_HALF_LIFE_S: Final = 60.0
 WINDOW_S: Final = 10.0
@@ -53,6 +54,8 @@ PRIOR_WORK: Final = 500.0
 """How much work the first guess of the fleet's speed counts for."""
 
 MIN_STARTED_S: Final = 1.0
+_WARM_WINDOWS: Final = 50
+"""After so many windows an average is what it is, whenever it began."""
 
 Floats = NDArray[np.float64]
 
@@ -87,6 +90,7 @@ class WorkRows:
         self.num_ranks = rows.shape[2]
         self._first_unit_s = first_unit_s
         self._window_s = WINDOW_S
+        self._started_at_s = math.inf
 
     @classmethod
     def for_one(cls, num_ranks: int) -> WorkRows:
@@ -98,23 +102,27 @@ class WorkRows:
         rows = self._rows if ranks is None else self._rows[:, :, ranks]
         if len(rows) == 1:
             queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1].copy()  # rows go on changing
-            answered_at_s, busy_until_s = rows[0, ANSWERED_AT], rows[0, BUSY_UNTIL]
+            answered_at_s, busy_until_s, _, whole = rows[0, ANSWERED_AT:]
         else:
             queued, context_tokens = rows[:, : CONTEXT + 1].sum(0)
             learnt_s, learnt = learnt_of(rows)
             answered_at_s, busy_until_s = rows[:, ANSWERED_AT : BUSY_UNTIL + 1].max(0)
+            whole = rows[:, WHOLE].sum(0)
         fleet_s, fleet = float(np.add.reduce(learnt_s)), float(np.add.reduce(learnt))
         fleet_unit_s = (fleet_s + self._first_unit_s * PRIOR_WORK) / (fleet + PRIOR_WORK)
         unit_s = (learnt_s + SHRINKAGE * fleet_unit_s) / (learnt + SHRINKAGE)
         # Behind its time, a rank is expected to be so for as long again: one that hangs would seem idle otherwise.
         wait_s = np.abs(queued * unit_s + (answered_at_s - now_s))
         wait_s *= queued > 0
-        wait_s += np.maximum(busy_until_s - now_s, 0.0)
+        # What has ended is not waited for, as where ranks are faster than was foretold.
+        wait_s += np.minimum(np.maximum(busy_until_s - now_s, 0.0), whole * unit_s)
         self._window_s = window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
         given_at_s = rows[:, GIVEN_AT] - now_s
         given_s = float(np.vdot(rows[:, GIVEN_S], np.exp(given_at_s * (1.0 / window_s))))
-        started_at_s = rows[:, STARTED_AT]
-        seen_s = max(MIN_STARTED_S, now_s - float(started_at_s.min(where=started_at_s > 0, initial=now_s)))
+        if now_s - self._started_at_s < _WARM_WINDOWS * window_s:
+            started_at_s = rows[:, STARTED_AT]
+            self._started_at_s = float(started_at_s.min(where=started_at_s > 0, initial=now_s))
+        seen_s = max(MIN_STARTED_S, now_s - self._started_at_s)
         utilisation = given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * rows.shape[2])
         recent = rows[:, RECENT] * np.exp2(given_at_s * (1.0 / RECENT_HALF_LIFE_S))
         return Work(wait_s, unit_s, context_tokens, recent[0] if len(rows) == 1 else recent.sum(0), utilisation)
@@ -128,22 +136,24 @@ class WorkRows:
         own[GIVEN_AT] = now_s
         own[STARTED_AT] = own[STARTED_AT] or now_s
         own[CONTEXT] += num_tokens
+        rows = self._rows[:, :, rank]
         if not is_streamed:
-            own[BUSY_UNTIL] = max(now_s, self._rows[:, BUSY_UNTIL, rank].max()) + seconds
+            own[BUSY_UNTIL] = max(now_s, *rows[:, BUSY_UNTIL].tolist()) + seconds
+            own[WHOLE] += work
             return
-        if self._rows[:, QUEUED, rank].sum() <= 0:
+        if sum(rows[:, QUEUED].tolist()) <= 0:
             own[ANSWERED_AT] = now_s
         own[QUEUED] += work
 
     def answer(self, now_s: float, rank: int, work: int, dispatched_at_s: float) -> None:
         """Take a request's first token: its prompt is computed, and its time since the last one is learnt from."""
         own = self._own[:, rank]
-        since_s = now_s - max(dispatched_at_s, float(self._rows[:, ANSWERED_AT, rank].max()))
+        since_s = now_s - max(dispatched_at_s, *self._rows[:, ANSWERED_AT, rank].tolist())
         own[QUEUED] -= work
         own[ANSWERED_AT] = now_s
         if work > MIN_LEARNT_WORK:
             own[NUM_LEARNT] += 1
-            num_learnt = float(self._rows[:, NUM_LEARNT, rank].sum())
+            num_learnt = sum(self._rows[:, NUM_LEARNT, rank].tolist())
             decay = LEARNT_DECAY ** max(0.0, num_learnt - own[LEARNT_AT])
             own[LEARNT_S] = own[LEARNT_S] * decay + max(0.0, since_s)
             own[LEARNT] = own[LEARNT] * decay + work
@@ -153,6 +163,10 @@ class WorkRows:
         """Take back the work of a streamed request that ended without a first token; the rank was heard of by that."""
         self._own[QUEUED, rank] -= work
         self._own[ANSWERED_AT, rank] = now_s
+
+    def end_whole(self, rank: int, work: int) -> None:
+        """Take back the work of a request that was not streamed, and has ended."""
+        self._own[WHOLE, rank] -= work
 
     def add_context(self, rank: int, num_tokens: int) -> None:
         """Count tokens that the rank's answers grew by, or, below 0, those of a request that ended."""

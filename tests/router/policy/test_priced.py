@@ -126,6 +126,16 @@ def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -
     assert policy.weigh(10.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([0.0], abs=1e-9)
 
 
+def test_a_rank_that_is_faster_than_foretold_is_not_waited_for_once_it_has_answered() -> None:
+    policy = policy_of(2)
+    running = [send(policy, 10.0, 0, 50_000, name, is_streamed=False) for name in range(100)]
+    for each in running[1:]:
+        each.finish(11.0)
+    assert policy.weigh(11.0, 10, (), [0, 0]).load.wait_s == pytest.approx([running[0].work * UNIT_S, 0.0])
+    running[0].finish(11.0)
+    assert list(policy.weigh(11.0, 10, (), [0, 0]).load.wait_s) == [0.0, 0.0]
+
+
 def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_not() -> None:
     policy, now_s = policy_of(2), 0.0
     for turn in range(100):
