@@ -23,13 +23,14 @@ from pathlib import Path
 
 from kvist.errors import MissingExtraError
 
-PACKAGES = ("kvist.radix.compiled", "kvist.indexer.compiled")
+PACKAGES = ("kvist.radix.compiled", "kvist.indexer.compiled", "kvist.router.compiled")
 """Every module in these is compiled when it is imported."""
 
-_RADIX, _INDEXER = (Path(__file__).parent.parent.joinpath(*package.split(".")) for package in PACKAGES)
+_RADIX, _INDEXER, _ROUTER = (Path(__file__).parent.parent.joinpath(*package.split(".")) for package in PACKAGES)
 RADIX_SOURCES = (_RADIX,)
 INDEXER_SOURCES = (_INDEXER, _RADIX)
 """Functions of the index are inlined into the indexer's: an edit there makes its machine code stale, too."""
+ROUTER_SOURCES = (_ROUTER, _ROUTER.parent / "policy")
 
 _MAX_UNUSED_S = 30 * 24 * 3600
 
@@ -81,7 +82,7 @@ def find_filled() -> Filled | None:
 
 def mark_filled() -> Filled | None:
     """Take note that every module is compiled; None where that, or the machine code, cannot be written."""
-    directories = [cache_directory(*RADIX_SOURCES), cache_directory(*INDEXER_SOURCES)]
+    directories = [cache_directory(*sources) for sources in (RADIX_SOURCES, INDEXER_SOURCES, ROUTER_SOURCES)]
     try:
         stamp = _stamp()
         caches = stamp.parent.parent
@@ -118,7 +119,8 @@ def _stamp() -> Path:
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     settings = [item for item in settings if item[0] != "NUMBA_CACHE_DIR"]
     target = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    means = sys.version, version("numba"), version("llvmlite"), target, settings
+    others = _directory(*ROUTER_SOURCES).name
+    means = sys.version, version("numba"), version("llvmlite"), target, settings, others
     name = hashlib.sha256(repr(means).encode()).hexdigest()[:16]
     return _directory(*INDEXER_SOURCES) / f"{name}.json"
 

@@ -59,8 +59,8 @@ def test_there_is_none_where_nothing_can_be_written(tmp_path: Path, monkeypatch:
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return what stands for the sources of all compiled modules; their cache has one file each."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    sources = [tmp_path / "index.py", tmp_path / "indexer.py"]
-    for source, constant in zip(sources, ("RADIX_SOURCES", "INDEXER_SOURCES"), strict=True):
+    sources = [tmp_path / "index.py", tmp_path / "indexer.py", tmp_path / "router.py"]
+    for source, constant in zip(sources, ("RADIX_SOURCES", "INDEXER_SOURCES", "ROUTER_SOURCES"), strict=True):
         source.write_text("a = 1")
         monkeypatch.setattr(machine_code, constant, (source,))
         directory = machine_code.cache_directory(source)
@@ -79,7 +79,7 @@ def test_a_cache_is_filled_once_that_was_noted_and_as_long_as_every_file_is_as_i
     assert machine_code.find_filled() is None
     filled = machine_code.mark_filled()
     assert filled is not None
-    assert (filled.num_files, filled.size_bytes) == (2, 8)
+    assert (filled.num_files, filled.size_bytes) == (3, 12)
     assert machine_code.find_filled() == filled
     machine_code_of(sources[0]).write_bytes(b"cut")
     assert machine_code.find_filled() is None

@@ -7,7 +7,9 @@ import json
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib import import_module
 from itertools import cycle, islice, product
 from math import lcm
 from pathlib import Path
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         for flag in flags:
             if (value := getattr(args, flag)) is not None and not least <= value <= most:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
+    with suppress(ModuleNotFoundError):
+        import_module("kvist.router.compiled.reading")  # decisions take a quarter of the time
     args.machines = _machines(args)
     if args.trace == "fit":
         return _fit(args)

@@ -155,6 +155,11 @@ async def test_what_is_expected_says_that_it_is_approximate(worker, router, engi
                 await front.until_overlap(one.url, TOKENS, 2)
                 await front.client.delete("/workers", params={"url": one.url})
                 await front.until_state(one.url, "gone")
+
+                async def is_expecting() -> bool:
+                    return (await front.workers())[silent.url]["kv_events"]["ranks"] != []
+
+                await front.until(is_expecting)
                 await front.complete(TOKENS)
                 await front.client.post("/workers", json={"url": one.url})
                 await front.until_overlap(one.url, TOKENS, 2)

@@ -24,7 +24,8 @@ A row of zeros is a router that has done nothing, so a row that is cleared takes
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +55,6 @@ PRIOR_WORK: Final = 500.0
 """How much work the first guess of the fleet's speed counts for."""
 
 MIN_STARTED_S: Final = 1.0
-_WARM_WINDOWS: Final = 50
-"""After so many windows an average is what it is, whenever it began."""
 
 Floats = NDArray[np.float64]
 
@@ -80,8 +79,58 @@ def learnt_of(rows: Floats) -> Floats:
     return learnt
 
 
+def read_rows(
+    rows: Floats, ranks: NDArray[np.intp], now_s: float, first_unit_s: float, found: Floats
+) -> tuple[float, float]:
+    """Write the arrays of a `Work` into `found`, `[4, num_ranks]`; return the window and the utilisation.
+
+    Plain loops, for `kvist.router.compiled` to compile.
+    """
+    num_rows, num_ranks = len(rows), len(ranks)
+    fleet_s, fleet = first_unit_s * PRIOR_WORK, PRIOR_WORK
+    for idx in range(num_ranks):
+        rank, num_learnt, learnt_s, learnt = ranks[idx], 0.0, 0.0, 0.0
+        for row in range(num_rows):
+            num_learnt += rows[row, NUM_LEARNT, rank]
+        for row in range(num_rows):
+            decay = LEARNT_DECAY ** max(num_learnt - rows[row, LEARNT_AT, rank], 0.0)
+            learnt_s += rows[row, LEARNT_S, rank] * decay
+            learnt += rows[row, LEARNT, rank] * decay
+        found[0, idx], found[1, idx] = learnt_s, learnt
+        fleet_s += learnt_s
+        fleet += learnt
+    fleet_unit_s = fleet_s / fleet
+    window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
+    given_s, started_at_s = 0.0, now_s
+    for idx in range(num_ranks):
+        rank = ranks[idx]
+        unit_s = (found[0, idx] + SHRINKAGE * fleet_unit_s) / (found[1, idx] + SHRINKAGE)
+        queued, whole, context, recent, answered_at_s, busy_until_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        for row in range(num_rows):
+            queued += rows[row, QUEUED, rank]
+            whole += rows[row, WHOLE, rank]
+            context += rows[row, CONTEXT, rank]
+            since_s = rows[row, GIVEN_AT, rank] - now_s
+            recent += rows[row, RECENT, rank] * 2.0 ** (since_s / RECENT_HALF_LIFE_S)
+            given_s += rows[row, GIVEN_S, rank] * math.exp(since_s / window_s)
+            answered_at_s = max(answered_at_s, rows[row, ANSWERED_AT, rank])
+            busy_until_s = max(busy_until_s, rows[row, BUSY_UNTIL, rank])
+            if rows[row, STARTED_AT, rank] > 0.0:
+                started_at_s = min(started_at_s, rows[row, STARTED_AT, rank])
+        # Behind its time, a rank is expected to be so for as long again: one that hangs would seem idle otherwise.
+        wait_s = abs(queued * unit_s + (answered_at_s - now_s)) if queued > 0.0 else 0.0
+        # What has ended is not waited for, as where ranks are faster than was foretold.
+        wait_s += min(max(busy_until_s - now_s, 0.0), whole * unit_s)
+        found[0, idx], found[1, idx], found[2, idx], found[3, idx] = wait_s, unit_s, context, recent
+    seen_s = max(MIN_STARTED_S, now_s - started_at_s)
+    return window_s, given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks)
+
+
 class WorkRows:
     """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
+
+    reader: ClassVar[Callable[..., tuple[float, float]]] = staticmethod(read_rows)
+    """Machine code of the same, once it is there."""
 
     def __init__(self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6) -> None:
         """Keep the rows where they lie, as in shared memory; `first_unit_s` is the speed of a fleet not heard of."""
@@ -90,7 +139,6 @@ class WorkRows:
         self.num_ranks = rows.shape[2]
         self._first_unit_s = first_unit_s
         self._window_s = WINDOW_S
-        self._started_at_s = math.inf
 
     @classmethod
     def for_one(cls, num_ranks: int) -> WorkRows:
@@ -99,33 +147,11 @@ class WorkRows:
 
     def read(self, now_s: float, ranks: NDArray[np.intp] | None = None) -> Work:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
-        rows = self._rows if ranks is None else self._rows[:, :, ranks]
-        if len(rows) == 1:
-            queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1].copy()  # rows go on changing
-            answered_at_s, busy_until_s, _, whole = rows[0, ANSWERED_AT:]
-        else:
-            queued, context_tokens = rows[:, : CONTEXT + 1].sum(0)
-            learnt_s, learnt = learnt_of(rows)
-            answered_at_s, busy_until_s = rows[:, ANSWERED_AT : BUSY_UNTIL + 1].max(0)
-            whole = rows[:, WHOLE].sum(0)
-        fleet_s, fleet = float(np.add.reduce(learnt_s)), float(np.add.reduce(learnt))
-        fleet_unit_s = (fleet_s + self._first_unit_s * PRIOR_WORK) / (fleet + PRIOR_WORK)
-        unit_s = (learnt_s + SHRINKAGE * fleet_unit_s) / (learnt + SHRINKAGE)
-        # Behind its time, a rank is expected to be so for as long again: one that hangs would seem idle otherwise.
-        wait_s = np.abs(queued * unit_s + (answered_at_s - now_s))
-        wait_s *= queued > 0
-        # What has ended is not waited for, as where ranks are faster than was foretold.
-        wait_s += np.minimum(np.maximum(busy_until_s - now_s, 0.0), whole * unit_s)
-        self._window_s = window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
-        given_at_s = rows[:, GIVEN_AT] - now_s
-        given_s = float(np.vdot(rows[:, GIVEN_S], np.exp(given_at_s * (1.0 / window_s))))
-        if now_s - self._started_at_s < _WARM_WINDOWS * window_s:
-            started_at_s = rows[:, STARTED_AT]
-            self._started_at_s = float(started_at_s.min(where=started_at_s > 0, initial=now_s))
-        seen_s = max(MIN_STARTED_S, now_s - self._started_at_s)
-        utilisation = given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * rows.shape[2])
-        recent = rows[:, RECENT] * np.exp2(given_at_s * (1.0 / RECENT_HALF_LIFE_S))
-        return Work(wait_s, unit_s, context_tokens, recent[0] if len(rows) == 1 else recent.sum(0), utilisation)
+        ranks = np.arange(self.num_ranks) if ranks is None else ranks
+        found = np.empty((4, len(ranks)))
+        self._window_s, utilisation = WorkRows.reader(self._rows, ranks, now_s, self._first_unit_s, found)
+        wait_s, unit_s, context_tokens, recent = found
+        return Work(wait_s, unit_s, context_tokens, recent, utilisation)
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work that its prompt is at this rank, and how long it should take there."""
