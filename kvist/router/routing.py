@@ -10,6 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from random import Random
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,7 +203,7 @@ class Routing:
         plain_hashes, variant = prefix.block_hashes, 0
         if adapter is not None or ask.cache_salt is not None:
             plain_hashes = self._hashes_of(Ask(None, 0), block_size)(ask.token_ids)
-            variant = hash((adapter, ask.cache_salt)) & 0xFFFFFFFF
+            variant = crc32(repr((adapter, ask.cache_salt)).encode())  # the same in every process
         worker = self._fleet.get(target.worker)
         states = [rank.state for rank in self._fleet.ranks(worker) if rank.target == target] if worker else []
         routed = decision.overlap_tokens if prices is None else int(prices.cached_tokens[decision.chosen_idx])
