@@ -149,7 +149,8 @@ class WorkRows:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
-        self._window_s, utilisation = WorkRows.reader(self._rows, ranks, now_s, self._first_unit_s, found)
+        read = WorkRows.reader(self._rows, ranks, now_s, self._first_unit_s, found)
+        self._window_s, utilisation = map(float, read)
         wait_s, unit_s, context_tokens, recent = found
         return Work(wait_s, unit_s, context_tokens, recent, utilisation)
 

@@ -91,6 +91,14 @@ def test_utilisation_of_a_slow_fleet_is_averaged_over_a_longer_time() -> None:
         assert rows.read(1000.0).utilisation == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_is_told_of_prices_is_plain_numbers() -> None:
+    policy = policy_of(2)
+    send(policy, 10.0, 0, 50_000)
+    prices = policy.weigh(11.0, 1000, (), [0, 1])
+    told = [prices.price, prices.load.utilisation, *prices.terms_s()["cost"]]
+    assert {type(each) for each in told} == {float}
+
+
 def test_the_price_has_a_bound() -> None:
     policy = policy_of(1)
     for idx in range(200):
