@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from kvist.engine.core import EngineCore
 from kvist.kvcache import ABSENT, BlockPool, KvCacheManager, SequenceBlocks, num_blocks_for
+
+if TYPE_CHECKING:
+    from kvist.engine.core import EngineCore
 
 
 def check_memory(manager: KvCacheManager, sequences: Iterable[SequenceBlocks]) -> None:
