@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             if (value := getattr(args, flag)) is not None and not least <= value <= most:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
     with suppress(ModuleNotFoundError):
-        import_module("kvist.router.compiled.reading")  # decisions take a quarter of the time
+        import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
     args.machines = _machines(args)
     if args.trace == "fit":
         return _fit(args)

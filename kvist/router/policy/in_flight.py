@@ -20,13 +20,63 @@ IN_FLIGHT_S: Final = 300.0
 UNTIL_INDEXED_S: Final = 5.0
 """How long it counts after its first token: until the index knows of it."""
 
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT: Final = np.uint64(64 - (NUM_SLOTS - 1).bit_length())
+_LAST_SLOT: Final = np.uint64(NUM_SLOTS - 1)
 _MASK: Final = (1 << 64) - 1
 
 Marks = NDArray[np.uint64]
+Depths = NDArray[np.int64]
 
 SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), ("rank", "i4", NUM_RANKS_OF_A_MARK)])
+
+
+def read_depths(
+    tables: NDArray[np.void], marks: Marks, depths: Depths, now_s: float, columns: Depths, ranks: Depths, found: Depths
+) -> None:
+    """Raise what each of `ranks` holds, `found`, to the depth of the deepest mark that it has.
+
+    `columns` is room to say where each rank of the tables stands among these; all are -1 before and after. This and the
+    two functions below are plain loops, for `kvist.router.compiled` to compile.
+    """
+    for idx in range(len(ranks)):
+        columns[ranks[idx]] = idx
+    for idx in range(len(marks)):
+        for row in range(len(tables)):
+            entry = tables[row, marks[idx] & _LAST_SLOT]
+            if entry["hash"] != marks[idx]:
+                continue
+            for way in range(NUM_RANKS_OF_A_MARK):
+                column = columns[entry["rank"][way]]
+                if column >= 0 and entry["until_s"][way] > now_s:
+                    found[column] = max(found[column], depths[idx])
+    for idx in range(len(ranks)):
+        columns[ranks[idx]] = -1
+
+
+def add_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float) -> None:
+    """Note at each mark that the rank has it, in its own place or else in that which counts for the shortest time."""
+    for mark in marks:
+        entry = table[mark & _LAST_SLOT]
+        if entry["hash"] != mark:
+            entry["hash"] = mark
+            entry["until_s"][:] = 0.0
+        chosen = 0
+        for way in range(NUM_RANKS_OF_A_MARK):
+            if entry["rank"][way] == rank:
+                chosen = way
+                break
+            if entry["until_s"][way] < entry["until_s"][chosen]:
+                chosen = way
+        entry["rank"][chosen] = rank
+        entry["until_s"][chosen] = until_s
+
+
+def settle_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float, then_s: float) -> None:
+    """Let what the rank has of these until `until_s` count until `then_s`; what was renewed stays."""
+    for mark in marks:
+        entry = table[mark & _LAST_SLOT]
+        for way in range(NUM_RANKS_OF_A_MARK if entry["hash"] == mark else 0):
+            if entry["rank"][way] == rank and entry["until_s"][way] == until_s:
+                entry["until_s"][way] = then_s
 
 
 class PromptsInFlight:
@@ -41,16 +91,13 @@ class PromptsInFlight:
 
     def __init__(self, tables: NDArray[np.void], num_ranks: int, block_size: int, own_idx: int = 0) -> None:
         """Keep the tables where they lie: `[num_rows, NUM_SLOTS]` of SLOT, zeros at first."""
-        self._hashes, self._until_s, self._ranks = tables["hash"], tables["until_s"], tables["rank"]
-        self._own_hashes, self._own_until_s, self._own_ranks = (
-            each[own_idx] for each in (self._hashes, self._until_s, self._ranks)
-        )
-        self._place_of_rank = np.full(num_ranks, -1)
+        self._tables, self._own = tables, tables[own_idx]
+        self._columns, self._all_ranks = np.full(num_ranks, -1), np.arange(num_ranks)
         depths, last, stride = list[int](), 0, max(1, MARK_TOKENS // block_size)
         while last * block_size < LONGEST_PROMPT_TOKENS:
             depths += range(last + stride, last + stride * NUM_MARKS_OF_A_STRIDE + 1, stride)
             last, stride = depths[-1], stride * 4
-        self._all_depths, self._depths = depths, np.array(depths)
+        self._all_depths, self._depths, self._idxs = depths, np.array(depths), np.array(depths) - 1
 
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int) -> PromptsInFlight:
@@ -59,46 +106,26 @@ class PromptsInFlight:
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
-        depths = self._depths[: bisect_right(self._all_depths, len(block_hashes))]
+        idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]
         if isinstance(block_hashes, np.ndarray):
-            marks: Marks = block_hashes[depths - 1].astype(np.uint64, copy=False)
+            marks: Marks = block_hashes[idxs].astype(np.uint64, copy=False)
             return marks
-        return np.array([int(block_hashes[depth - 1]) & _MASK for depth in depths.tolist()], np.uint64)
+        return np.array([int(block_hashes[idx]) & _MASK for idx in idxs.tolist()], np.uint64)
 
-    def depths(
-        self, now_s: float, marks: Marks, held: NDArray[np.int64], ranks: NDArray[np.intp] | None = None
-    ) -> NDArray[np.int64]:
+    def depths(self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None) -> Depths:
         """Return how many leading blocks each rank holds or will have computed; `held` are those it holds by events."""
         if not len(marks):
             return held
-        slots = _slots(marks)
-        is_marked = self._hashes[:, slots] == marks
-        if not is_marked.any():
-            return held
-        is_there = self._until_s[:, slots] > now_s
-        is_there &= is_marked[:, :, None]
-        marked, places = is_there.nonzero()[1], self._ranks[:, slots][is_there]
-        if ranks is not None:
-            self._place_of_rank[ranks] = np.arange(len(ranks))
-            places = self._place_of_rank[places]
-            self._place_of_rank[ranks] = -1
-            marked, places = marked[places >= 0], places[places >= 0]
         depths = held.copy()
-        np.maximum.at(depths, places, self._depths[marked])
+        ranks = self._all_ranks if ranks is None else ranks
+        read_depths(self._tables, marks, self._depths, now_s, self._columns, ranks, depths)
         return depths
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
         until_s = now_s + IN_FLIGHT_S
-        if not len(marks):
-            return until_s
-        slots = _slots(marks)
-        self._own_until_s[slots[self._own_hashes[slots] != marks]] = 0.0
-        self._own_hashes[slots] = marks
-        # The rank's own entry, else that which counts for the shortest time.
-        ways = np.where(self._own_ranks[slots] == rank, -1.0, self._own_until_s[slots]).argmin(1)
-        self._own_ranks[slots, ways] = rank
-        self._own_until_s[slots, ways] = until_s
+        if len(marks):
+            add_marks(self._own, marks, rank, until_s)
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:
@@ -106,13 +133,5 @@ class PromptsInFlight:
 
         Marks that a later prompt renewed stay.
         """
-        if not len(marks):
-            return
-        slots = _slots(marks)
-        slots = slots[self._own_hashes[slots] == marks]
-        found, ways = ((self._own_ranks[slots] == rank) & (self._own_until_s[slots] == until_s)).nonzero()
-        self._own_until_s[slots[found], ways] = now_s + UNTIL_INDEXED_S if is_computed else 0.0
-
-
-def _slots(marks: Marks) -> NDArray[np.intp]:
-    return ((marks * _ODD) >> _SHIFT).astype(np.intp)
+        if len(marks):
+            settle_marks(self._own, marks, rank, until_s, now_s + UNTIL_INDEXED_S if is_computed else 0.0)

@@ -24,8 +24,7 @@ A row of zeros is a router that has done nothing, so a row that is cleared takes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,9 +128,6 @@ def read_rows(
 class WorkRows:
     """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
 
-    reader: ClassVar[Callable[..., tuple[float, float]]] = staticmethod(read_rows)
-    """Machine code of the same, once it is there."""
-
     def __init__(self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6) -> None:
         """Keep the rows where they lie, as in shared memory; `first_unit_s` is the speed of a fleet not heard of."""
         self._rows = rows
@@ -149,7 +145,7 @@ class WorkRows:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
-        read = WorkRows.reader(self._rows, ranks, now_s, self._first_unit_s, found)
+        read = read_rows(self._rows, ranks, now_s, self._first_unit_s, found)
         self._window_s, utilisation = map(float, read)
         wait_s, unit_s, context_tokens, recent = found
         return Work(wait_s, unit_s, context_tokens, recent, utilisation)
