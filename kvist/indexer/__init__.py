@@ -10,13 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvist.indexer.block_size import learn_block_size
     from kvist.indexer.indexer import Indexer
     from kvist.indexer.statistics import SourceStatistics
 
-__all__ = ["Indexer", "SourceStatistics", "learn_block_size"]
+__all__ = ["Indexer", "SourceStatistics"]
 
-_MODULE_OF = {"Indexer": "indexer", "SourceStatistics": "statistics", "learn_block_size": "block_size"}
+_MODULE_OF = {"Indexer": "indexer", "SourceStatistics": "statistics"}
 
 
 def __getattr__(name: str) -> object:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvist.errors import InvalidValueError, MissingExtraError, leave_group
@@ -34,26 +35,28 @@ class Indexer:
     """Keeps an index in step with the streams of a fleet; no silent, slow or malformed source ever raises here.
 
     Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop.
+    Blocks of several sizes lie side by side: a block's hash tells of its size, too.
     """
 
     def __init__(
         self,
         index: RadixIndex,
         *,
-        block_size: int,
+        block_size: int | None = None,
         num_ranks: int = DEFAULT_NUM_RANKS,
         has_full_reports: bool = False,
         clock: Callable[[], float] = time.monotonic,
         is_held: bool = False,
     ) -> None:
-        """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused.
+        """Feed `index` with blocks of `block_size` tokens: streams with another size are refused.
 
+        Without it each stream has the size that `add_source` says, or that it names first.
         Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker. Copies of a
         block are counted of vLLM, unless it `has_full_reports`: others than Kvist's router have it report anew.
 
         With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before.
         """
-        if block_size <= 0:
+        if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
         self._index = index
         self._block_size = block_size
@@ -70,6 +73,8 @@ class Indexer:
         self._ticker = Ticker()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
         self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS_AT_ONCE)
+        self.block_sizes: Mapping[str, int] = {}
+        """Tokens per block by worker, of those that are known; another mapping whenever one is added."""
         self._released = asyncio.Event()
         if not is_held:
             self._released.set()
@@ -92,7 +97,7 @@ class Indexer:
                 task.cancel()
         await leave_group(self._tasks, error)
 
-    def add_source(self, worker: str, url: str, *, rank: int = 0) -> None:
+    def add_source(self, worker: str, url: str, *, rank: int = 0, block_size: int | None = None) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
 
         A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank;
@@ -105,10 +110,13 @@ class Indexer:
         sources = self._sources.get(worker, [])
         if any(source.url == url for source, _ in sources):
             raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
-        source = self._unpark(worker, url, rank)
+        block_size = block_size or self._block_size
+        source = self._unpark(worker, url, rank, block_size)
         if source is None:
-            source = self._new_source(worker, url, rank)
+            source = self._new_source(worker, url, rank, block_size)
             self.forget_parked(worker)
+        if source.block_size is not None:
+            self._learn(worker, source.block_size)
         task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
         self._sources.setdefault(worker, sources).append((source, task))
 
@@ -118,6 +126,7 @@ class Indexer:
             task.cancel()
         self._parked.pop(worker, None)
         self._limits.pop(worker, None)
+        self.block_sizes = {name: size for name, size in self.block_sizes.items() if name != worker}
         self._forget_blocks(worker)
 
     def limit_ranks(self, worker: str, num_ranks: int) -> None:
@@ -126,9 +135,9 @@ class Indexer:
         for source, _ in self._sources.get(worker, ()):
             source.bound.num_ranks = num_ranks
 
-    def park(self, worker: str, url: str, rank: int, progress: Progress) -> Source:
+    def park(self, worker: str, url: str, rank: int, progress: Progress, block_size: int) -> Source:
         """Have a stream, whose blocks the index gets now, wait until it is followed; until then they do not count."""
-        source = self._new_source(worker, url, rank)
+        source = self._new_source(worker, url, rank, block_size)
         source.resume(progress, self._clock())
         self._parked.setdefault(worker, []).append(source)
         return source
@@ -191,14 +200,25 @@ class Indexer:
         for source in self.sources:
             yield source.statistics(self._clock())
 
-    def _new_source(self, worker: str, url: str, rank: int) -> Source:
-        num_ranks = self._limits.get(worker, self._num_ranks)
-        shared = self._block_size, self._index, self.resyncing
-        return Source(worker, url, *shared, rank, num_ranks, counts_copies=self._counts_copies)
+    def _new_source(self, worker: str, url: str, rank: int, block_size: int | None) -> Source:
+        return Source(
+            worker,
+            url,
+            block_size,
+            self._index,
+            self.resyncing,
+            rank,
+            self._limits.get(worker, self._num_ranks),
+            counts_copies=self._counts_copies,
+            on_block_size=partial(self._learn, worker),
+        )
 
-    def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
+    def _learn(self, worker: str, block_size: int) -> None:
+        self.block_sizes = {**self.block_sizes, worker: block_size}
+
+    def _unpark(self, worker: str, url: str, rank: int, block_size: int | None) -> Source | None:
         for source in self._parked.get(worker, ()):
-            if source.resume_at(url, rank):
+            if source.resume_at(url, rank, block_size):
                 self._parked[worker].remove(source)
                 return source
         return None

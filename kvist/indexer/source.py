@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START, MessageBlock
+from kvist.indexer.block_size import block_size_in
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
@@ -67,16 +68,18 @@ class Source:
         self,
         worker: str,
         url: str,
-        block_size: int,
+        block_size: int | None,
         index: RadixIndex,
         resyncing: set[WorkerRank],
         rank: int = 0,
         num_ranks: int = DEFAULT_NUM_RANKS,
         *,
         counts_copies: bool = True,
+        on_block_size: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none.
 
+        Without a block size, it is what the first message with blocks names, and `on_block_size` is told.
         Batches of others from `num_ranks` on are counted and skipped. For `counts_copies` see `EngineFollower`.
         """
         self.worker = worker
@@ -93,7 +96,9 @@ class Source:
         self._num_heard_connects = 0
         self._is_receiving = False
         self._resyncing = resyncing
-        self._block_size = block_size
+        self.block_size = block_size
+        """Tokens per block, None until the stream names it; no other is believed then."""
+        self._on_block_size = on_block_size
         self._counts_copies = counts_copies
         self._index = index
         self._counters = SourceCounters()
@@ -112,7 +117,7 @@ class Source:
         while True:
             turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
             if self._follower is None:
-                self._skip(turn_idx)
+                self._skip(messages[:turn_idx])
             elif turn_idx > 0:
                 ours = messages if turn_idx == num_messages else messages[:turn_idx]
                 yield from self._follower.receive_all(ours, now_s)
@@ -201,9 +206,9 @@ class Source:
             self._follower = self._engine_follower()
             self._follower.resume(progress, now_s)
 
-    def resume_at(self, url: str, rank: int) -> bool:
+    def resume_at(self, url: str, rank: int, block_size: int | None) -> bool:
         """Return whether the source, whatever its URL's login, is that of this stream; take the URL over if so."""
-        if public_url(url) != self.public_url or rank != self.rank:
+        if public_url(url) != self.public_url or rank != self.rank or block_size not in (None, self.block_size):
             return False
         self.url, self.endpoint = url, Endpoint.parse(url)
         return True
@@ -266,7 +271,7 @@ class Source:
         candidates = _maybe_canonical(messages)
         if self._follower is None:
             for idx, message in enumerate(messages):
-                if self._is_canonical(message) or self._is_engines(message):
+                if self._names_block_size(message) and (self._is_canonical(message) or self._is_engines(message)):
                     return idx
         elif isinstance(self._follower, EngineFollower):
             for idx in candidates:
@@ -306,8 +311,17 @@ class Source:
         self._probe_at_s = now_s + PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
         self._is_probed |= messages is not None or self._limits is NO_REPLAY
 
-    def _skip(self, num_messages: int) -> None:
-        """Count messages that came before the first batch."""
+    def _names_block_size(self, message: Message) -> bool:
+        """Return whether it is known how many tokens are in a block, which the message may tell."""
+        if self.block_size is None:
+            self.block_size = block_size_in(message.payload, self.public_url, self.endpoint.engine)
+            if self.block_size is not None:
+                self._on_block_size(self.block_size)
+        return self.block_size is not None
+
+    def _skip(self, messages: Sequence[Message]) -> None:
+        """Count what is no batch; batches that came before the first with blocks told of nothing."""
+        num_messages = sum(not (self._is_canonical(message) or self._is_engines(message)) for message in messages)
         if num_messages and self._counters.num_malformed == 0:
             text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
             _logger.warning("%s worker=%s url=%s", text, self.worker, self.public_url)
@@ -341,13 +355,15 @@ class Source:
         return () if self._follower is None else (self._follower.session,)
 
     def _canonical_follower(self) -> CanonicalFollower:
+        assert self.block_size is not None
         shared = (self._index, self._resyncing, self._counters)
-        return CanonicalFollower(self.worker, self._block_size, *shared, self._limits, self.bound)
+        return CanonicalFollower(self.worker, self.block_size, *shared, self._limits, self.bound)
 
     def _engine_follower(self) -> EngineFollower:
+        assert self.block_size is not None
         shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._counts_copies)
         num_ahead = int(self.endpoint.drops_last_block)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, num_ahead)
+        return EngineFollower(self.worker, self.block_size, self.endpoint.engine, *shared, num_ahead)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

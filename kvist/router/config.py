@@ -85,9 +85,7 @@ class RouterConfig:
     policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(
-            description="tokens per KV block, equal to the engines'; without it, what the first worker or stream names"
-        ),
+        Meta(description="tokens per KV block of workers that do not say; without it, what each one's stream names"),
     ] = None
     max_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,

@@ -50,8 +50,8 @@ _ARGUMENT = b'"kv_cache_report_mode":"full"'
 _ARGUMENTS = re.compile(rb'"vllm_xargs"\s*:\s*\{')
 _DIGEST_MASK = (1 << 53) - 1  # what a metric, which is a float, shows exactly
 
-BlockHashes: TypeAlias = Callable[[int], Iterable[int]]
-"""Names the blocks that so many leading tokens of a prompt fill."""
+BlockHashes: TypeAlias = Callable[[int, int], Iterable[int]]
+"""Names the blocks that a prompt fills from its first to its second token of these numbers."""
 
 
 class Report(StrEnum):
@@ -109,7 +109,7 @@ class _Healing:
         num_predicted_tokens = decision.overlap_tokens
         hits: Iterable[int] = ()
         if num_cached_tokens > num_predicted_tokens:
-            hits = islice(block_hashes(num_cached_tokens), num_predicted_tokens // decision.prompt.block_size, None)
+            hits = block_hashes(num_predicted_tokens, num_cached_tokens)
         self.num_unchanged_in_a_row = 0 if self.hits.add(hits) else self.num_unchanged_in_a_row + 1
         return Report.LACKING if num_cached_tokens > num_predicted_tokens else Report.KNOWN
 

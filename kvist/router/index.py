@@ -1,8 +1,8 @@
 """What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the index.
 
-The index joins when it is compiled, or loaded from what was compiled before; until then nobody holds anything. An
-indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams that
-are to be followed wait for it.
+The index joins when it is compiled, or loaded from what was compiled before; until then nobody holds anything. Workers
+of several models and block sizes are in it side by side: a block's hash tells of its tokens and its size, and of whose
+blocks match only those count that have the model.
 
 A worker that no stream has told of yet is expected to hold what it was given last. Those blocks are in the same index,
 held by a rank that no stream can name, and count until the first stream tells of the worker.
@@ -16,21 +16,20 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError, MissingExtraError, leave_group, only_cause
+from kvist.errors import InvalidValueError, leave_group, only_cause
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
-from kvist.events.transports import Endpoint, open_subscription, public_url
-from kvist.indexer import Indexer, SourceStatistics, compilation, learn_block_size
+from kvist.events.transports import Endpoint
+from kvist.indexer import Indexer, SourceStatistics, compilation
 from kvist.indexer.memory import default_max_blocks
-from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
 
 if TYPE_CHECKING:
@@ -45,11 +44,7 @@ _logger = logging.getLogger(__name__)
 Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
 
-DEFAULT_BLOCK_SIZE = 16
-"""What prompts are cut into, and load is counted in, while no block size is known: then no stream is followed yet."""
-
 APPROXIMATE = "approximate"
-_SWEEP_INTERVAL_S = 1.0
 _EXPECTED = "expected "
 
 
@@ -78,12 +73,9 @@ class RankStatus:
 class Caches(Protocol):
     """What is known of the fleet's caches, as decisions need it."""
 
-    block_size: int | None
-    """Tokens per block of the whole fleet, None until it is configured or adopted."""
-
     @property
-    def hashed_block_size(self) -> int:
-        """How many tokens prompts are cut into."""
+    def block_sizes(self) -> Mapping[str, int]:
+        """Tokens per block by worker, where that is known; another mapping whenever that changes."""
 
     @property
     def has_joined(self) -> bool:
@@ -109,7 +101,6 @@ class Caches(Protocol):
 class FleetState:
     """The index as what is saved on disk and loaded; a loaded stream waits until its worker is followed at its URL."""
 
-    block_size: int
     index: RadixIndex
     indexer: Indexer
     namespace: tuple[str, str] = ("", "")
@@ -119,10 +110,9 @@ class FleetState:
         return source.url
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
-        """Return this index if the saved one was a router's and has blocks of the same size."""
-        if (head.model_name, head.group) != self.namespace or head.block_size != self.block_size:
-            text = "state not loaded: it is another fleet's block_size=%d expected=%d model=%s"
-            _logger.warning(text, head.block_size, self.block_size, head.model_name or None)
+        """Return this index if the saved one was a router's."""
+        if (head.model_name, head.group) != self.namespace:
+            _logger.warning("state not loaded: it is not a router's model=%s", head.model_name or None)
             return None
         return self
 
@@ -130,10 +120,17 @@ class FleetState:
         """Park a stream."""
         assert state.progress is not None
         try:
-            return into.indexer.park(state.worker, state.url, state.rank, state.progress)
+            return into.indexer.park(state.worker, state.url, state.rank, state.progress, state.block_size)
         except InvalidValueError as error:
             _logger.warning("stream not loaded: %s worker=%s", error, state.worker)
             return None
+
+
+class _Streams(NamedTuple):
+    """Where a worker's events come from, and of how many tokens their blocks are; None where they tell."""
+
+    endpoints: tuple[str, ...]
+    block_size: int | None
 
 
 class FleetIndex:
@@ -154,11 +151,11 @@ class FleetIndex:
     ) -> None:
         """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start.
 
+        Streams have blocks of `block_size` tokens, unless their worker says otherwise; without it, what they name.
         The index lies in the file of a `descriptor`, if there is one, for other processes to read.
         """
         self._descriptor = descriptor
-        self.block_size = block_size
-        """Tokens per block of the whole fleet, None until it is configured or adopted."""
+        self._block_size = block_size
         self._num_ranks = num_ranks
         self._has_full_reports = has_full_reports
         self._max_blocks = max_blocks or default_max_blocks()
@@ -171,13 +168,10 @@ class FleetIndex:
         self.joined_at_s: float | None = None
         """When it joined."""
         self._indexer: Indexer | None = None
-        self._endpoints: dict[str, tuple[str, ...]] = {}
+        self._streams: dict[str, _Streams] = {}
         self._statuses: dict[str, tuple[float, list[RankStatus]]] = {}
         self._tasks = asyncio.TaskGroup()
-        self._has_block_size = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
-        self._learners: list[asyncio.Task[None]] = []
-        self._problems: dict[tuple[str, str], Callable[[], str | None]] = {}  # of streams that wait for a block size
         self._state_dir = state_dir
         self._state_interval_s = state_interval_s
         self._kept: list[FleetState] = []
@@ -191,8 +185,6 @@ class FleetIndex:
         if compilation.is_loaded():
             await self._join()
         await self._tasks.__aenter__()
-        if self.block_size is not None:
-            self._has_block_size.set()
         self._follower = self._tasks.create_task(self._follow(), name="kvist-index")
         return self
 
@@ -200,8 +192,7 @@ class FleetIndex:
         assert self._follower is not None
         if self._keeper is not None:
             await self._keeper.stop()
-        for task in (self._follower, *self._learners):
-            task.cancel()
+        self._follower.cancel()
         try:
             await leave_group(self._tasks, error)
         except BaseExceptionGroup as group:
@@ -211,48 +202,33 @@ class FleetIndex:
                 await self._keeper.__aexit__()
 
     @property
-    def hashed_block_size(self) -> int:
-        """Return how many tokens prompts are cut into."""
-        return self.block_size or DEFAULT_BLOCK_SIZE
+    def block_sizes(self) -> Mapping[str, int]:
+        """Return the tokens per block by worker, of those whose streams are followed and have told of blocks."""
+        return {} if self._indexer is None else self._indexer.block_sizes
 
     @property
     def has_joined(self) -> bool:
         """Return whether the index is compiled, so that prompts can be hashed and matched."""
         return self.joined_at_s is not None
 
-    def adopt_block_size(self, block_size: int) -> None:
-        """Take the block size if none is known yet."""
-        if self.block_size is None:
-            self.block_size = block_size
-            for holder in [*self._expected]:  # their blocks may be of another size
-                self.forget_expected(holder.worker.removeprefix(_EXPECTED))
-            self._has_block_size.set()
-            for learner in self._learners:
-                learner.cancel()
-
-    def follow(self, worker: str, endpoints: Sequence[str]) -> None:
-        """Follow exactly these streams for the worker, dropping its blocks if they change.
+    def follow(self, worker: str, endpoints: Sequence[str], block_size: int | None = None) -> None:
+        """Follow exactly these streams for the worker, dropping its blocks if they, or the size of blocks, change.
 
         Raises InvalidValueError for an endpoint that is no URL of a stream; then nothing has changed.
         """
-        wanted = tuple(dict.fromkeys(endpoints))
-        for endpoint in wanted:
+        wanted = _Streams(tuple(dict.fromkeys(endpoints)), block_size or self._block_size)
+        for endpoint in wanted.endpoints:
             Endpoint.parse(endpoint)
         self._statuses.pop(worker, None)
-        if wanted == self._endpoints.get(worker, ()):
+        if wanted == self._streams.get(worker, _Streams((), wanted.block_size)):
             return
-        if self._endpoints.pop(worker, ()) and self._indexer is not None:
+        if self._streams.pop(worker, None) is not None and self._indexer is not None:
             self._indexer.remove_source(worker)
-        if not wanted:
-            self._limits.pop(worker, None)
-        if wanted:
-            self._endpoints[worker] = wanted
+        if wanted.endpoints:
+            self._streams[worker] = wanted
             self._add_sources(worker)
-            if self.block_size is None:
-                self._learners += [
-                    self._tasks.create_task(self._learn_block_size(worker, endpoint), name=f"kvist-block-size {worker}")
-                    for endpoint in wanted
-                ]
+        else:
+            self._limits.pop(worker, None)
 
     def limit_ranks(self, worker: str, num_ranks: int) -> None:
         """Let streams of the worker name no rank that it says it does not have, nor one that no worker may have."""
@@ -264,20 +240,20 @@ class FleetIndex:
 
     def endpoints(self, worker: str) -> tuple[str, ...]:
         """Return the streams followed for the worker."""
-        return self._endpoints.get(worker, ())
+        return self._streams[worker].endpoints if worker in self._streams else ()
 
-    def expect(self, worker: str, num_tokens: int) -> None:
-        """Expect the worker to keep what it is given, up to so many tokens, while no stream tells of it.
+    def expect(self, worker: str, num_blocks: int) -> None:
+        """Expect the worker to keep what it is given, up to so many blocks, while no stream tells of it.
 
         To be called again now and then, which also forgets what has come of age.
         """
-        if num_tokens == 0 or self.is_told(worker):
+        if num_blocks == 0 or self.is_told(worker):
             self.forget_expected(worker)
             return
         holder = _holder_of(worker)
         expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._time_to_live_s))
         # Of all such workers together no more than the index may keep, whatever they say of themselves.
-        expected.capacity = min(num_tokens // self.hashed_block_size, self._max_blocks // len(self._expected))
+        expected.capacity = min(num_blocks, self._max_blocks // len(self._expected))
         self._remove(holder, expected.forget(self._now_s()))
 
     def is_told(self, worker: str) -> bool:
@@ -366,28 +342,13 @@ class FleetIndex:
         return [source for source in self.every_source() if source.worker == worker]
 
     def every_source(self) -> Iterator[SourceStatistics]:
-        """Yield the counters of each stream; while no block size is known, what keeps it from telling one."""
+        """Yield the counters of each stream."""
         if self._indexer is not None:
             yield from self._indexer.each_statistics()
-            return
-        for (worker, url), problem in [*self._problems.items()]:
-            if worker in self._endpoints:
-                yield SourceCounters(failure=problem()).frozen(worker, url, {}, (), 0, self._now_s())
 
     def state_statistics(self) -> StateStatistics | None:
         """Return how keeping the index on disk goes, None where it is not kept."""
         return None if self._keeper is None else self._keeper.statistics()
-
-    async def _learn_block_size(self, worker: str, url: str) -> None:
-        endpoint, stream = Endpoint.parse(url), (worker, public_url(url))
-        try:
-            subscription = open_subscription(endpoint)
-            self._problems[stream] = lambda: subscription.problem
-            self.adopt_block_size(await learn_block_size(endpoint, subscription))
-        except (InvalidValueError, MissingExtraError) as error:
-            failure = str(error)
-            self._problems[stream] = lambda: failure
-            _logger.error("stream cannot be followed: %s", error)
 
     async def _join(self) -> None:
         """Compile the index, or load what was compiled before."""
@@ -411,25 +372,19 @@ class FleetIndex:
         if self.radix is None:
             await self._join()
         assert self.radix is not None
-        while self.block_size is None:  # an indexer sweeps, once there is one
-            self.radix.sweep()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SWEEP_INTERVAL_S):
-                    await self._has_block_size.wait()
         async with Indexer(
             self.radix,
-            block_size=self.block_size,
             num_ranks=self._num_ranks,
             has_full_reports=self._has_full_reports,
             clock=self._now_s,
         ) as indexer:
             if self._keeper is not None:
-                fleet = FleetState(self.block_size, self.radix, indexer)
+                fleet = FleetState(self.radix, indexer)
                 self._kept.append(fleet)
                 await self._keeper.load(fleet)
                 self._keeper.begin()
             self._indexer = indexer
-            for worker in self._endpoints:
+            for worker in self._streams:
                 self._add_sources(worker)
             await asyncio.Event().wait()  # until cancelled
 
@@ -441,8 +396,9 @@ class FleetIndex:
         if self._indexer is not None:
             if worker in self._limits:
                 self._indexer.limit_ranks(worker, self._limits[worker])
-            for endpoint in self._endpoints[worker]:
-                self._indexer.add_source(worker, endpoint)
+            streams = self._streams[worker]
+            for endpoint in streams.endpoints:
+                self._indexer.add_source(worker, endpoint, block_size=streams.block_size)
             self._indexer.forget_parked(worker)
 
     async def _open_state(self) -> None:

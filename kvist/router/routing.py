@@ -23,7 +23,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
-from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
+from kvist.router.index import Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
@@ -74,7 +74,7 @@ class Routing:
         self._fleet = fleet
         self._load = load
         self._index = index
-        self._pricing: PricedPolicy | None = None
+        self._pricing: dict[int, PricedPolicy] = {}
         self.reconfigure(config)
         self._random = random
         self._now_s = now_s
@@ -88,27 +88,41 @@ class Routing:
         """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
         if self._index is None or not self._index.has_joined or ask.token_ids is None:
             return Prefix()
-        block_size = self._index.hashed_block_size
-        num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
+        sizes = self._fleet.block_sizes(ask.model)
+        prefix = self._matched(ask, ask.token_ids, sizes.unit, self._index)
+        for block_size in sizes.each:
+            if prefix is None or block_size == sizes.unit:
+                continue
+            others = self._matched(ask, ask.token_ids, block_size, self._index)
+            if others is None:
+                return None
+            scale = block_size // sizes.unit
+            scaled = {rank: tuple(depth * scale for depth in depths) for rank, depths in others.overlaps.items()}
+            prefix = Prefix({**prefix.overlaps, **scaled}, prefix.block_hashes)
+        return prefix
+
+    def _matched(self, ask: Ask, token_ids: NDArray[np.uint32], block_size: int, index: Caches) -> Prefix | None:
+        """Return what workers with blocks of this size hold."""
+        num_usable_tokens = (len(token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return Prefix()
-        token_ids, hashes_of = ask.token_ids, self._hashes_of(ask, block_size)
+        hashes_of = self._hashes_of(ask, block_size)
         block_hashes = hashes_of(token_ids)
-        overlaps = self._index.match(block_hashes, num_usable_tokens // block_size)
+        overlaps = index.match(block_hashes, num_usable_tokens // block_size)
         if overlaps is None:
             return None
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
+        if index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
-            found = dict(self._index.match(eagle_hashes) or {})
+            found = dict(index.match(eagle_hashes) or {})
             if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
                 for rank, depths in found.items():
                     if (worker := self._fleet.get(rank.worker)) is not None and worker.is_of("sglang"):
                         found[rank] = tuple(min(depth, len(eagle_hashes) - 1) for depth in depths)
             overlaps = {**overlaps, **found}
-        return Prefix(self._where_rendered_alike(ask, overlaps, self._index), block_hashes)
+        return Prefix(self._where_rendered_alike(ask, overlaps, block_size, index), block_hashes)
 
-    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: Caches) -> Overlaps:
+    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, block_size: int, index: Caches) -> Overlaps:
         """Return the overlaps without blocks that a worker may know by other tokens than the router's."""
         limits = self._fleet.renderings.limits(ask.chat, ask.fields)
         limited = {}
@@ -116,27 +130,27 @@ class Routing:
             num_same_tokens = limits.get(target.worker)
             if num_same_tokens is not None and not index.is_expecting(target.worker):  # the router's own tokens
                 # The token behind a block may be in its name, too.
-                limit = max(0, num_same_tokens - 1) // index.hashed_block_size
+                limit = max(0, num_same_tokens - 1) // block_size
                 limited[target] = tuple(min(depth, limit) for depth in depths)
         return {**overlaps, **limited} if limited else overlaps
 
-    def block_hashes(self, ask: Ask, worker: str, num_tokens: int) -> list[int]:
-        """Return the names of the blocks that the prompt's first tokens fill; none where its tokens are not known.
+    def block_hashes(self, ask: Ask, worker: str, first_token: int, num_tokens: int) -> list[int]:
+        """Return the names of the worker's blocks that the prompt's first tokens fill, from those of `first_token` on.
 
-        The worker may know only the first of them by those tokens.
+        There are none where its tokens are not known; the worker may know only the first of them by those tokens.
         """
         num_tokens = min(num_tokens, self._fleet.renderings.limits(ask.chat, ask.fields).get(worker, num_tokens))
-        block_size = self._index.block_size if self._index is not None else None
-        if self._index is None or not self._index.has_joined or ask.token_ids is None or block_size is None:
+        if self._index is None or not self._index.has_joined or ask.token_ids is None:
             return []
+        block_size = self._fleet.block_size_of(worker, ask.model)
         hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
-        return hashes
+        return hashes[first_token // block_size :]
 
     def naming(self, ask: Ask | None, prefix: Prefix) -> tuple[Hashes, int, int | None]:
         """Return what names a prompt's blocks, on any thread, how many there are, and of how many tokens they are."""
         if ask is None or (token_ids := ask.token_ids) is None:
             return lambda: prefix.block_hashes, 0, None
-        block_size, lora_name = self._fleet.block_size or DEFAULT_BLOCK_SIZE, self._adapter_of(ask)
+        block_size, lora_name = self._fleet.block_sizes(ask.model).unit, self._adapter_of(ask)
         num_blocks = len(token_ids) // block_size
         if num_blocks == len(prefix.block_hashes):
             return lambda: prefix.block_hashes, num_blocks, block_size
@@ -146,7 +160,7 @@ class Routing:
     def computed(self, ask: Ask, worker: str) -> None:
         """Take note that a worker has computed the prompt: of one that streams no events nothing else is known."""
         if self._index is not None and ask.token_ids is not None and self._index.is_expecting(worker):
-            hashes = self._hashes_of(ask, self._index.hashed_block_size)(ask.token_ids)
+            hashes = self._hashes_of(ask, self._fleet.block_size_of(worker, ask.model))(ask.token_ids)
             if len(hashes):
                 self._index.computed(worker, hashes)
 
@@ -183,10 +197,10 @@ class Routing:
         self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True
     ) -> Dispatched | None:
         """Take note, where decisions are priced, that a request was sent to whom it was decided for."""
-        if decision.prices is None or self._pricing is None:
+        if decision.prices is None:
             return None
         column = self._load.column(decision.chosen.target)
-        return self._pricing.dispatched(
+        return self._pricing[decision.prompt.block_size].dispatched(
             now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
         )
 
@@ -222,8 +236,7 @@ class Routing:
         )
 
     def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:
-        block_size = self._fleet.block_size or DEFAULT_BLOCK_SIZE
-        prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
+        prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
         candidates = [
             Candidate(
@@ -248,9 +261,9 @@ class Routing:
         candidates: list[Candidate],
         compute_scale: float,
     ) -> Decision:
-        pricing = self._pricing
-        if pricing is None or (pricing.settings, pricing.block_size) != (settings, prompt.block_size):
-            pricing = self._pricing = self._load.pricing(settings, prompt.block_size)
+        pricing = self._pricing.get(prompt.block_size)
+        if pricing is None or pricing.settings != settings:
+            pricing = self._pricing[prompt.block_size] = self._load.pricing(settings, prompt.block_size)
         columns = np.array([self._load.column(each.target) for each in candidates])
         by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]
         is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
@@ -289,8 +302,6 @@ class Routing:
                 param="model",
                 code="model_not_found",
             )
-        errors = [f"{worker.url}: {worker.error}" for worker in workers if worker.error]
-        states = "; ".join([f"{len(workers)} known", *errors])
-        return RequestError(
-            HTTPStatus.SERVICE_UNAVAILABLE, f"no worker can take requests now ({states})", code="no_healthy_worker"
-        )
+        num_serving = sum(worker.serves(model) for worker in workers)
+        message = f"no worker can take requests now ({len(workers)} known, {num_serving} serve the model)"
+        return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="no_healthy_worker")

@@ -264,11 +264,14 @@ def router() -> Callable[..., AbstractAsyncContextManager[RunningRouter]]:
 
 
 class Engine:
-    """The cache of an engine that streams what it stores: sixteen tokens a block, in any number of ranks."""
+    """The cache of an engine that streams what it stores, in any number of ranks."""
 
-    def __init__(self, worker: str, url: str = "tcp://127.0.0.1:0", num_ranks: int = 1) -> None:
+    def __init__(
+        self, worker: str, url: str = "tcp://127.0.0.1:0", num_ranks: int = 1, *, block_size: int = 16
+    ) -> None:
         limits = PublisherLimits(heartbeat_s=0.1)
-        self.publisher = KvEventPublisher(url, worker=worker, block_size=16, num_ranks=num_ranks, limits=limits)
+        self.block_size = block_size
+        self.publisher = KvEventPublisher(url, worker=worker, block_size=block_size, num_ranks=num_ranks, limits=limits)
 
     def __enter__(self) -> Self:
         return self
@@ -280,12 +283,13 @@ class Engine:
     def server_info(self) -> dict[str, Any]:
         """What the engine's worker answers to `GET /server_info`."""
         events = {"endpoint": self.publisher.endpoint}
-        return {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": events}
+        return {"engine": "kvist", "version": "0.1", "block_size": self.block_size, "kv_events": events}
 
     def store(self, tokens: list[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
-        num_blocks = len(tokens) // 16
-        names = [hash(tuple(tokens[: 16 * (idx + 1)])) for idx in range(num_blocks)]
-        self.publisher.stored(names, tokens[: 16 * num_blocks], rank=rank, tier=tier)
+        size = self.block_size
+        num_blocks = len(tokens) // size
+        names = [hash(tuple(tokens[: size * (idx + 1)])) for idx in range(num_blocks)]
+        self.publisher.stored(names, tokens[: size * num_blocks], rank=rank, tier=tier)
 
 
 @pytest.fixture

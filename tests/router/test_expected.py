@@ -290,26 +290,21 @@ async def test_the_block_size_of_a_worker_without_events_does_not_matter(worker,
         assert (await front.explain(TOKENS))["overlap_tokens"] == 128
 
 
-async def test_no_block_size_is_needed_and_expectations_begin_anew_when_one_is_known(worker, router) -> None:
-    sized = {"engine": "kvist", "block_size": 32, "kv_events": {"endpoint": "tcp://127.0.0.1:1"}}
-    async with worker() as one, worker(server_info=sized) as other, router(one.url) as front:
-
-        async def is_expecting() -> bool:
-            return bool((await front.workers())[one.url]["kv_events"]["ranks"])
-
+async def test_no_block_size_is_needed_and_expectations_are_cut_as_others_tell(worker, router, engine) -> None:
+    async with worker() as one, worker() as other, router(one.url, other.url) as front:
         await front.complete(TOKENS)
-        decision = await front.explain(TOKENS)
-        assert (decision["overlap_tokens"], decision["block_size"]) == (144, 16)
-        await front.client.post("/workers", json={"url": other.url})
-        await front.until_state(other.url, "healthy")
-        await front.until_overlap(one.url, TOKENS, 0)
-        await front.client.delete("/workers", params={"url": other.url})
-        await front.until_state(other.url, "gone")
-        await front.until(is_expecting)
-        await front.complete(TOKENS)
-        decision = await front.explain(TOKENS)
-        assert (decision["overlap_tokens"], decision["block_size"]) == (128, 32)
-        assert (await front.workers())[one.url]["kv_events"]["ranks"][0]["blocks"] == 5
+        await front.complete(TOKENS[1:])
+        assert (await front.explain(TOKENS))["block_size"] == 16
+        with engine("other", block_size=32) as cache:
+            other.server_info = cache.server_info
+            cache.store(TOKENS)
+            await front.until_overlap(other.url, TOKENS, 4)
+            assert (await front.explain(TOKENS))["block_size"] == 32
+            other.health_status = 500
+            await front.until_state(other.url, "unhealthy")
+            await front.complete(TOKENS)
+            decision = await front.explain(TOKENS)
+            assert (decision["worker"], decision["overlap_tokens"]) == (one.url, 128)
 
 
 async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_path) -> None:

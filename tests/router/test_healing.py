@@ -288,7 +288,7 @@ class OneRank:
         chosen = SimpleNamespace(target=self.target)
         decision = SimpleNamespace(chosen=chosen, prompt=prompt, overlap_tokens=num_predicted_tokens)
         usage = ReportedUsage(64, num_cached_tokens)
-        self.healer.answered(decision, usage, lambda num_tokens: range(num_tokens // 16))
+        self.healer.answered(decision, usage, lambda first, last: range(first // 16, last // 16))
 
 
 def test_a_rank_that_was_known_again_is_healed_anew_and_one_that_was_in_doubt_is_not(monkeypatch):

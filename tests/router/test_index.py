@@ -227,7 +227,7 @@ async def test_a_stream_tells_the_block_size_of_a_router_that_was_not_told(engin
             index.follow("w", [cache.publisher.endpoint] * 2)
             assert index.endpoints("w") == (cache.publisher.endpoint,)
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
-            assert index.block_size == 16
+            assert index.block_sizes == {"w": 16}
 
 
 async def test_a_stock_engines_stream_tells_it_too(start_vllm, free_port, until: Any) -> None:
@@ -237,15 +237,18 @@ async def test_a_stock_engines_stream_tells_it_too(start_vllm, free_port, until:
         index.follow("w", [f"tcp://127.0.0.1:{port}"])
         vllm.store(901, TOKENS[:16])
         await until(lambda: [status.num_blocks for status in index.ranks("w")] == [1])
-        assert index.block_size == 16
+        assert index.block_sizes == {"w": 16}
 
 
-async def test_the_first_block_size_is_the_fleets() -> None:
+async def test_a_worker_with_other_blocks_begins_anew(engine, until: Any) -> None:
     async with FleetIndex(None, time.monotonic) as index:
-        index.follow("w", ["tcp://127.0.0.1:50001"])
-        index.adopt_block_size(16)
-        index.adopt_block_size(32)
-        assert index.block_size == 16
+        with engine("w") as cache:
+            cache.store(TOKENS)
+            index.follow("w", [cache.publisher.endpoint], 16)
+            await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
+            index.follow("w", [cache.publisher.endpoint], 32)
+            assert (index.ranks("w"), index.block_sizes) == ([], {"w": 32})
+            await until(lambda: [each.failure for each in index.sources("w")] == ["block_size 16, expected 32"])
 
 
 async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import gcd
 from typing import Any
 
 import pytest
@@ -83,10 +84,24 @@ async def test_a_block_elsewhere_in_the_hierarchy_counts_less(worker, router) ->
         assert (await front.explain(TOKENS))["worker"] == b.url
 
 
-async def test_without_a_block_size_requests_are_routed_by_load(worker, router) -> None:
-    async with worker() as one, router(one.url) as front:
-        front.hold(one.url, TOKENS)
-        assert (await front.complete(TOKENS)).headers["x-kvist-overlap-tokens"] == "0"
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 48), (64, 16)])
+async def test_workers_of_several_block_sizes_are_told_apart_and_compared(worker, router, engine, sizes) -> None:
+    """Of one model, without a word of configuration: what each holds counts in tokens, whatever its blocks."""
+    tokens = list(range(1000))
+    async with worker() as a, worker() as b, router(a.url, b.url) as front:
+        with engine("a", block_size=sizes[0]) as first, engine("b", block_size=sizes[1]) as second:
+            a.server_info, b.server_info = first.server_info, second.server_info
+            unit = gcd(*sizes)
+            for held in ({a.url: 200, b.url: 400}, {a.url: 700, b.url: 600}):
+                first.store(tokens[: held[a.url]])
+                second.store(tokens[: held[b.url]])
+                full = {url: held[url] // size * size for url, size in zip(held, sizes, strict=True)}
+                for url, num_tokens in full.items():
+                    await front.until_overlap(url, tokens, num_tokens // unit)
+                decision = await front.explain(tokens)
+                best = max(full, key=full.__getitem__)
+                assert (decision["worker"], decision["overlap_tokens"]) == (best, full[best])
+            assert [(await front.workers())[url]["block_size"] for url in held] == list(sizes)
 
 
 async def test_a_silent_index_routes_by_load(worker, router) -> None:

@@ -29,9 +29,6 @@ class Namespaced(Protocol):
         """Return the model's name and the routing group."""
 
     @property
-    def block_size(self) -> int: ...
-
-    @property
     def index(self) -> RadixIndex: ...
 
     @property
@@ -90,13 +87,15 @@ def _names_of(indexer: Indexer) -> Iterator[tuple[WorkerRank, Names]]:
 
 def _head_of(each: Namespaced) -> NamespaceHead:
     indexer = each.indexer
-    followed = [_state_of(source, each.endpoint_of(source)) for source in indexer.sources]
-    parked = [_state_of(source, source.url) for source in indexer.parked]
-    return NamespaceHead(*each.namespace, each.block_size, followed + parked)
+    endpoints = [each.endpoint_of(source) for source in indexer.sources] + [source.url for source in indexer.parked]
+    states = map(_state_of, indexer.sources + indexer.parked, endpoints)
+    return NamespaceHead(*each.namespace, [state for state in states if state is not None])
 
 
-def _state_of(source: Source, endpoint: str) -> StreamState:
+def _state_of(source: Source, endpoint: str) -> StreamState | None:
+    """Return a stream as it is kept; one that has told of no blocks yet is not."""
+    if source.block_size is None:
+        return None
     has_login = source.url != source.public_url
-    return StreamState(
-        source.worker, source.rank, public_url(endpoint), source.public_url, has_login, source.progress()
-    )
+    urls = public_url(endpoint), source.public_url
+    return StreamState(source.worker, source.rank, *urls, has_login, source.block_size, source.progress())

@@ -22,7 +22,7 @@ from kvist.indexer.residency import Names
 from kvist.radix import SnapshotChunk
 
 FORMAT: Final = "kvist-index-dump"
-VERSION: Final = 3
+VERSION: Final = 4
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
@@ -45,6 +45,7 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     url: str
     has_login: bool
     """Whether the URLs are not all there is to know to follow it."""
+    block_size: Annotated[int, Meta(ge=1, le=65536)]
     progress: Progress | None
 
 
@@ -56,7 +57,6 @@ class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=Tru
 
     model_name: str
     group: str
-    block_size: Annotated[int, Meta(ge=1, le=65536)]
     streams: list[StreamState]
 
 

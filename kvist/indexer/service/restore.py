@@ -64,15 +64,16 @@ class Registrations:
                 if self._find_stream(namespace, state) is None:
                     _logger.warning("not followed as before: its login is not kept worker=%s", state.worker)
                 continue
-            await self.follow(namespace, head.block_size, *name, state.endpoint, state.url)
+            await self.follow(namespace, state.block_size, *name, state.endpoint, state.url)
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
         """Return the namespace's index, if it is followed and has blocks of that size."""
         member = self._registry.find(Namespace(head.model_name, head.group))
-        if member is None or member.block_size != head.block_size:
+        sizes = {state.block_size for state in head.streams}
+        if member is None or not sizes <= {member.block_size}:
             expected = "none" if member is None else member.block_size
-            text = "not restored: other block size, or not followed model=%s block_size=%d expected=%s"
-            _logger.warning(text, head.model_name, head.block_size, expected)
+            text = "not restored: other block size, or not followed model=%s block_sizes=%s expected=%s"
+            _logger.warning(text, head.model_name, sorted(sizes), expected)
             return None
         return member
 

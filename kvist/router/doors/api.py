@@ -116,7 +116,7 @@ class AdminApi:
 
     def _list_workers(self, _: Question) -> Answer:
         explained = [explain_worker(worker, self.load, self.index) for worker in self.fleet.workers]
-        return json_answer({"block_size": self.fleet.block_size, "workers": explained})
+        return json_answer({"workers": explained})
 
     def _add_worker(self, question: Question) -> Answer:
         # A page in a browser can post to loopback, but not with this content type unless it is allowed to.

@@ -124,11 +124,10 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "running_requests": load.running_requests(worker.url),
         "max_requests": worker.capacity.max_requests,
         "prompt_tokens_per_s": load.prompt_tokens_per_s(worker.url),
-        "error": worker.error,
         "last_failure": worker.last_failure,
         "engine": identity.engine,
         "version": identity.version,
-        "block_size": identity.block_size,
+        "block_size": index.block_sizes.get(worker.url, identity.block_size) if index else identity.block_size,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "rendering": None if worker.rendering is None else worker.rendering.described(),
@@ -198,8 +197,7 @@ def _why_not_ready(workers: list[Worker]) -> str:
     if not workers:
         return "there are no workers"
     told = [
-        f"{worker.url} is {worker.state}: {worker.error or worker.last_failure or 'no verdict yet'}"
-        for worker in workers[:MAX_TOLD]
+        f"{worker.url} is {worker.state}: {worker.last_failure or 'no verdict yet'}" for worker in workers[:MAX_TOLD]
     ]
     return "no worker is healthy; " + "; ".join(told)
 

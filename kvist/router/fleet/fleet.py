@@ -5,7 +5,9 @@ What is known of them comes from whoever checks them (`membership`), in this pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import gcd
+from typing import NamedTuple
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.discovery import ServedModel
@@ -14,21 +16,36 @@ from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import Caches, RankStatus
 from kvist.router.policy.decision import Role
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per block of workers of whom nobody knows it: what load is counted in, and what they are expected to hold."""
+
 RANKS_MAX_AGE_S = 0.05
 """How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
+
+
+class BlockSizes(NamedTuple):
+    """The sizes there are, the smallest first, and the greatest that divides all of them: what depths count."""
+
+    each: tuple[int, ...]
+    unit: int
 
 
 class Fleet:
     """All methods belong to the event loop."""
 
     def __init__(self, block_size: int | None, index: Caches | None, now_s: Callable[[], float]) -> None:
-        """Begin with nobody; `index` is None where the policy does not look at caches."""
-        self._block_size = block_size
+        """Begin with nobody; `index` is None where the policy does not look at caches.
+
+        Blocks are of so many tokens where nobody tells.
+        """
+        self._block_size = block_size or DEFAULT_BLOCK_SIZE
         self._index = index
         self._now_s = now_s
         self._workers: dict[str, Worker] = {}
         self._adapters: frozenset[str | None] = frozenset()
         self._model_ids: frozenset[str | None] = frozenset()
+        self._sizes_seen: Mapping[str, int] = {}
+        self._sizes_of_models: dict[str | None, BlockSizes] = {}
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
@@ -47,17 +64,34 @@ class Fleet:
         self.bounded.discard(url)
         self.renderings.differing.pop(url, None)
         del self._workers[url]
+        self.identified()
 
     def identified(self) -> None:
         """Take in what some worker says that it serves."""
+        self._sizes_of_models.clear()
         nothing = frozenset[str | None]()
         self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
         self._model_ids = nothing.union(*(each.model_ids or nothing for each in self._workers.values()))
 
-    @property
-    def block_size(self) -> int | None:
-        """Return the tokens per block of the whole fleet, None while neither configured nor announced."""
-        return self._block_size if self._index is None else self._index.block_size
+    def block_sizes(self, model: str | None) -> BlockSizes:
+        """Return the tokens per block of the workers that serve the model."""
+        told = {} if self._index is None else self._index.block_sizes
+        if told is not self._sizes_seen:
+            self._sizes_seen = told
+            self._sizes_of_models.clear()
+        sizes = self._sizes_of_models.get(model)
+        if sizes is None:
+            urls = [worker.url for worker in self._workers.values() if worker.serves(model)]
+            known = tuple(sorted({told[url] for url in urls if url in told}))
+            sizes = BlockSizes(known or (self._block_size,), gcd(*known) or self._block_size)
+            if model in self._model_ids or model is None:  # of others there may be any number
+                self._sizes_of_models[model] = sizes
+        return sizes
+
+    def block_size_of(self, worker: str, model: str | None) -> int:
+        """Return the tokens per block of one of those; where nobody knows, the smallest of the others'."""
+        told = {} if self._index is None else self._index.block_sizes
+        return told.get(worker) or self.block_sizes(model).each[0]
 
     @property
     def workers(self) -> list[Worker]:

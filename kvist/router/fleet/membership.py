@@ -244,13 +244,12 @@ class Membership:
         worker.last_failure = failure
         worker.was_checked.set()
         if worker.health.record(failure is None):
-            problem = failure or worker.error
             logger.log(
-                logging.INFO if problem is None else logging.WARNING,
+                logging.INFO if failure is None else logging.WARNING,
                 "worker is %s url=%s reason=%s",
                 worker.state,
                 worker.url,
-                problem or "health check passed",
+                failure or "health check passed",
             )
 
     def _identified(self, worker: Worker, identity: Identity) -> None:
@@ -262,37 +261,25 @@ class Membership:
         if self._index is None or worker.is_draining:
             return
         has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None
-        streamed_size = identity.block_size if has_events else None
-        if streamed_size is not None:
-            self._index.adopt_block_size(streamed_size)
+        block_size = identity.block_size if has_events else None
         if identity.data_parallel_size is not None:
             self._index.limit_ranks(worker.url, identity.data_parallel_size)
-        self._check_block_size(worker, streamed_size, self._index.block_size)
-        if worker.error is not None:
-            self._index.follow(worker.url, ())
-        elif worker.configured_event_sources:
-            self._index.follow(worker.url, worker.configured_event_sources)
+        if worker.configured_event_sources:
+            self._index.follow(worker.url, worker.configured_event_sources, block_size)
         else:
-            self._follow_announced(worker, identity.event_endpoint, self._index)
-        if has_restarted or worker.error is not None:
+            self._follow_announced(worker, identity, self._index)
+        if has_restarted:
             self._index.forget_expected(worker.url)
-        if worker.error is None:
-            num_tokens = identity.num_cache_tokens
-            self._index.expect(worker.url, self._config.expected_cache_tokens if num_tokens is None else num_tokens)
+        num_tokens = identity.num_cache_tokens
+        if num_tokens is None:
+            num_tokens = self._config.expected_cache_tokens
+        model = next(iter(worker.model_ids or ()), None)
+        self._index.expect(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
 
-    def _check_block_size(self, worker: Worker, streamed_size: int | None, block_size: int | None) -> None:
-        """Hashes of other block sizes never match, so a worker that streams some cannot be routed to by prefix."""
-        error = None
-        if streamed_size is not None and streamed_size != block_size:
-            error = f"block_size: the worker has {streamed_size}, the router {block_size}"
-        if error is not None and error != worker.error:
-            logger.error("worker misconfigured url=%s reason=%s", worker.url, error)
-        worker.error = error
-
-    def _follow_announced(self, worker: Worker, announced: str | None, index: FleetIndex) -> None:
+    def _follow_announced(self, worker: Worker, identity: Identity, index: FleetIndex) -> None:
         """Follow the announced stream, or none where it is not one that may be dialled."""
         endpoints: list[str] = []
-        error = None
+        announced, error = identity.event_endpoint, None
         if announced is None:
             error = "the worker announces no KV events, and none are configured for it"
         else:
@@ -303,4 +290,4 @@ class Membership:
         if error is not None and error != worker.event_error:
             logger.warning("worker is expected to hold what it is given url=%s reason=%s", worker.url, error)
         worker.event_error = error
-        index.follow(worker.url, endpoints)
+        index.follow(worker.url, endpoints, identity.block_size)

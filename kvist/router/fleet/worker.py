@@ -22,7 +22,6 @@ class WorkerState(StrEnum):
     STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
-    MISCONFIGURED = "misconfigured"
     DRAINING = "draining"
 
 
@@ -35,7 +34,7 @@ class Unanswered(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed.
+    """One engine. `event_error` says why its announced events are not followed.
 
     `was_checked` is set from the first health check on, however it went. A configured role wins over the announced one.
     `rendering` is None where the router tokenises nothing.
@@ -47,7 +46,6 @@ class Worker:
     breaker: CircuitBreaker
     identity: Identity = field(default_factory=Identity)
     is_draining: bool = False
-    error: str | None = None
     event_error: str | None = None
     last_failure: str | None = None
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,8 +65,6 @@ class Worker:
         """Return where the worker is in its life."""
         if self.is_draining:
             return WorkerState.DRAINING
-        if self.error is not None:
-            return WorkerState.MISCONFIGURED
         if self.health.is_healthy is None:
             return WorkerState.STARTING
         return WorkerState.HEALTHY if self.health.is_healthy else WorkerState.UNHEALTHY

@@ -239,10 +239,8 @@ class RemoteKeeper:
                 self._know(message)
             case messages.WorkerGone(url):
                 self._forget(url)
-            case messages.IndexNews(block_size, has_joined) if self.index is not None:
-                self.index.block_size = block_size
-                if has_joined and not self.index.has_joined:
-                    self._running.append(self._tasks.create_task(self._attach(link, self.index), name="kvist-attach"))
+            case messages.IndexJoined() if self.index is not None and not self.index.has_joined:
+                self._running.append(self._tasks.create_task(self._attach(link, self.index), name="kvist-attach"))
             case messages.AllTold(pid):
                 for url in [worker.url for worker in self.fleet.workers if worker.url not in self._seen]:
                     self._forget(url)
@@ -279,7 +277,7 @@ class RemoteKeeper:
             setattr(worker.breaker, field.name, getattr(news.circuit, field.name))
         worker.configured_event_sources, worker.configured_role = news.event_sources, news.configured_role
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
-        worker.error, worker.last_failure = news.error, news.last_failure
+        worker.last_failure = news.last_failure
         worker.capacity = Capacity(news.max_requests, paused_until_s=news.paused_until_s)
         worker.identify(news.identity)
         self.fleet.put(worker)
@@ -287,7 +285,7 @@ class RemoteKeeper:
             self.fleet.bounded.add(news.url)
         self.fleet.renderings.learn(news.url, news.same_tokens)
         if self.index is not None:
-            self.index.know(news.url, news.ranks)
+            self.index.know(news.url, news.ranks, news.block_size)
         for rank in self.fleet.ranks(worker):
             self.load.name(rank.target)
         if news.num_given_up > worker.num_given_up:

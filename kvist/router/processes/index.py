@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.indexer import compilation
-from kvist.router.index import DEFAULT_BLOCK_SIZE, Overlaps, RankStatus
+from kvist.router.index import Overlaps, RankStatus
 from kvist.router.processes.messages import Computed, Message, Used
 
 if TYPE_CHECKING:
@@ -36,12 +36,7 @@ class SharedIndex:
         self._ranks: dict[str, list[RankStatus]] = {}
         self._counted: dict[str, tuple[float, list[RankStatus]]] = {}
         self._targets: dict[int, WorkerRank] = {}
-        self.block_size: int | None = None
-
-    @property
-    def hashed_block_size(self) -> int:
-        """Return how many tokens prompts are cut into."""
-        return self.block_size or DEFAULT_BLOCK_SIZE
+        self.block_sizes: Mapping[str, int] = {}
 
     @property
     def has_joined(self) -> bool:
@@ -60,8 +55,11 @@ class SharedIndex:
         for worker, ranks in self._ranks.items():
             self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
 
-    def know(self, worker: str, ranks: list[RankStatus]) -> None:
-        """Take what the keeper says of a worker's ranks; of one that is gone they are none."""
+    def know(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
+        """Take what the keeper says of a worker's ranks, and of its blocks; of one that is gone they are none."""
+        if block_size != self.block_sizes.get(worker):
+            others = {name: size for name, size in self.block_sizes.items() if name != worker}
+            self.block_sizes = others if block_size is None else {**others, worker: block_size}
         for status in self._ranks.pop(worker, ()):
             self._targets.pop(status.clearing or 0, None)
         self._counted.pop(worker, None)

@@ -57,7 +57,7 @@ class KeeperProcess:
         self._told: dict[str, bytes] = {}
         self._index_told: bytes = b""
         self._is_due = True
-        self._has_adopted = self._is_handed_out = False
+        self._has_adopted = False
         self._trials: dict[str, Link] = {}
         self._numbers = itertools.count()
         self._pages: dict[int, asyncio.Future[None]] = {}
@@ -130,11 +130,6 @@ class KeeperProcess:
     def _tell_changes(self) -> None:
         for worker in self._keeper.fleet.workers:
             self._tell_of(worker)
-        if (index := self._keeper.index) is not None:
-            frame = encode(messages.IndexNews(index.block_size, self._is_handed_out))
-            if frame != self._index_told:
-                self._index_told = frame
-                self._tell_all(frame)
 
     def _on_removed(self, url: str) -> None:
         """Tell it at once: who comes back under this URL may have other columns on the board."""
@@ -165,7 +160,6 @@ class KeeperProcess:
             worker.identity,
             worker.health.is_healthy,
             worker.is_draining,
-            worker.error,
             worker.last_failure,
             worker.breaker,
             worker.capacity.max_requests,
@@ -173,6 +167,7 @@ class KeeperProcess:
             worker.url in fleet.bounded,
             worker.num_given_up,
             ranks,
+            None if index is None else index.block_sizes.get(worker.url),
             dict(fleet.renderings.differing.get(worker.url, {})),
         )
 
@@ -283,7 +278,8 @@ class KeeperProcess:
             listening.setblocking(False)
             listening.bind(str(path))
             listening.listen()
-            self._is_handed_out = self._is_due = True
+            self._index_told = encode(messages.IndexJoined())
+            self._tell_all(self._index_told)
             while True:
                 connection, _ = await loop.sock_accept(listening)
                 with connection:

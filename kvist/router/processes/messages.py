@@ -43,7 +43,6 @@ class WorkerNews(Message, frozen=True):
     identity: Identity
     is_healthy: bool | None
     is_draining: bool
-    error: str | None
     last_failure: str | None
     circuit: CircuitBreaker
     max_requests: int | None
@@ -51,6 +50,7 @@ class WorkerNews(Message, frozen=True):
     is_bounded: bool
     num_given_up: int
     ranks: list[RankStatus]
+    block_size: int | None
     same_tokens: dict[Kind, int]
     """Of chats that it renders otherwise, by their kind."""
 
@@ -61,11 +61,8 @@ class WorkerGone(Message, frozen=True):
     url: str
 
 
-class IndexNews(Message, frozen=True):
-    """How the index is; one that has joined can be mapped (`keeper.INDEX_SOCKET`)."""
-
-    block_size: int | None
-    has_joined: bool
+class IndexJoined(Message, frozen=True):
+    """The index can be mapped (`keeper.INDEX_SOCKET`)."""
 
 
 class AllTold(Message, frozen=True):
@@ -166,7 +163,7 @@ class Metrics(Message, frozen=True):
     families: Families
 
 
-ToFront: TypeAlias = WorkerNews | WorkerGone | IndexNews | AllTold | Answered | MetricsWanted | Said
+ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | AllTold | Answered | MetricsWanted | Said
 ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Ended | Asked | Metrics
 
 encode = msgspec.msgpack.Encoder().encode

@@ -46,7 +46,7 @@ def start_kept(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Kept
     ) -> AsyncIterator[Kept]:
         index = RadixIndex()
         async with Indexer(index, block_size=block_size) as indexer:
-            fleet = FleetState(block_size, index, indexer)
+            fleet = FleetState(index, indexer)
             keeper = StateKeeper(tmp_path, "router", interval_s, lambda: [fleet], Dumper(), time.monotonic)
             async with keeper:
                 await keeper.load(fleet)

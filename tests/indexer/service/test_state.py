@@ -115,7 +115,7 @@ async def test_other_block_sizes_of_the_configuration_win(start, publisher, even
     workers = (f"1={publisher.endpoint}",)
     async with start(workers=workers, block_size=16, model_name="m") as client:
         assert (await state_of(client))["streams"]["loaded"] == 0
-        assert "other block size, or not followed model=m block_size=4 expected=16" in caplog.text
+        assert "other block size, or not followed model=m block_sizes=[4] expected=16" in caplog.text
 
         async def is_refused():
             (worker,) = (await client.get("/workers")).json()

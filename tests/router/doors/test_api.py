@@ -133,7 +133,7 @@ async def test_health_needs_no_worker_and_readiness_does(worker, router) -> None
         assert answer.json()["reason"] == "there are no workers"
     async with worker() as one, router(one.url) as front:
         answer = await front.client.get("/readiness")
-        counts = {"starting": 0, "healthy": 1, "unhealthy": 0, "misconfigured": 0, "draining": 0}
+        counts = {"starting": 0, "healthy": 1, "unhealthy": 0, "draining": 0}
         page = answer.json()
         assert (page["ready"], page["reason"], page["workers"]) == (True, None, counts)
 

@@ -70,37 +70,6 @@ async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(
         assert (await front.complete()).status_code == 200
 
 
-async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(
-    worker, router, caplog: pytest.LogCaptureFixture
-) -> None:
-    wrong, right = worker(server_info=kvist_engine(block_size=32)), worker(server_info=kvist_engine())
-    async with wrong, right, router(wrong.url, right.url, block_size=16, ready=False) as front:
-        await front.until_state(wrong.url, "misconfigured")
-        await front.until_state(right.url, "healthy")
-        explained = (await front.workers())[wrong.url]
-        assert explained["error"] == "block_size: the worker has 32, the router 16"
-        assert f"worker is misconfigured url={wrong.url} reason={explained['error']}" in caplog.text
-        await front.until_sources(wrong.url)
-        await front.until_sources(right.url, EVENTS["endpoint"])
-        assert (await front.complete()).headers["x-kvist-worker"] == right.url
-        wrong.server_info = kvist_engine()
-        await front.until_state(wrong.url, "healthy")
-
-
-async def test_when_every_worker_is_misconfigured_the_503_says_why(worker, router) -> None:
-    one = worker(server_info=kvist_engine())
-    async with one, router(one.url, block_size=64, ready=False) as front:
-        await front.until_state(one.url, "misconfigured")
-        answer = await front.complete()
-        assert answer.status_code == 503
-        assert "the worker has 16, the router 64" in answer.json()["error"]["message"]
-
-
-async def test_without_a_configured_block_size_the_first_announced_one_counts(worker, router) -> None:
-    async with worker(server_info=kvist_engine(block_size=32)) as one, router(one.url) as front:
-        assert (await front.client.get("/workers")).json()["block_size"] == 32
-
-
 async def test_block_sizes_do_not_matter_to_policies_that_look_at_no_cache(worker, router) -> None:
     one = worker(server_info=kvist_engine())
     async with one, router(one.url, policy="random", block_size=64) as front:
