@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.cli import publish
+from kvist.cli import publish, route
 from kvist.errors import InvalidValueError
 from kvist.publisher.engine_config import engine_endpoints
 from kvist.publisher.sidecar import SAVE_COST_FACTOR, SAVE_INTERVAL_S
@@ -32,12 +32,13 @@ def test_the_sidecar_follows_the_engines_as_they_are_configured_there() -> None:
 
 
 def test_the_commands_have_only_flags_that_exist() -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    publish.add_arguments(parser)
-    lines = re.findall(r"^kvist publish (.*)$", DOCUMENT, re.M)
-    assert lines
-    for line in lines:
-        parser.parse_args(shlex.split(line))
+    for command in (publish, route):
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        command.add_arguments(parser)
+        lines = re.findall(rf"^kvist {command.__name__.rpartition('.')[2]} (.*)$", DOCUMENT, re.M)
+        assert lines
+        for line in lines:
+            parser.parse_args(shlex.split(line, comments=True))
 
 
 def test_the_numbers_are_those_of_the_code() -> None:

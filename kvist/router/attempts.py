@@ -1,7 +1,7 @@
 """One worker's part in a request: asked once, told of by callbacks, and accounted for on every way out.
 
     _Attempt        load, circuit, metrics and span of a worker that is asked
-    PrefillAttempt  computes a prompt for another worker; its answer names what it holds
+    PrefillAttempt  computes a prompt for another worker; its answer names what it holds, unless both are asked at once
     AnswerAttempt   answers the client: bytes are relayed as they come, from the first of the body on
 
 What becomes of the request after that is its owner's to decide (`kvist.router.forward`).
@@ -15,12 +15,16 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.handover import MAX_HANDOFF_BYTES, decode_body, prefill_body, read_handoff
+from kvist.router.prefill.dialect import with_fields
+from kvist.router.prefill.handover import Plan
+from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
 from kvist.router.usage import ReportedUsage, UsageReader
 
@@ -36,13 +40,16 @@ _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNA
 
 # What metrics show instead of a worker's status, for want of one.
 WORKER_FAILED_STATUS = 0
-CLIENT_LEFT_STATUS = 499  # nginx's number for it
+CLIENT_LEFT_STATUS = 499  # nginx's number for it; also that of the other worker of a pair, when one has failed
 
 _NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
 """What engines say of a path that they do not know; of a model or a response they say more."""
 
 _OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 """What the router alone tells clients."""
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Largest answer that is kept: a prefill worker's token and params, or with log probabilities of a prompt."""
 
 RANK_HEADER = b"x-data-parallel-rank"
 """By which vLLM's front end takes the data-parallel rank to use."""
@@ -120,6 +127,12 @@ class _Attempt(ResponseReceiver):
         if self._priced is not None:
             self._priced.answered(now_s)
 
+    def _check_length(self, num_bytes: int) -> None:
+        """Give the worker up if it says more than is kept."""
+        if num_bytes > MAX_KEPT_BYTES:
+            self.exchange.close()
+            self.on_failure(UpstreamError(self._worker.url, f"answered more than {MAX_KEPT_BYTES} bytes"))
+
     def _judge(self) -> None:
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._breaker.fail(self.owner.router.now_s())
@@ -140,35 +153,41 @@ class _Attempt(ResponseReceiver):
 class PrefillAttempt(_Attempt):
     """Tells its owner what came of it, once: `on_prefilled` or `on_prefill_failed`."""
 
-    def __init__(self, owner: Forwarding, decision: Decision) -> None:
-        self._answer = b""
+    def __init__(self, owner: Forwarding, decision: Decision, plan: Plan) -> None:
+        self.answer = bytearray()
+        self.is_done = False
+        self._dialect = plan.dialect
         self._started_s = owner.router.now_s()
-        super().__init__(owner, decision, "prefill", prefill_body(owner.body), is_streamed=True)
+        super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
         self._series.dispatched(decision)
 
     def on_data(self, piece: bytes) -> None:
-        """Keep what names the blocks; what is longer names none."""
-        self._answer += piece
-        if len(self._answer) > MAX_HANDOFF_BYTES:
-            self.exchange.close()
-            self.on_end()
+        """Keep what names the blocks, tells of the prompt, or says what is wrong."""
+        self.answer += piece
+        self._check_length(len(self.answer))
 
     def on_end(self) -> None:
-        """Report what was computed."""
-        self._judge()
+        """Report what was computed, or why nothing was."""
+        if self._dialect.works_alone or self.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._judge()  # else it may be the other one's fault
+        self.is_done = True
         if self.status == HTTPStatus.OK:
             self._answered(self.owner.router.now_s())
         self._end(self.status)
-        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.owner.on_prefill_failed(self.decision, f"answered {self.status}")
+        is_ok, is_pair = self.status == HTTPStatus.OK, not self._dialect.works_alone
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
+            self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
-        handoff = read_handoff(self._answer) if self.status == HTTPStatus.OK else None
-        self.owner.on_prefilled(self.decision, handoff, self.owner.router.now_s() - self._started_s)
+        handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
+        if handoff is not None or (is_pair and is_ok):
+            self.owner.router.routing.computed(self.owner.ask, self._worker.url)
+        self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self._started_s)
 
     def on_failure(self, error: UpstreamError) -> None:
         """Report that there is nothing to fetch."""
         super().on_failure(error)
-        self.owner.on_prefill_failed(self.decision, error.reason)
+        self.is_done = True
+        self.owner.on_prefill_failed(self, error.reason)
 
 
 class AnswerAttempt(_Attempt):
@@ -180,8 +199,10 @@ class AnswerAttempt(_Attempt):
     def __init__(self, owner: Forwarding, decision: Decision) -> None:
         router, handover = owner.router, owner.handover
         router.load.dispatched()
-        self._has_begun = False
+        self.has_begun = False
         self._is_healing = False
+        self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
+        self._is_whole = False
         if handover is None:
             body = router.healer.body_for(decision.chosen.target, owner.request.path, owner.body, owner.ask.fields)
             self._is_healing = body is not owner.body
@@ -189,7 +210,7 @@ class AnswerAttempt(_Attempt):
             self._series.dispatched(decision)
         else:
             handover.sent_s = router.now_s()
-            body = decode_body(owner.body, handover.handoff.params)
+            body = with_fields(owner.body, handover.handoff.fields)
             super().__init__(owner, decision, "decode", body, is_streamed=False, computes=False)
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -197,9 +218,10 @@ class AnswerAttempt(_Attempt):
         super().on_head(status, headers)
         owner = self.owner
         if owner.handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.exchange.close()
-            self._end(status)
-            owner.on_transfer_failed(self.decision)
+            if owner.beside is None or owner.may_retry():
+                self.exchange.close()
+                self._end(status)
+                owner.on_transfer_failed(self.decision)
             return
         self._judge()
         if status in _BUSY_STATUSES:
@@ -212,11 +234,15 @@ class AnswerAttempt(_Attempt):
 
     def on_data(self, piece: bytes) -> None:
         """Pass the next bytes on."""
-        if not self._has_begun:
+        if not self.has_begun:
             if self.status == HTTPStatus.NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
                 self.exchange.close()
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
+                return
+            if self._held is not None and self.status == HTTPStatus.OK:
+                self._held += piece
+                self._check_length(len(self._held))
                 return
             self._begin(is_empty=False)
         self._usage.feed(piece)
@@ -229,7 +255,12 @@ class AnswerAttempt(_Attempt):
 
     def on_end(self) -> None:
         """End the client's answer, and learn from what it said of its tokens."""
-        if not self._has_begun:
+        if self._held and not self._is_whole:
+            self._is_whole = True
+            if self.owner.beside is not None and self.owner.beside.is_done:
+                self.on_prefilled(self.owner.beside)
+            return
+        if not self.has_begun:
             self._begin(is_empty=True)
         owner, router, decision = self.owner, self.owner.router, self.decision
         if self._is_kept and self.status == HTTPStatus.OK:
@@ -254,6 +285,25 @@ class AnswerAttempt(_Attempt):
         owner.responder.end()
         owner.end()
 
+    def on_prefilled(self, beside: PrefillAttempt) -> None:
+        """Take what the other of its pair says: what is wrong, or of the prompt, for an answer that is held here."""
+        answer = bytes(beside.answer)
+        if beside.status != HTTPStatus.OK:
+            self.exchange.close()
+            self.on_head(beside.status, beside.headers)
+        elif self._is_whole:
+            held, self._held = bytes(self._held or b""), None
+            try:
+                answer = with_input_logprobs(held, answer)
+            except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+                logger.warning("log probabilities not merged request_id=%s reason=%r", self.owner.request_id, error)
+                answer = held
+            self.headers = [field for field in self.headers if field[0] != b"content-length"]
+        else:
+            return
+        self.on_data(answer)
+        self.on_end()
+
     def on_failure(self, error: UpstreamError) -> None:
         """Cut an answer that has begun, between two events with one that says why; another worker may begin one."""
         super().on_failure(error)
@@ -266,7 +316,7 @@ class AnswerAttempt(_Attempt):
 
     def break_off(self, error: RequestError) -> bool:
         """End an answer that has begun: between two events with one that says why, else cut. Return if it had."""
-        if not self._has_begun:
+        if not self.has_begun:
             return False
         if self._usage.is_between_events:
             self.owner.responder.send(b"data: " + error_body(error) + b"\n\n")
@@ -277,7 +327,7 @@ class AnswerAttempt(_Attempt):
 
     def pause(self) -> None:
         """Let the worker wait for the client."""
-        if self._has_begun:
+        if self.has_begun:
             self.exchange.pause()
 
     def resume(self) -> None:
@@ -287,7 +337,7 @@ class AnswerAttempt(_Attempt):
 
     def _begin(self, *, is_empty: bool) -> None:
         """Begin the client's answer with the first byte of the worker's."""
-        self._has_begun = True
+        self.has_begun = True
         owner, router, decision = self.owner, self.owner.router, self.decision
         content_types = [value for name, value in self.headers if name == b"content-type"]
         self.is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)

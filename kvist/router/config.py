@@ -23,6 +23,7 @@ from kvist.router.policy.settings import DEFAULT_ALPHA, DEFAULT_TIER_CREDITS, Pr
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
+DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -45,7 +46,7 @@ RELOADED = frozenset(
         *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
         *("api_key", "admin_key", "worker_api_key", "worker_api_keys"),
         *("cors_origins", "debug_headers"),
-        *("policy", "max_local_prefill_tokens", "max_attempts", "tier_credits"),
+        *("policy", "max_local_prefill_tokens", "prefill_dialect", "max_attempts", "tier_credits"),
         *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
     }
 )
@@ -63,6 +64,9 @@ class RouterConfig:
     decode_worker_urls: Annotated[
         tuple[str, ...], Meta(description="workers that go on with what prefill workers computed, likewise")
     ] = ()
+    prefill_dialect: Annotated[
+        DialectName, Meta(description="the engine of such workers, where neither they nor their model lists say it")
+    ] = "vllm"
     max_local_prefill_tokens: Annotated[
         int, Meta(ge=0, description="prompts with no more tokens to compute are not handed to a prefill worker")
     ] = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
@@ -260,8 +264,9 @@ class RouterConfig:
                 raise InvalidValueError("kv_event_sources", url, f"one of worker_urls {list(self.every_worker_url)}")
             for endpoint in endpoints:
                 check_event_source(endpoint)
-        if len(set(self.every_worker_url)) != len(self.every_worker_url):
-            raise InvalidValueError("worker_urls", list(self.every_worker_url), "each worker once, of whatever role")
+        for urls in (self.worker_urls, (*self.prefill_worker_urls, *self.decode_worker_urls)):
+            if len(set(urls)) != len(urls):
+                raise InvalidValueError("worker_urls", list(urls), "each worker once, and once among those of a role")
 
     def _check_rest(self) -> None:
         check_networks("allowed_event_networks", self.allowed_event_networks)
@@ -292,8 +297,8 @@ class RouterConfig:
 
     @property
     def every_worker_url(self) -> tuple[str, ...]:
-        """Return the workers of all roles."""
-        return (*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)
+        """Return the workers of all roles; one that has a role may be named among all, too."""
+        return tuple(dict.fromkeys((*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)))
 
     def authorization(self, url: str) -> Headers:
         """Return what a worker is sent to be let in: a key, or nothing."""

@@ -47,7 +47,8 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.healing import Healer, without_report_mode
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.handover import FALLBACKS, Handoff, Handover, Local, Plan, obstacle
+from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
+from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import Ask, PromptReader
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
@@ -64,6 +65,8 @@ _RELEASE_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b
 
 _LOOK_S, _MAX_LOOKS = 0.001, 20
 """How often the index is looked at in vain, before a request is routed by load."""
+
+_PARTED = ConnectionAbortedError("the other of its pair has ended")
 
 Refuse = Callable[[Responder, RequestError, bytes], None]
 """Answers with an error, under the request's id."""
@@ -114,11 +117,13 @@ class Forwarding:
         waiting      for a worker with room, if none has (`place`) then: alone
         alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
                      or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
+                     or a pair do so at once                      `AnswerAttempt`, and a `PrefillAttempt` beside it;
+                                                                  if either fails: alone, by another pair
         handed over  `_choose_decode` says who goes on            `AnswerAttempt`; if it fails: handed over, to another
                                                                   if the transfer fails, or nobody is left: alone
 
-    `attempt` is the worker that is asked now, `handover` the prompt that was computed, `local` why none will be,
-    `tried` whom not to ask again.
+    `attempt` is the worker that is asked now, `beside` the other of its pair, `handover` the prompt that was or is
+    being computed, `local` why none will be, `tried` whom not to ask again.
     """
 
     router: Forwarder
@@ -138,6 +143,7 @@ class Forwarding:
     was_moved: bool = False
     place: Place | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
+    beside: PrefillAttempt | None = None
     _next_look: asyncio.TimerHandle | None = None
     _deadline: Deadline | None = None
     _reading: asyncio.Task[Ask] | None = None
@@ -189,6 +195,7 @@ class Forwarding:
             self._next_look.cancel()
         if self.attempt is not None:
             self.attempt.stop(status, error)
+        self._leave_beside(error)
 
     # Read and match.
 
@@ -229,15 +236,13 @@ class Forwarding:
             raise
 
     def _on_read(self, ask: Ask) -> None:
-        router, path, self.ask = self.router, self.request.path, ask
+        router, self.ask = self.router, ask
         self.body = without_report_mode(self.request.body, ask.fields)
         if not router.config.workers_use_priority:
             self.body = without_priority(self.body, ask.fields)
         self._reading_step.end()
-        router.metrics.read(path, ask)
+        router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)
-        if router.fleet.has_prefill_workers:
-            self.local = obstacle(path, ask)
         try:
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
             priority = priority_of(ask.fields, is_administrator=self.is_administrator)
@@ -295,9 +300,12 @@ class Forwarding:
     def _ask_next(self) -> None:
         """Ask the next worker, or refuse the request where there is none."""
         self.attempt = None
+        if self.beside is not None:  # another pair meets elsewhere
+            self._leave_beside(_PARTED)
+            self.handover = None
         try:
             if self.handover is not None:
-                decode = self._choose_decode()
+                decode = self._choose_decode(self.handover.prefill_worker)
                 if decode is None:
                     self._fall_back(Local.DECODE_FAILED)
                 else:
@@ -309,28 +317,33 @@ class Forwarding:
             return
         if plan.prefill is None:
             self._answer_by(plan.answer)
+        elif plan.handoff is None:
+            self.attempt = PrefillAttempt(self, plan.prefill, plan)
         else:
-            self.attempt = PrefillAttempt(self, plan.prefill)
+            self.handover = Handover(plan.handoff, plan.prefill.chosen.target.worker)
+            self.beside = PrefillAttempt(self, plan.prefill, plan)
+            self._answer_by(plan.answer)
 
     def _plan(self) -> Plan:
         """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
         full = self.router.admission.full(self.ask.model, self.tried)
-        excluded = self.tried | (full - {self.ask.worker})  # that one has what nobody else has
+        full -= {self.ask.worker}  # that one has what nobody else has
         with self.trace.step("choose") as choice:
-            plan = self.router.routing.plan(self.ask, self.prefix, excluded, self.local)
+            plan = self.router.routing.plan(self.request.path, self.ask, self.prefix, self.tried, full, self.local)
             choice.set(spans.of_plan, plan)
         if plan.local is not None and plan.local not in FALLBACKS:
             if not self.tried:
                 self.local = plan.local
                 self.router.metrics.kept_local(plan.local)
-            elif self.local is None:  # so those that were tried are prefill workers
-                self._fall_back(Local.PREFILL_FAILED)
+            elif self.local is None:  # so those that were tried are prefill workers, or of pairs
+                is_decoding = plan.local is Local.NO_DECODE_WORKER
+                self._fall_back(Local.DECODE_FAILED if is_decoding else Local.PREFILL_FAILED)
         return plan
 
-    def _choose_decode(self) -> Decision | None:
+    def _choose_decode(self, prefill_worker: str) -> Decision | None:
         """Return who goes on with the prompt that was computed, if anybody can."""
         with self.trace.step("choose") as choice:
-            decision = self.router.routing.decode_decision(self.ask, self.prefix, self.tried)
+            decision = self.router.routing.decode_decision(self.ask, self.prefix, prefill_worker, self.tried)
             choice.set(spans.of_decision, decision)
         return decision
 
@@ -354,30 +367,38 @@ class Forwarding:
 
     # What came of an attempt.
 
-    def on_prefilled(self, decision: Decision, handoff: Handoff | None, prefill_s: float) -> None:
-        """Go on with the prompt that a worker computed, or without it."""
-        worker = decision.chosen.target.worker
-        if handoff is None:
-            self._fall_back(Local.PREFILL_REFUSED)
-        else:
-            self.handover = Handover(handoff, worker, prefill_s)
-            self.router.routing.computed(self.ask, worker)
-        self._ask_next()
+    def on_prefilled(self, attempt: PrefillAttempt, handoff: Handoff | None, prefill_s: float) -> None:
+        """Go on with the prompt that a worker computed, or without it; the other of a pair does so by itself."""
+        if attempt is self.attempt:
+            if handoff is None:
+                self._fall_back(Local.PREFILL_REFUSED)
+            else:
+                self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
+            self._ask_next()
+        elif (other := self._awaiting(attempt)) is not None and self.handover is not None:
+            self.handover.prefill_s, self.handover.sent_s = prefill_s, self.router.now_s()
+            other.on_prefilled(attempt)
 
-    def on_prefill_failed(self, decision: Decision, reason: str) -> None:
+    def on_prefill_failed(self, attempt: PrefillAttempt, reason: str) -> None:
         """Have another prefill worker compute the prompt, while attempts are left."""
-        worker = decision.chosen.target.worker
+        if (other := self._awaiting(attempt)) is not None:
+            self.tried.discard(other.decision.chosen.target.worker)
+            other.stop(CLIENT_LEFT_STATUS, _PARTED)
+        elif attempt is not self.attempt:
+            return  # the decode worker has what it needs
+        worker = attempt.decision.chosen.target.worker
         logger.warning("prefill failed worker=%s reason=%s", worker, reason)
         self.tried.add(worker)
-        self._note_retry(decision, reason)
+        self._note_retry(attempt.decision, reason)
         if len(self.tried) + 1 >= self.router.config.max_attempts:  # the last one is for who answers
             self._fall_back(Local.PREFILL_FAILED)
         self._ask_next()
 
     def on_transfer_failed(self, decision: Decision) -> None:
-        """Have one worker do all: the one that could not fetch the prompt may, it is not its fault."""
-        self._fall_back(Local.TRANSFER_FAILED)
-        self.tried.discard(decision.chosen.target.worker)
+        """Have one worker do all: the one that could not fetch the prompt may, it is not its fault; or another pair."""
+        if self.beside is None:
+            self._fall_back(Local.TRANSFER_FAILED)
+            self.tried.discard(decision.chosen.target.worker)
         self.on_answer_failed(decision, "the transfer failed")
 
     def on_answer_failed(self, decision: Decision, reason: str) -> None:
@@ -408,11 +429,21 @@ class Forwarding:
     def has_other(self) -> bool:
         """Return whether there is another worker that may answer."""
         is_allowed = len(self.tried) < self.router.config.max_attempts
-        return is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
+        return is_allowed and self.router.routing.has_alternative(self.request.path, self.ask, self.tried)
 
     def may_retry(self) -> bool:
         """Return whether another worker may answer, and count it."""
         return self.has_other() and self.router.admission.may_retry()
+
+    def _awaiting(self, attempt: PrefillAttempt) -> AnswerAttempt | None:
+        """Return the attempt that waits for this one of its pair: nothing of its answer was sent."""
+        other = self.attempt
+        return other if attempt is self.beside and isinstance(other, AnswerAttempt) and not other.has_begun else None
+
+    def _leave_beside(self, error: Exception) -> None:
+        beside, self.beside = self.beside, None
+        if beside is not None and not beside.is_done:
+            beside.stop(CLIENT_LEFT_STATUS, error)
 
     def _note_retry(self, decision: Decision, reason: str) -> None:
         """Count that another worker gets what this one failed."""
@@ -444,7 +475,9 @@ class Forwarding:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
         if self.router.access_log is not None or self.router.recorder is not None:
             self._log(error)
-        self.attempt = None
+        if error is not None or self.responder.status != HTTPStatus.OK:
+            self._leave_beside(error or _PARTED)
+        self.attempt = self.beside = None
         if self._deadline is not None:
             self._deadline.close()
         self._release()

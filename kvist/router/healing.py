@@ -167,7 +167,7 @@ class Healer:
         if status is None or status.state is not SourceState.PARTIAL:
             return False
         worker = self._fleet.get(target.worker)
-        if worker is None or not worker.is_of("vllm"):
+        if worker is None or worker.engine != "vllm":
             return False
         healing = self._ranks.get(target)
         if healing is None or healing.clearing != status.clearing:  # each loss clears the rank

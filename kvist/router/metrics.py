@@ -86,7 +86,7 @@ class RouterMetrics:
         self._series: dict[tuple[str, str], ModelSeries] = {}
         self._ends: dict[tuple[str, int, str], Counter] = {}
         at = ["worker", "model"]
-        text = "Requests sent to workers; status 0: the worker failed, 499: the client left"
+        text = "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more"
         self._requests = counter("requests", text, ["worker", "status", "policy"])
         text = (
             "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"

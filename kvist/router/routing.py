@@ -27,8 +27,10 @@ from kvist.router.index import Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
-from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
-from kvist.router.prompts import Ask
+from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
+from kvist.router.prefill.handover import DIALECTS, Plan, is_worth_handing_over
+from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
+from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import Hashes
 from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
@@ -83,6 +85,7 @@ class Routing:
         """Decide by this configuration from now on."""
         self._policy = config.make_policy(self._alpha)
         self._max_local_prefill_tokens = config.max_local_prefill_tokens
+        self._prefill_dialect = config.prefill_dialect
 
     def prefix(self, ask: Ask) -> Prefix | None:
         """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
@@ -117,7 +120,7 @@ class Routing:
             found = dict(index.match(eagle_hashes) or {})
             if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
                 for rank, depths in found.items():
-                    if (worker := self._fleet.get(rank.worker)) is not None and worker.is_of("sglang"):
+                    if (worker := self._fleet.get(rank.worker)) is not None and worker.engine == "sglang":
                         found[rank] = tuple(min(depth, len(eagle_hashes) - 1) for depth in depths)
             overlaps = {**overlaps, **found}
         return Prefix(self._where_rendered_alike(ask, overlaps, block_size, index), block_hashes)
@@ -164,34 +167,94 @@ class Routing:
             if len(hashes):
                 self._index.computed(worker, hashes)
 
-    def plan(self, ask: Ask, prefix: Prefix, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
+    def plan(
+        self,
+        path: str,
+        ask: Ask,
+        prefix: Prefix,
+        excluded: Collection[str] = (),
+        full: Collection[str] = (),
+        local: Local | None = None,
+    ) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
 
-        An obstacle keeps the request local. Prefill workers do all of a request where nobody else is left.
-        Raises RequestError: 404 when no worker has the model, 503 when none that has it can take requests now.
+        Those that are full are given it only where nobody else can do it. A reason keeps the request local. Prefill
+        workers do all of a request where nobody else is left, if they do anything alone.
+        Raises RequestError: 404 when no worker has the model, 400 when those that have it do nothing alone and cannot
+        do this together, 503 when none can take requests now.
         """
+        if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
+            excluded = others
         workers = self._fleet.routable(ask.model, excluded)
         if not workers:
             raise self._refusal(ask.model)
         workers = [worker for worker in workers if worker.url == ask.worker] or workers
-        prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
-        others = [worker for worker in workers if worker.role is not Role.PREFILL]
-        answer = self._decide(ask, prefix, others or prefill_workers)
-        if not self._fleet.has_prefill_workers:
+        whole = [worker for worker in workers if self._can_do_all(path, worker)]
+        whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
+        answer = self._decide(ask, prefix, whole) if whole else None
+        if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        local = obstacle or is_worth_handing_over(answer, self._max_local_prefill_tokens)
-        if local is None and not prefill_workers:
-            local = Local.NO_PREFILL_WORKER
-        decode = None if local else self.decode_decision(ask, prefix, excluded)
-        if decode is None:
-            return Plan(answer, None, local or Local.NO_DECODE_WORKER)
-        return Plan(decode, self._decide(ask, prefix, prefill_workers))
+        paired, reason = self._paired(path, ask, workers, excluded)
+        if answer is None:
+            local = local if local in FALLBACKS else reason
+        elif local is None:
+            obstacle = reason if reason in OBSTACLES else None
+            local = obstacle or is_worth_handing_over(answer, self._max_local_prefill_tokens) or reason
+        if local is None:
+            prefill = self._decide(ask, prefix, paired)
+            decode = self.decode_decision(ask, prefix, prefill.chosen.target.worker, excluded)
+            assert decode is not None
+            (worker, p), (_, d) = self._side(prefill), self._side(decode)
+            dialect = self._dialect_of(worker)
+            return Plan(decode, prefill, None, dialect, *dialect.begin(path, ask, p, d, self._random))
+        if answer is None:
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST if local in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
+                f"no worker can do this alone, and no two can together ({local})",
+                code="no_pair",
+            )
+        return Plan(answer, None, local)
 
-    def decode_decision(self, ask: Ask, prefix: Prefix, excluded: Collection[str] = ()) -> Decision | None:
+    def decode_decision(
+        self, ask: Ask, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
+    ) -> Decision | None:
         """Return who goes on with what a prefill worker computed: decode workers before those that do both."""
-        fetching = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.can_fetch]
-        workers = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
+        worker = self._fleet.get(prefill_worker)
+        if worker is None:  # it was removed
+            return None
+        others = self._fleet.routable(ask.model, excluded)
+        fetching = [other for other in others if self._goes_on_from(worker, other)]
+        workers = [other for other in fetching if other.role is Role.DECODE] or fetching
         return self._decide(ask, prefix, workers, FETCH_SCALE) if workers else None
+
+    def _can_do_all(self, path: str, worker: Worker) -> bool:
+        return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
+
+    def _paired(
+        self, path: str, ask: Ask, workers: list[Worker], excluded: Collection[str]
+    ) -> tuple[list[Worker], Local | None]:
+        """Return the workers that can compute the prompt for another one that is there, or why there are none."""
+        prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
+        obstacles = [self._dialect_of(worker).obstacle(path, ask) for worker in prefill_workers]
+        able = [worker for worker, obstacle in zip(prefill_workers, obstacles, strict=True) if obstacle is None]
+        if not able:
+            return [], obstacles[0] if obstacles else Local.NO_PREFILL_WORKER
+        others = self._fleet.routable(ask.model, excluded)
+        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in others)]
+        return paired, None if paired else Local.NO_DECODE_WORKER
+
+    def _goes_on_from(self, prefill: Worker, other: Worker) -> bool:
+        return other.can_fetch and self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
+
+    def _dialect_of(self, worker: Worker) -> Dialect:
+        return DIALECTS.get(worker.engine or "") or DIALECTS[self._prefill_dialect]
+
+    def _side(self, decision: Decision) -> tuple[Worker, Side]:
+        target = decision.chosen.target
+        worker = self._fleet.get(target.worker)
+        assert worker is not None
+        num_ranks, port = len(self._fleet.ranks(worker)), worker.identity.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
+        return worker, Side(worker.url, port, target.rank if num_ranks > 1 else None, num_ranks)
 
     def dispatched(
         self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True
@@ -273,9 +336,12 @@ class Routing:
         weighing = Weighing("price", probabilities)
         return Decision(settings.name, prompt, candidates, weighing, draw(probabilities, self._random), prices)
 
-    def has_alternative(self, ask: Ask, excluded: Collection[str]) -> bool:
-        """Return whether some worker that is not excluded may take the request."""
-        return bool(self._fleet.routable(ask.model, excluded))
+    def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
+        """Return whether some worker that is not excluded may take the request, or two of them together."""
+        workers = self._fleet.routable(ask.model, excluded)
+        return any(self._can_do_all(path, each) for each in workers) or bool(
+            self._paired(path, ask, workers, excluded)[0]
+        )
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""

@@ -268,7 +268,7 @@ class OneRank:
         self.state, self.clearing = SourceState.PARTIAL, 1
         self.reports: list[tuple[str, int]] = []
         self.ends: list[str] = []
-        worker = SimpleNamespace(is_of=lambda engine: engine == "vllm")
+        worker = SimpleNamespace(engine="vllm")
         self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self)
 
     def ranks(self, *_: object) -> list[RankStatus]:

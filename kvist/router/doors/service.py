@@ -64,7 +64,6 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.healing import Healer
 from kvist.router.metrics import DoorGauges, RouterMetrics
-from kvist.router.prefill.handover import obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.recording import Beginning, RequestRecorder
@@ -324,7 +323,7 @@ class RouterService:
         try:
             ask = await self._forwarder.reader.read(None, body)
             full = admission.full(ask.model, ())
-            plan = routing.plan(ask, routing.prefix(ask) or Prefix(), full, obstacle(COMPLETION_PATH, ask))
+            plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
         except RequestError as error:
             return refusal(error)
         return json_answer(explain_plan(plan, ask) | {"queued": admission.would_wait(ask.model)})

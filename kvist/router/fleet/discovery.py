@@ -1,13 +1,13 @@
 """What a worker says about itself: whether it is up, which models it serves, where it streams its KV events.
 
-A bundled engine answers `GET /server_info` with `"engine": "kvist"`; of any other engine only the model list is read,
-and how much it caches: `max_total_num_tokens` there (SGLang), or what /metrics has (vLLM, SGLang).
+A bundled engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings; of
+any other engine only the model list is read, and what its cache is, which /metrics has (vLLM, SGLang).
 What is announced is a claim: an event endpoint is dialled only where `event_endpoint` allows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -41,6 +41,8 @@ class Identity(msgspec.Struct, frozen=True):
     """What a worker said; None where it did not. Without a model list it is taken to serve any model.
 
     `num_cache_tokens` is what its prefix cache holds, 0 where it has none; `started_s` the Unix time of its start.
+    `cache_block` is how many tokens a block of its cache has, and the type of their numbers; `bootstrap_port` is where
+    decode workers of SGLang find a prefill worker.
     """
 
     engine: str | None = None
@@ -53,6 +55,8 @@ class Identity(msgspec.Struct, frozen=True):
     models: tuple[ServedModel, ...] | None = None
     num_cache_tokens: int | None = None
     started_s: float | None = None
+    cache_block: tuple[int | None, str | None] = (None, None)
+    bootstrap_port: int | None = None
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether this is another process than the one that said so earlier, by what both said."""
@@ -143,19 +147,35 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         answer = msgspec.json.decode(body) if status == 200 else None
     except msgspec.DecodeError:
         answer = None  # another engine's page
-    if not isinstance(answer, dict) or answer.get("engine") != "kvist":
-        return Identity(num_cache_tokens=_num_cache_tokens(answer) if isinstance(answer, dict) else None)
+    if not isinstance(answer, dict):
+        return Identity()
+    num_tokens = _num_cache_tokens(answer)
     try:
+        if "disaggregation_mode" in answer:
+            return _sglang_identity(answer, num_tokens)
+        if answer.get("engine") != "kvist":
+            return Identity(num_cache_tokens=num_tokens)
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
     events = info.kv_events.endpoint if info.kv_events else None
     transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
     size = info.data_parallel_size
-    num_tokens = _num_cache_tokens(answer)
-    return Identity(
-        info.engine, info.version, info.block_size, events, size, info.role, transfers, num_cache_tokens=num_tokens
-    )
+    identity = Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
+    return msgspec.structs.replace(identity, num_cache_tokens=num_tokens, cache_block=(info.block_size, None))
+
+
+def _sglang_identity(said: Mapping[str, Any], num_cache_tokens: int | None) -> Identity:
+    mode = said["disaggregation_mode"]
+    values = {
+        "engine": "sglang",
+        "version": said.get("version"),
+        "role": mode if mode in ("prefill", "decode") else Role.BOTH,
+        "num_cache_tokens": num_cache_tokens,
+        "cache_block": [said.get("page_size"), said.get("kv_cache_dtype")],
+        "bootstrap_port": said.get("disaggregation_bootstrap_port"),
+    }
+    return msgspec.convert(values, Identity)
 
 
 def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
@@ -181,7 +201,11 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
     by_rank = {each.labels.get("engine", each.labels.get("dp_rank")): _num_tokens(each) for each in caches}
     sizes = [size for size in by_rank.values() if size is not None]
     num_tokens = sum(sizes) if sizes else identity.num_cache_tokens
-    return msgspec.structs.replace(identity, num_cache_tokens=num_tokens, started_s=started_s)
+    identity = msgspec.structs.replace(identity, num_cache_tokens=num_tokens, started_s=started_s)
+    for labels in (cache.labels for cache in caches if cache.name == _VLLM_CACHE):
+        block = _number(labels.get("block_size", "")), labels.get("cache_dtype")
+        identity = msgspec.structs.replace(identity, cache_block=block)
+    return identity
 
 
 def _num_tokens(cache: Sample) -> int | None:
@@ -191,10 +215,13 @@ def _num_tokens(cache: Sample) -> int | None:
     if cache.labels.get("enable_prefix_caching") == "False":
         return 0
     size, num_blocks, block_size = (
-        int(text) if (text := cache.labels.get(name, "")).isdecimal() and len(text) < 16 else None
-        for name in ("kv_cache_size_tokens", "num_gpu_blocks", "block_size")
+        _number(cache.labels.get(name, "")) for name in ("kv_cache_size_tokens", "num_gpu_blocks", "block_size")
     )
     return num_blocks * block_size if size is None and num_blocks is not None and block_size is not None else size
+
+
+def _number(label: str) -> int | None:
+    return int(label) if label.isdecimal() and len(label) < 16 else None
 
 
 async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple[ServedModel, ...] | None:

@@ -225,10 +225,11 @@ class Membership:
     async def _check(self, worker: Worker) -> None:
         """Probe once and take in what the worker said of itself."""
         is_untold = self._index is not None and not self._index.is_told(worker.url)
+        is_apart = worker.role is not Role.BOTH and not worker.identity.engine  # what are its blocks?
         authorization = self._config.authorization(worker.url)
         try:
             async with self._pool.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold)
+                identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold or is_apart)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing
                 self._index.forget_expected(worker.url)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvist.router.fleet.rendering import Rendering
 
 
+_UNKNOWN = frozenset({None, "auto"})
+"""What a worker says of its cache's blocks if that follows from something else."""
+
+
 class WorkerState(StrEnum):
     """Only a healthy worker takes requests."""
 
@@ -53,6 +57,8 @@ class Worker:
     rendering: Rendering | None = None
     model_ids: frozenset[str | None] | None = None
     """Those that it says it has, None while it never did."""
+    engine: str | None = None
+    """Whose API it has, by its own word or its model list's; None where neither says."""
     adapters: frozenset[str | None] = frozenset()
     capacity: Capacity = field(default_factory=Capacity)
     unanswered: set[Unanswered] = field(default_factory=set)
@@ -85,6 +91,8 @@ class Worker:
         if identity.models is not None:
             self.model_ids = frozenset(model.id for model in identity.models)
             self.adapters = frozenset(model.id for model in identity.models if model.parent is not None)
+        owners = (model.entry.get("owned_by") for model in identity.models or ())
+        self.engine = identity.engine or next((owner for owner in owners if isinstance(owner, str)), None)
 
     def give_up(self, silent_s: float) -> None:
         """Tell the requests that it has not begun to answer that it was silent for so long."""
@@ -92,9 +100,12 @@ class Worker:
         for unanswered in [*self.unanswered]:
             unanswered.on_silence(silent_s)
 
-    def is_of(self, engine: str) -> bool:
-        """Return whether the worker's API is an engine's, which it says in its model list."""
-        return any(model.entry.get("owned_by") == engine for model in self.identity.models or ())
+    def fits(self, other: Worker) -> bool:
+        """Return whether the blocks of one can be the other's, by what both say: their models, sizes and types."""
+        ours, theirs = self.identity.cache_block, other.identity.cache_block
+        if any(pair[0] != pair[1] and _UNKNOWN.isdisjoint(pair) for pair in zip(ours, theirs, strict=True)):
+            return False
+        return self.model_ids is None or other.model_ids is None or not self.model_ids.isdisjoint(other.model_ids)
 
     def serves(self, model: str | None) -> bool:
         """Return whether the worker has the model; one that never told has any."""

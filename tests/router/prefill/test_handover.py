@@ -16,21 +16,16 @@ from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
 from kvist.router.policy.baselines import RandomPolicy
-from kvist.router.policy.decision import Candidate, Load, Prompt, decide
-from kvist.router.prefill.handover import (
-    Local,
-    decode_body,
-    is_worth_handing_over,
-    obstacle,
-    prefill_body,
-    read_handoff,
-)
+from kvist.router.policy.decision import Candidate, Load, Prompt, Role, decide
+from kvist.router.prefill.dialect import Local, Side, with_fields
+from kvist.router.prefill.handover import DIALECTS, is_worth_handing_over
 from kvist.router.prefill.releases import MAX_WAITING, Releases
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
 LONG = list(range(1000, 1400))
 SHORT = LONG[:100]
 TOKENS = ["a", "b", "c", "d"]
+SIDE = Side("http://127.0.0.1:1", 8998)
 
 
 class Simulated:
@@ -46,7 +41,8 @@ class Simulated:
         if not body.get("kv_transfer_params"):
             await self.decode(received, writer)
             return
-        assert body["kv_transfer_params"] == {"do_remote_decode": True}
+        asked = {name: value for name, value in body["kv_transfer_params"].items() if value is not None}
+        assert asked == {"do_remote_decode": True, "do_remote_prefill": False}
         assert (body["stream"], body["max_tokens"]) == (False, 1)
         self._num_prefills += 1
         name = f"held-{self._num_prefills}"
@@ -116,7 +112,7 @@ async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(w
         assert float(answer.headers["x-kvist-transfer-ms"]) >= 0
         sent, front_sent = d.completions[0].body, answer.request.content
         params = json.loads(sent)["kv_transfer_params"]
-        assert sent == decode_body(front_sent, json.dumps(params).encode())
+        assert json.loads(sent) == json.loads(front_sent) | {"kv_transfer_params": params}
         assert p.completions[0].headers["x-request-id"] == d.completions[0].headers["x-request-id"]
         assert (await front.complete(LONG[::-1])).json()["choices"][0]["text"] == "".join(TOKENS)
         assert await count(front, "disaggregated_total") == 2
@@ -440,26 +436,40 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, simula
 
 
 def test_the_two_bodies_say_what_the_client_said() -> None:
-    body = b' {"prompt": [1, 2], "seed": 18446744073709551615, "stream": true, "stream_options": {}}'
-    sent = json.loads(prefill_body(body))
-    assert sent == {
+    def sent(body: bytes) -> Any:
+        ask = Ask("m", 2, fields=json.loads(body))
+        fields, handoff = DIALECTS["kvist"].begin(COMPLETION_PATH, ask, SIDE, SIDE, Random(0))
+        assert handoff is None
+        return json.loads(with_fields(body, fields))
+
+    body = (
+        b' {"prompt": [1, 2], "seed": 18446744073709551615, "stream": true, "stream_options": {"include_usage": true}}'
+    )
+    assert sent(body) == {
         "prompt": [1, 2],
         "seed": 2**64 - 1,
         "stream": False,
+        "stream_options": None,
         "max_tokens": 1,
-        "kv_transfer_params": {"do_remote_decode": True},
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
     }
-    limited = b'{"messages":[],"max_completion_tokens":9,"min_tokens":4}'
-    sent = json.loads(prefill_body(limited))
-    assert (sent["max_tokens"], sent["max_completion_tokens"], sent["min_tokens"]) == (1, 1, 1)
-    assert decode_body(body, b'{"a":1}') == b' {"kv_transfer_params":{"a":1},' + body[2:]
+    limited = sent(b'{"messages":[],"max_completion_tokens":9,"min_tokens":4}')
+    assert (limited["max_tokens"], limited["max_completion_tokens"], limited["min_tokens"]) == (1, 1, 1)
+    assert with_fields(body, {"seed": 1, "a": None}).startswith(b'{"prompt":[1, 2],"seed":1,"stream":true,')
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"{}", b"[]", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"do_remote_prefill":false}}']
 )
 def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
-    assert read_handoff(answer) is None
+    assert DIALECTS["vllm"].read_handoff(COMPLETION_PATH, answer) is None
 
 
 def test_what_is_left_to_compute_decides() -> None:
@@ -476,18 +486,21 @@ def test_what_is_left_to_compute_decides() -> None:
 
 def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
     def found(path: str, **fields: Any) -> Local | None:
-        return obstacle(path, Ask("m", 400, fields=fields))
+        return DIALECTS["kvist"].obstacle(path, Ask("m", 400, fields=fields))
 
     assert found(CHAT_PATH, n=1, logprobs=False) is None
     assert found("/v1/embeddings") is Local.OTHER_ENDPOINT
     assert found(CHAT_PATH, logprobs=True) is Local.LOGPROBS
     assert found(COMPLETION_PATH, logprobs=0) is Local.LOGPROBS
     assert found(COMPLETION_PATH, best_of=3) is Local.SEVERAL_SEQUENCES
-    assert obstacle(COMPLETION_PATH, Ask("m", 9, num_prompts=2)) is Local.SEVERAL_SEQUENCES
+    assert DIALECTS["kvist"].obstacle(COMPLETION_PATH, Ask("m", 9, num_prompts=2)) is Local.SEVERAL_SEQUENCES
 
 
 def test_a_worker_has_one_role() -> None:
-    with pytest.raises(InvalidValueError, match="of whatever role"):
+    with pytest.raises(InvalidValueError, match="once among those of a role"):
         RouterConfig(prefill_worker_urls=("http://a:1",), decode_worker_urls=("http://a:1",))
+    named = RouterConfig(worker_urls=("http://a:1", "http://b:1"), prefill_worker_urls=("http://a:1",))
+    assert named.every_worker_url == ("http://a:1", "http://b:1")
+    assert named.role_of("http://a:1") is Role.PREFILL
     with pytest.raises(InvalidValueError, match="decode_worker_urls"):
         RouterConfig(decode_worker_urls=("a:1",))

@@ -1,0 +1,50 @@
+"""vLLM's connectors that hand `kv_transfer_params` on, as NIXL's (read in 0.33.0).
+
+The prefill worker computes the prompt and one token, keeps the blocks, and answers with params that name them. The
+decode worker gets the client's request with those, fetches the blocks, and samples the first token itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvist.openai.requests import Fields
+from kvist.router.prefill.dialect import Dialect, Handoff
+from kvist.router.prompts import Ask
+
+_ASKED = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_prefill: Literal[True]
+    remote_request_id: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw
+
+
+class VllmDialect(Dialect):
+    """Asks for one token, and hands the params on as they came."""
+
+    hands_logprobs = True
+
+    def begin(self, _path: str, ask: Ask, *_: object) -> tuple[Fields, Handoff | None]:
+        """Ask for one token, not as a stream, and for blocks that are kept."""
+        fields: Fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
+        least = {"max_completion_tokens": 1, "min_tokens": 1, "stream_options": None}
+        return fields | {name: value for name, value in least.items() if ask.fields.get(name)}, None
+
+    def read_handoff(self, _path: str, answer: bytes) -> Handoff | None:
+        """Return the params as they came."""
+        try:
+            params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
+            return Handoff({"kv_transfer_params": params}, msgspec.json.decode(params, type=_Params).remote_request_id)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None

@@ -1,0 +1,147 @@
+"""vLLM's workers: what each is told is what its connectors read, and what they would refuse is never sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvist.router.prefill.dialect import Side
+from kvist.router.prefill.handover import DIALECTS
+from kvist.router.prompts import COMPLETION_PATH, Ask
+
+LONG = list(range(1000, 1400))
+MODELS = [{"id": "m", "object": "model", "owned_by": "vllm"}]
+FREE = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+
+
+class Engines:
+    """Prefill workers that hold blocks by the request's id, and decode workers that read each once."""
+
+    def __init__(self, http_bytes: Any) -> None:
+        self.bytes = http_bytes
+        self.held: set[str] = set()
+
+    async def prefill(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        body, name = json.loads(received.body), received.headers["x-request-id"]
+        if body.get("stream") and body.get("kv_transfer_params"):
+            writer.write(self.bytes.response(b'{"error": {"message": "no params in a stream"}}', status=400))
+            return
+        answer: dict[str, Any] = {"choices": [{"text": "a"}]}
+        if body.get("kv_transfer_params") == {"do_remote_decode": True, "do_remote_prefill": False, **FREE}:
+            assert (body["max_tokens"], body.get("max_completion_tokens", 1), body.get("n", 1)) == (1, 1, 1)
+            assert not body.get("stream_options")  # refused where nothing is streamed
+            self.held.add(name)
+            params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": name}
+            place = {"remote_engine_id": "p", "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
+            answer["kv_transfer_params"] = params | place | {"tp_size": 1}
+        writer.write(self.bytes.response(json.dumps(answer).encode()))
+
+    async def decode(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        params = body.get("kv_transfer_params")
+        if params is not None:
+            name = params["remote_request_id"]
+            if name != received.headers["x-request-id"] or params["remote_block_ids"] is None or body.get("n", 1) != 1:
+                writer.write(self.bytes.response(b'{"error": {"message": "bad params"}}', status=400))
+                return
+            self.held.remove(name)
+        text = "fetched" if params else "computed"
+        writer.write(self.bytes.response(json.dumps({"choices": [{"text": text}]}).encode()))
+
+
+@pytest.fixture
+def engines(http_bytes) -> Engines:
+    return Engines(http_bytes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "fetched"),
+        ({"logprobs": 2, "stream": False, "min_tokens": 3}, "fetched"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "fetched"),
+        ({"n": 2}, "computed"),
+        ({"echo": True, "logprobs": 1}, "computed"),
+        ({"prompt_logprobs": 0}, "computed"),
+    ],
+)
+async def test_the_decode_worker_fetches_what_one_sequence_needs(
+    worker, router, engines, fields: dict[str, Any], expected: str
+) -> None:
+    async with (
+        worker(models=MODELS, answer=engines.prefill) as p,
+        worker(models=MODELS, answer=engines.decode) as d,
+        router(p.url, d.url, prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
+    ):
+        answer = await front.complete(LONG, **fields)
+        assert answer.json()["choices"] == [{"text": expected}]
+        assert len(p.completions) == (expected == "fetched")
+        sent = json.loads(d.completions[0].body)
+        sent.pop("kv_transfer_params", None)
+        assert sent == json.loads(answer.request.content)
+        assert not engines.held
+
+
+async def test_a_chat_that_limits_its_completion_is_asked_one_token_of(worker, router, engines) -> None:
+    async with (
+        worker(models=MODELS, answer=engines.prefill) as p,
+        worker(models=MODELS, answer=engines.decode) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), max_local_prefill_tokens=0) as front,
+    ):
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 9}
+        answer = await front.client.post("/v1/chat/completions", json=chat | {"top_logprobs": 1, "logprobs": True})
+        assert answer.json()["choices"] == [{"text": "fetched"}]
+        assert json.loads(p.completions[0].body)["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"server_info": {"engine": "kvist", "role": "prefill", "block_size": 16}}, {"models": MODELS}),
+        ({"models": MODELS}, {"server_info": {"disaggregation_mode": "decode"}}),
+        ({"models": MODELS, "metrics": 'vllm:cache_config_info{block_size="16",cache_dtype="fp8"} 1.0\n'}, {}),
+        ({"models": MODELS, "metrics": 'vllm:cache_config_info{block_size="32",cache_dtype="auto"} 1.0\n'}, {}),
+        ({"models": [{"id": "base", "owned_by": "vllm"}, *MODELS]}, {"models": [{"id": "m", "owned_by": "sglang"}]}),
+    ],
+)
+async def test_workers_that_do_not_understand_each_other_are_no_pair(
+    worker, router, engines, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    metrics = 'vllm:cache_config_info{block_size="16",cache_dtype="bfloat16"} 1.0\n'
+    async with (
+        worker(answer=engines.prefill, **prefill) as p,
+        worker(answer=engines.decode, **(decode or {"models": MODELS, "metrics": metrics})) as d,
+        worker(models=MODELS, answer=engines.decode) as whole,
+        router(whole.url, prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), policy="round-robin") as front,
+    ):
+        for _ in range(3):
+            assert (await front.complete(LONG)).json()["choices"] == [{"text": "computed"}]
+        assert not p.completions
+        assert (await front.metrics())['kvist_router_local_prefills_total{reason="no_decode_worker"}'] == 3
+
+
+async def test_workers_that_do_not_say_their_engine_have_the_configured_dialect(worker, router, http_bytes) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b'{"error": {"message": "not like this"}}', status=422))
+
+    for dialect, field in (("vllm", "kv_transfer_params"), ("tensorrt_llm", "disaggregated_params")):
+        async with AsyncExitStack() as exits:
+            p = await exits.enter_async_context(worker(answer=refuse))
+            d = await exits.enter_async_context(worker())
+            roles = {"prefill_worker_urls": (p.url,), "decode_worker_urls": (d.url,)}
+            front = await exits.enter_async_context(router(prefill_dialect=dialect, **roles))
+            assert (await front.complete(LONG)).status_code == 200
+            assert field in json.loads(p.completions[0].body)
+            assert (await front.metrics())['kvist_router_disaggregation_fallbacks_total{reason="prefill_refused"}'] == 1
+
+
+def test_a_prompt_that_its_first_token_ends_hands_nothing_over() -> None:
+    answer = json.dumps({"choices": [{"finish_reason": "stop"}], "kv_transfer_params": None}).encode()
+    assert DIALECTS["vllm"].read_handoff(COMPLETION_PATH, answer) is None
+    side = Side("http://a:1", 8998)
+    assert DIALECTS["vllm"].begin(COMPLETION_PATH, Ask("m", 2), side, side, Random(0))[1] is None
