@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.cli._terminal import ShowProgress, progress_line
 from kvist.errors import InvalidValueError
+from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS
 
 if TYPE_CHECKING:
+    from kvist.simulate.memory import Memory
     from kvist.simulate.trace import Trace
     from kvist.simulate.worker import Machine
 
@@ -32,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("recording", nargs="?", metavar="RECORDING", help="with `fit`: print workers' rates by these recorded requests")
     add("--policy", default="kv,kv-blocks,dynamo", metavar="NAMES", help="(default %(default)s); `list` says all")
     add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 doubles from 4 on (default %(default)s)")
+    add("--prefill-workers", type=int, default=0, metavar="N", help="N more that compute long prompts for the others")
+    add(
+        "--max-local-prefill-tokens",
+        type=int,
+        default=DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
+        metavar="N",
+        help="with those: what the others compute themselves (default %(default)s)",
+    )
     about_load = "what one shared cache of its size leaves to compute, of what a fleet can (default %(default)s)"
     add("--load", default="0.7,0.9", metavar="SHARES", help=about_load)
     add("--max-ttft-p99", type=float, metavar="SECONDS", help="find the smallest fleet for this, at the trace's pace")
@@ -47,10 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[xN]",
         help="instead: a100, h100x2 and the like, with a model of --model-path",
     )
-    add("--model-path", type=Path, metavar="DIR", help="of --accelerator: a folder with the model's config.json")
+    add("--model-path", type=Path, metavar="DIR", help="a folder with the model's config.json: windows, --accelerator")
     add("--prefill-rate", type=float, metavar="N", help="tokens/s of a worker (default 25000, or as in --rates)")
     add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
     add("--cache-tokens", type=int, metavar="N", help="that a worker caches (default 400000, or as in --rates)")
+    add(
+        "--window",
+        metavar="TOKENS:SHARE",
+        help="a share of the layers sees so far: 1024:0.83 (default: --model-path's)",
+    )
+    add("--host-tokens", type=int, default=0, metavar="N", help="that a worker keeps in its host's memory besides")
     add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="events come late (default %(default)s)")
     add("--lost-events", type=float, default=0.0, metavar="SHARE", help="of events, for good (default %(default)s)")
     add("--outage", metavar="FROM..TO", help="when the first worker is gone, in shares of the trace's time: 0.4..0.6")
@@ -71,16 +87,17 @@ def run(args: argparse.Namespace) -> int:
         if name not in POLICIES:
             raise InvalidValueError("--policy", name, f"some of {', '.join(POLICIES)}")
     for flags, least, most, expected in (
-        (("seeds", "prefill_rate", "speedup", "cache_tokens", "burstiness"), 1e-9, 1e12, "more than 0"),
-        (("add_workers", "silent", "index_delay"), 0.0, 1e12, "0 or more"),
-        (("lost_events",), 0.0, 1.0, "a share from 0 to 1"),
+        ("seeds prefill_rate speedup cache_tokens burstiness", 1e-9, 1e12, "more than 0"),
+        ("add_workers silent index_delay", 0.0, 1e12, "0 or more"),
+        ("prefill_workers max_local_prefill_tokens host_tokens", 0.0, 1e12, "0 or more"),
+        ("lost_events", 0.0, 1.0, "a share from 0 to 1"),
     ):
-        for flag in flags:
+        for flag in flags.split():
             if (value := getattr(args, flag)) is not None and not least <= value <= most:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
     with suppress(ModuleNotFoundError):
         import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
-    args.machines = _machines(args)
+    args.machines, args.memory = _machines(args), _memory(args)
     if args.trace == "fit":
         return _fit(args)
     args.outage = _outage(args.outage) if args.outage else None
@@ -101,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
-        left_out = ("run", "json", "report", "rates", "model_path")
+        left_out = ("run", "json", "report", "rates", "model_path", "memory")
         given = {name: value for name, value in vars(args).items() if name not in left_out}
         given["machines"] = [asdict(machine) for machine in args.machines]
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
@@ -155,14 +172,16 @@ def _runs(
     from kvist.simulate.fleet import Conditions, at_load, measure
     from kvist.simulate.peers import POLICIES
 
-    machines = list(islice(cycle(args.machines), max(size, num_workers)))
-    conditions, runs = Conditions(args.index_delay, args.lost_events, num_silent, args.outage), []
+    num_more, memory = args.prefill_workers, args.memory
+    machines, runs = list(islice(cycle(args.machines), max(size, num_workers) + num_more)), []
+    told = (args.index_delay, args.lost_events, num_silent, args.outage, memory, num_more)
+    conditions = Conditions(*told, args.max_local_prefill_tokens)
     for seed in range(args.seeds):
         if load:
-            paced = at_load(trace, machines[:size], load, seed, args.burstiness)
+            paced = at_load(trace, machines[: size + num_more], load, seed, args.burstiness, memory)
         else:
             paced = trace.spread(seed, 1 / (args.speedup or 1.0), args.burstiness)
-        runs.append(asdict(measure(paced, POLICIES[policy], machines[:num_workers], seed, conditions)))
+        runs.append(asdict(measure(paced, POLICIES[policy], machines[: num_workers + num_more], seed, conditions)))
     return runs
 
 
@@ -172,7 +191,7 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
     from kvist.simulate.rates import read_rates
     from kvist.simulate.worker import Machine
 
-    if (args.accelerator is None) != (args.model_path is None) or (args.accelerator and args.rates):
+    if args.accelerator and (args.model_path is None or args.rates):
         raise InvalidValueError("--accelerator", args.accelerator, "a name, with --model-path and without --rates")
     kinds = read_rates(args.rates) if args.rates else [Machine()]
     if args.accelerator:
@@ -184,6 +203,20 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
     speeds = _numbers("--speeds", args.speeds)
     pairs = islice(zip(cycle(kinds), cycle(speeds)), lcm(len(kinds), len(speeds)))
     return [kind.times_as_fast(speed) for kind, speed in pairs]
+
+
+def _memory(args: argparse.Namespace) -> Memory:
+    """Return how workers keep what they cache."""
+    from kvist.simulate.hardware import memory_of
+    from kvist.simulate.memory import Memory
+
+    memory = memory_of(args.model_path) if args.model_path else Memory()
+    if args.window:
+        window, *shares = _numbers("--window", args.window.replace(":", ","))
+        if len(shares) != 1 or shares[0] >= 1 or window < 1:
+            raise InvalidValueError("--window", args.window, "tokens, and a share of the layers below 1: 1024:0.83")
+        memory = Memory(int(window), shares[0])
+    return replace(memory, host_tokens=args.host_tokens)
 
 
 def _fit(args: argparse.Namespace) -> int:

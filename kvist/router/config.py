@@ -19,17 +19,18 @@ from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
 from kvist.router.policy.decision import Policy, Role
-from kvist.router.policy.settings import DEFAULT_ALPHA, DEFAULT_TIER_CREDITS, PriceSettings
+from kvist.router.policy.settings import (
+    DEFAULT_ALPHA,
+    DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
+    DEFAULT_TIER_CREDITS,
+    PriceSettings,
+)
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
 DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-
-DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 256
-"""A GPU computes so many tokens in 10 to 30 ms, about one step of a full batch of decodes: they ride along. Handing
-them over costs as much again, in two more exchanges and a wait for the blocks. Estimated, not measured."""
 
 DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
 """What an 8B model leaves room for on a GPU of 80 GB. Taken to have twice to eight times what they have, simulated

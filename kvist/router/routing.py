@@ -26,19 +26,14 @@ from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
-from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
+from kvist.router.policy.settings import DEFAULT_ALPHA, FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
-from kvist.router.prefill.handover import DIALECTS, Plan, is_worth_handing_over
+from kvist.router.prefill.handover import DIALECTS, Plan, why_local
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
 from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import Hashes
 from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
-
-FETCH_SCALE = 0.05
-"""What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
-and take 1 to 2 ms to compute. Estimated, not measured."""
-
 
 _NOWHERE = (0,) * len(Tier)
 
@@ -199,7 +194,7 @@ class Routing:
             local = local if local in FALLBACKS else reason
         elif local is None:
             obstacle = reason if reason in OBSTACLES else None
-            local = obstacle or is_worth_handing_over(answer, self._max_local_prefill_tokens) or reason
+            local = obstacle or why_local(answer, self._max_local_prefill_tokens) or reason
         if local is None:
             prefill = self._decide(ask, prefix, paired)
             decode = self.decode_decision(ask, prefix, prefill.chosen.target.worker, excluded)

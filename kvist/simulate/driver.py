@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.priced import Dispatched, PricedPolicy
-from kvist.router.policy.settings import PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
+from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 
 Hashes = Sequence[int] | NDArray[np.uint64]
 Counts = Sequence[int] | NDArray[np.int64]
+Depths = Counts | Sequence[Sequence[int]]
+"""Of each worker, or of each of its tiers with the faster ones."""
 
 
 class Driver(Protocol):
@@ -29,7 +31,19 @@ class Driver(Protocol):
         request_id: Hashable,
         block_hashes: Hashes,
         num_tokens: int,
-        depths: Counts,
+        depths: Depths,
+        held: Counts,
+        among: Sequence[int] | None = None,
+        /,
+        *,
+        is_fetched: bool = False,
+    ) -> int: ...
+    def prefer(
+        self,
+        now_s: float,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Depths,
         held: Counts,
         among: Sequence[int] | None = None,
         /,
@@ -56,28 +70,61 @@ class PricedDriver:
         request_id: Hashable,
         block_hashes: Hashes,
         num_tokens: int,
-        depths: Counts,
+        depths: Depths,
         held_blocks: Counts,
         among: Sequence[int] | None = None,
+        *,
+        is_fetched: bool = False,
     ) -> int:
         """Return the index of the worker that takes the request, and count it there from now on.
 
         `depths` are the leading blocks of the prompt that the index holds, a worker; `held_blocks` all that it holds.
-        `among` are the workers that are there, where that is not all. A request that is routed again is withdrawn from
-        where it was. Raises InvalidValueError where counts are not one a worker.
+        `among` are the workers that are there, where that is not all. A prompt that `is_fetched` was computed by
+        another worker. A request that is routed again is withdrawn from where it was. Raises InvalidValueError where
+        counts are not one a worker.
         """
+        self.finished(now_s, request_id)
+        scale = FETCH_SCALE if is_fetched else 1.0
+        prices, chosen_idx = self._weigh(now_s, block_hashes, num_tokens, depths, held_blocks, among, scale)
+        worker_idx = chosen_idx if among is None else among[chosen_idx]
+        self._running[request_id] = self._policy.dispatched(
+            now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams, computes=not is_fetched
+        )
+        return worker_idx
+
+    def prefer(
+        self,
+        now_s: float,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Depths,
+        held_blocks: Counts,
+        among: Sequence[int] | None = None,
+    ) -> int:
+        """Return the index of the worker that `route` would choose, and count nothing."""
+        _, chosen_idx = self._weigh(now_s, block_hashes, num_tokens, depths, held_blocks, among)
+        return chosen_idx if among is None else among[chosen_idx]
+
+    def _weigh(
+        self,
+        now_s: float,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Depths,
+        held_blocks: Counts,
+        among: Sequence[int] | None,
+        compute_scale: float = 1.0,
+    ) -> tuple[Prices, int]:
         for name, counts in (("depths", depths), ("held_blocks", held_blocks)):
             if len(counts) != self._num_workers:
                 raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
-        self.finished(now_s, request_id)
         ranks = None if among is None else np.array(among)
         here = slice(None) if ranks is None else ranks
-        prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, np.asarray(depths)[here], ranks)
-        chosen_idx = self._policy.choose(prices, np.asarray(held_blocks)[here].tolist(), self._random)
-        worker_idx = chosen_idx if among is None else among[chosen_idx]
-        request = self._policy.dispatched(now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams)
-        self._running[request_id] = request
-        return worker_idx
+        held = np.asarray(held_blocks)[here].tolist()
+        prices = self._policy.weigh(
+            now_s, int(num_tokens), block_hashes, np.asarray(depths)[here], ranks, compute_scale
+        )
+        return prices, self._policy.choose(prices, held, self._random)
 
     def answered(self, now_s: float, request_id: Hashable) -> None:
         """Take note of a request's first token; later ones, and requests that are not known, change nothing."""

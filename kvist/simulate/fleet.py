@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, chain, count
 from math import inf
 from statistics import fmean
 
+from kvist.events import Tier
+from kvist.router.policy.decision import Prompt, is_worth_handing_over, usable_blocks
+from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE
 from kvist.simulate.driver import Driver
 from kvist.simulate.index import INDEX_DELAY_S, LateIndex
+from kvist.simulate.memory import MAX_STEP_TOKENS, PLAIN_MEMORY, Memory, found
 from kvist.simulate.trace import Request, Trace
-from kvist.simulate.worker import MAX_STEP_TOKENS, Job, Machine, Worker
+from kvist.simulate.worker import Job, Machine, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,18 @@ class Outcome:
     ttft_p90_s: float
     ttft_p99_s: float
     end_to_end_p99_s: float
+    itl_mean_s: float
+    itl_p99_s: float
+    """Between a token of an answer and the next."""
+    held: float
+    """Share of the prompt tokens that some worker was known to hold when they were routed, or that were found."""
     cached: float
     """Share of the prompt tokens that were found."""
     reuse: float
     """That share by what one cache of the whole fleet's size would have found."""
+    regret_s: float
+    regret_held_s: float
+    """Seconds of computing a request that such a cache would have spared, and that going where most was held would."""
     busy: float
     """Share of time that a worker computed, on average."""
     left: float
@@ -48,20 +60,42 @@ class Conditions:
     """The fleet's last workers send no events: they are known by what they were given."""
     outage: tuple[float, float] | None = None
     """From when to when the first worker is gone, as shares of the trace's time; it comes back empty."""
+    memory: Memory = PLAIN_MEMORY
+    num_prefill: int = 0
+    """The fleet's last workers compute prompts for the others, of those that have more to compute than the next."""
+    max_local_prefill_tokens: int = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
 
 
 class Simulation:
     """One run of a trace; a policy is told of everything in the order of time."""
 
     def __init__(
-        self, trace: Trace, machines: Sequence[Machine], driver: Driver, index: LateIndex | None = None
+        self,
+        trace: Trace,
+        machines: Sequence[Machine],
+        driver: Driver,
+        conditions: Conditions = Conditions(),
+        seed: int = 0,
     ) -> None:
-        """Prepare a fleet of these machines, empty."""
-        self.index = index or LateIndex(len(machines))
+        """Prepare a fleet of these machines, empty; `seed` says which events are lost."""
+        num_workers, block_size, memory = len(machines), trace.block_size, conditions.memory
+        silent = range(num_workers - conditions.num_silent, num_workers)
+        self.index = LateIndex(
+            num_workers,
+            conditions.index_delay_s,
+            conditions.lost_events,
+            {idx: machines[idx].cache_tokens // block_size for idx in silent},
+            seed,
+            windows=[group.window for group in memory.groups(trace.longest)],
+            block_size=block_size,
+            tiers=(Tier.GPU, Tier.HOST) if memory.host_tokens else (Tier.GPU,),
+        )
         self.jobs: list[Job] = []
         self._trace = trace
         self._machines = machines
         self._driver = driver
+        self._conditions = conditions
+        self._prefill_workers = range(num_workers - conditions.num_prefill, num_workers)
         self._workers = [self._worker(idx) for idx in range(len(machines))]
         self._gone: int | None = None
         self._number = count()
@@ -100,14 +134,17 @@ class Simulation:
         self.index.forget(worker_idx)
         for job in lost.jobs():
             self._driver.finished(now_s, job.request_id)
-            self._route(job, now_s)
+            self._route(job.computes_for or job, now_s)
 
     def regain(self, now_s: float) -> None:  # noqa: ARG002
         """Bring the worker back, empty."""
         self._gone = None
 
     def _worker(self, idx: int) -> Worker:
-        return Worker(idx, self._trace.block_size, self._machines[idx], self.index, self._driver, self._finish)
+        trace, machine, memory = self._trace, self._machines[idx], self._conditions.memory
+        tell = partial(self.index.hear, idx)
+        pools = memory.pools(machine.cache_tokens, trace.block_size, trace.longest, tell)
+        return Worker(idx, trace.block_size, machine, pools, self.index, self._driver, self._finish)
 
     def _arrive(self, request: Request, now_s: float) -> None:
         job = Job(len(self.jobs), request, now_s)
@@ -115,36 +152,83 @@ class Simulation:
         self._route(job, now_s)
 
     def _finish(self, job: Job, now_s: float) -> None:
+        if job.computes_for is not None:
+            self._hand_over(job, job.computes_for, now_s)
+            return
         for turn in self._turns.pop(job.request.idx, ()):
             self.call_at(now_s + (turn.pause_s or 0.0), partial(self._arrive, turn))
 
     def _route(self, job: Job, now_s: float) -> None:
-        request = job.request
+        """Send a request to the worker that does all of it, or its prompt to one that computes it for another."""
+        request, driver, job.computed_by = job.request, self._driver, None
+        prompt = Prompt(request.num_tokens, self._trace.block_size)
+        depths, held = self.index.depths(request.blocks, now_s), self.index.held
+        by_worker = [usable_blocks(depth[-1], prompt) * prompt.block_size for depth in depths]
+        job.num_held_tokens = max(by_worker)
+        asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._others(), job
+        if self._prefill_workers:
+            local_idx = driver.prefer(now_s, *asked, among)
+            if is_worth_handing_over(prompt, by_worker[local_idx], self._conditions.max_local_prefill_tokens):
+                sent = Job(("prefill", job.request_id), request, now_s, computes_for=job)
+                among = list(self._prefill_workers)
+        self._workers[driver.route(now_s, sent.request_id, *asked, among)].take(sent, now_s)
+
+    def _hand_over(self, computed: Job, job: Job, now_s: float) -> None:
+        """Let another worker fetch a prompt that was computed, and go on with it."""
+        request, job.computed_by = job.request, computed
         depths = self.index.depths(request.blocks, now_s)
-        among = None if self._gone is None else [idx for idx in range(len(self._workers)) if idx != self._gone]
-        worker_idx = self._driver.route(
-            now_s, job.request_id, request.blocks, request.num_tokens, depths, self.index.held, among
-        )
-        self._workers[worker_idx].take(job, now_s)
+        asked = (request.blocks, request.num_tokens, depths, self.index.held, self._others())
+        worker_idx = self._driver.route(now_s, job.request_id, *asked, is_fetched=True)
+        there = depths[worker_idx][-1] * self._trace.block_size
+        fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(there, request.num_tokens)
+        self.call_at(now_s + fetch_s, partial(self._fetched, worker_idx, self._workers[worker_idx], job))
+
+    def _fetched(self, worker_idx: int, worker: Worker, job: Job, now_s: float) -> None:
+        if self._workers[worker_idx] is worker:
+            worker.take(job, now_s)
+        else:  # it died meanwhile
+            self._driver.finished(now_s, job.request_id)
+            self._route(job, now_s)
+
+    def _others(self) -> list[int] | None:
+        """Return the workers that are there and answer clients, None where they are all."""
+        if self._gone is None and not self._prefill_workers:
+            return None
+        return [idx for idx in range(len(self._workers) - len(self._prefill_workers)) if idx != self._gone]
 
     def _outcome(self) -> Outcome:
         jobs = self.jobs
         ttfts = sorted(job.answered_at_s - job.at_s for job in jobs)
         ends = sorted(job.done_at_s - job.at_s for job in jobs)
-        cached = sum(job.num_cached_tokens for job in jobs)
-        shared, _ = work_left([job.request for job in jobs], self._trace.block_size, self._machines)
-        middle = jobs[len(jobs) // 10 : -max(1, len(jobs) // 10)] or jobs
-        left_s = sum(work_s(job.request, job.num_cached_tokens, self._machines[0]) for job in middle)
+        computed = [job.computed_by or job for job in jobs]
+        num_tokens = sum(job.request.num_tokens for job in jobs)
+        cached = sum(job.num_cached_tokens for job in computed)
+        held = [max(job.num_held_tokens, at.num_cached_tokens) for job, at in zip(jobs, computed, strict=True)]
+        memory, block_size, first = self._conditions.memory, self._trace.block_size, self._machines[0]
+        shared, shared_s = work_left([job.request for job in jobs], block_size, self._machines, memory)
+        left_s = [work_s(job.request, job.num_gpu_tokens, job.num_cached_tokens, first) for job in computed]
+        held_s = (
+            work_s(at.request, at.num_gpu_tokens + num - at.num_cached_tokens, num, first)
+            for at, num in zip(computed, held, strict=True)
+        )
+        middle = slice(len(jobs) // 10, len(jobs) - max(1, len(jobs) // 10)) if len(jobs) > 2 else slice(None)
+        gaps_s = sorted(chain.from_iterable(worker.gaps_s for worker in self._workers))
+        num_gaps = list(accumulate(num for _, num in gaps_s))
         return Outcome(
             fmean(ttfts),
             ttfts[int(0.5 * len(jobs))],
             ttfts[int(0.9 * len(jobs))],
             ttfts[int(0.99 * len(jobs))],
             ends[int(0.99 * len(jobs))],
-            cached / sum(job.request.num_tokens for job in jobs),
+            sum(gap_s * num for gap_s, num in gaps_s) / num_gaps[-1],
+            gaps_s[bisect(num_gaps, int(0.99 * num_gaps[-1]))][0],
+            sum(held) / num_tokens,
+            cached / num_tokens,
             cached / max(1, shared),
+            (sum(left_s) - shared_s) / len(jobs),
+            (sum(left_s) - sum(held_s)) / len(jobs),
             fmean(worker.busy_s for worker in self._workers) / (max(job.done_at_s for job in jobs) - jobs[0].at_s),
-            left_s / speed(self._machines) / max(1e-9, middle[-1].at_s - middle[0].at_s),
+            sum(left_s[middle]) / speed(self._machines) / max(1e-9, jobs[middle][-1].at_s - jobs[middle][0].at_s),
         )
 
 
@@ -153,47 +237,60 @@ def speed(machines: Sequence[Machine]) -> float:
     return sum(machines[0].prefill_s / machine.prefill_s for machine in machines)
 
 
-def work_s(request: Request, num_cached_tokens: int, machine: Machine) -> float:
+def work_s(request: Request, num_gpu_tokens: int, num_cached_tokens: int, machine: Machine) -> float:
     """Return the seconds that are left to compute of a request.
 
-    They are prefill with its part of each step's fixed time, and reading the context for each token of the answer.
+    They are prefill with its part of each step's fixed time, fetching what is not on the GPU, and reading the context
+    for each token of the answer.
     """
     num_tokens, num_output_tokens = request.num_tokens, request.num_output_tokens
     prefill_s = machine.prefill_time_s(num_cached_tokens, num_tokens)
+    prefill_s += machine.fetch_time_s(num_gpu_tokens, num_cached_tokens)
     steps_s = machine.step_s * (num_tokens - num_cached_tokens) / MAX_STEP_TOKENS
     return prefill_s + steps_s + machine.context_s * num_output_tokens * (num_tokens + num_output_tokens / 2)
 
 
-def work_left(requests: Sequence[Request], block_size: int, machines: Sequence[Machine]) -> tuple[int, float]:
+def work_left(
+    requests: Sequence[Request], block_size: int, machines: Sequence[Machine], memory: Memory = PLAIN_MEMORY
+) -> tuple[int, float]:
     """Return what one LRU cache of the fleet's size finds of these prompts, in tokens, and what is left to compute.
 
     What is left is in seconds of the first machine.
     """
-    capacity = sum(machine.cache_tokens for machine in machines) // block_size
-    cache: OrderedDict[Hashable, None] = OrderedDict()
+    longest = max(request.num_tokens + request.num_output_tokens for request in requests)
+    pools, *others = (memory.pools(machine.cache_tokens, block_size, longest) for machine in machines)
+    for pool, *same in zip(pools, *others, strict=True):
+        pool.num_blocks += sum(each.num_blocks for each in same)
+        pool.num_on_host += sum(each.num_on_host for each in same)
     num_found, left_s = 0, 0.0
     for request in requests:
-        usable = min(len(request.blocks), max(0, request.num_tokens - 1) // block_size)
-        found = 0
-        while found < usable and request.blocks[found] in cache:
-            found += 1
-        num_found += found * block_size
-        left_s += work_s(request, found * block_size, machines[0])
-        for block in reversed(request.blocks + request.answer_blocks):
-            cache[block] = None
-            cache.move_to_end(block)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
+        blocks = request.blocks
+        num_gpu_tokens, num_tokens = found(pools, blocks, request.num_tokens, block_size)
+        num_found += num_tokens
+        left_s += work_s(request, num_gpu_tokens, num_tokens, machines[0])
+        for pool in pools:
+            first = pool.first_needed(request.num_tokens)
+            pool.leave(blocks[pool.first_needed(num_tokens) : first], 0.0)
+            pool.leave_request(blocks, request.answer_blocks, 0.0)
+            pool.leave(reversed(blocks[first:]), 0.0)
+            pool.evict(0.0)
     return num_found, left_s
 
 
-def at_load(trace: Trace, machines: Sequence[Machine], load: float, seed: int, burstiness: float = 1.0) -> Trace:
+def at_load(
+    trace: Trace,
+    machines: Sequence[Machine],
+    load: float,
+    seed: int,
+    burstiness: float = 1.0,
+    memory: Memory = PLAIN_MEMORY,
+) -> Trace:
     """Return the trace at the pace that leaves the fleet this load, its arrivals drawn by `seed`.
 
     A load of 1 is work for all of the time, after what one shared cache of the fleet's size finds: a policy that finds
     less is overloaded earlier.
     """
-    _, left_s = work_left(trace.requests, trace.block_size, machines)
+    _, left_s = work_left(trace.requests, trace.block_size, machines, memory)
     return trace.spread(seed, left_s / speed(machines) / load / trace.span_s, burstiness)
 
 
@@ -205,12 +302,8 @@ def measure(
     conditions: Conditions = Conditions(),
 ) -> Outcome:
     """Return what a policy's fleet does with a trace as it is; `seed` is the policy's."""
-    num_workers, block_size = len(machines), trace.block_size
-    silent = range(num_workers - conditions.num_silent, num_workers)
-    capacities = {idx: machines[idx].cache_tokens // block_size for idx in silent}
-    index = LateIndex(num_workers, conditions.index_delay_s, conditions.lost_events, capacities, seed)
-    driver = make(num_workers=num_workers, block_size=block_size, seed=seed)
-    simulation = Simulation(trace, machines, driver, index)
+    driver = make(num_workers=len(machines), block_size=trace.block_size, seed=seed)
+    simulation = Simulation(trace, machines, driver, conditions, seed)
     if conditions.outage is not None:
         first_s, last_s = trace.requests[0].at_s, trace.requests[-1].at_s
         gone_at_s, back_at_s = (first_s + share * (last_s - first_s) for share in conditions.outage)

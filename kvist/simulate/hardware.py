@@ -9,7 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.attention import costs_of
+from kvist.events import FULL
+from kvist.router.policy.attention import ModelCosts, costs_of
+from kvist.simulate.memory import Memory
 from kvist.simulate.worker import Machine
 
 
@@ -43,12 +45,7 @@ def machine_of(name: str, model_path: Path) -> Machine:
     if named is None or accelerator is None:
         expected = f"one of {', '.join(ACCELERATORS)}, or several as one worker: h100x4"
         raise InvalidValueError("--accelerator", name, expected)
-    try:
-        costs = costs_of(msgspec.json.decode((model_path / "config.json").read_bytes(), type=dict))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidValueError("--model-path", str(model_path), f"a folder with a config.json ({error})") from None
-    if costs is None:
-        raise InvalidValueError("--model-path", str(model_path), "a model whose config says how large its layers are")
+    costs = _costs_of(model_path)
     flops, bandwidth, memory_bytes = (int(named[2] or 1) * each for each in accelerator)
     weight_bytes = WEIGHT_BYTES * costs.weights
     cache_bytes = MEMORY_SHARE * memory_bytes - weight_bytes
@@ -61,3 +58,19 @@ def machine_of(name: str, model_path: Path) -> Machine:
         alpha=costs.alpha,
         cache_tokens=int(cache_bytes / (WEIGHT_BYTES * costs.kv)),
     )
+
+
+def memory_of(model_path: Path) -> Memory:
+    """Return what the model's layers keep; raises InvalidValueError."""
+    costs = _costs_of(model_path)
+    return Memory(costs.window or FULL, costs.windowed)
+
+
+def _costs_of(model_path: Path) -> ModelCosts:
+    try:
+        costs = costs_of(msgspec.json.decode((model_path / "config.json").read_bytes(), type=dict))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError("--model-path", str(model_path), f"a folder with a config.json ({error})") from None
+    if costs is None:
+        raise InvalidValueError("--model-path", str(model_path), "a model whose config says how large its layers are")
+    return costs

@@ -21,7 +21,10 @@ from math import ceil, inf
 from random import Random
 from typing import Any, NamedTuple
 
-from kvist.simulate.driver import Counts, Driver, Hashes, make_driver
+import numpy as np
+
+from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
+from kvist.simulate.driver import Counts, Depths, Driver, Hashes, make_driver
 
 
 class _Ask(NamedTuple):
@@ -29,7 +32,9 @@ class _Ask(NamedTuple):
     blocks: tuple[int, ...]
     num_tokens: int
     depths: list[int]
+    """Blocks in slower tiers count for a part, by the credits that Dynamo's router and ours have."""
     held: Counts
+    is_fetched: bool
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class _Peer:
         self._requests: dict[Hashable, _Running] = {}
 
     def choose(self, ask: _Ask) -> int:
+        """Return who takes a request; nothing that later choices depend on is changed but chance."""
         raise NotImplementedError
 
     def count(self, request: _Running, sign: int) -> None:
@@ -63,8 +69,12 @@ class _Peer:
 
     def prefills(self, ask: _Ask) -> list[int]:
         """Return the prefill tokens that each worker would have, with this request's."""
-        new = (ask.num_tokens - depth * self.block_size for depth in ask.depths)
+        new = (self.new_tokens(ask, idx) for idx in range(len(ask.depths)))
         return [queued + tokens for queued, tokens in zip(self.prefill_tokens, new, strict=True)]
+
+    def new_tokens(self, ask: _Ask, idx: int) -> int:
+        """Return what a worker would have to compute."""
+        return 0 if ask.is_fetched else ask.num_tokens - ask.depths[idx] * self.block_size
 
     def route(
         self,
@@ -72,21 +82,40 @@ class _Peer:
         request_id: Hashable,
         block_hashes: Hashes,
         num_tokens: int,
-        depths: Counts,
+        depths: Depths,
         held: Counts,
         among: Sequence[int] | None = None,
+        *,
+        is_fetched: bool = False,
     ) -> int:
-        self.workers = among or range(len(depths))
-        most = max(0, num_tokens - 1) // self.block_size
-        ask = _Ask(now_s, tuple(block_hashes), num_tokens, [min(int(depth), most) for depth in depths], held)
+        ask = self._ask(now_s, block_hashes, num_tokens, depths, held, among, is_fetched)
         idx = self.choose(ask)
-        request = _Running(idx, ask, num_tokens - ask.depths[idx] * self.block_size)
+        request = _Running(idx, ask, self.new_tokens(ask, idx))
         self._requests[request_id] = request
         self.running[idx] += 1
         self.prefill_tokens[idx] += request.num_uncached_tokens
         self.tokens_in_flight[idx] += num_tokens
         self.count(request, 1)
         return idx
+
+    def prefer(self, *asked: Any) -> int:
+        return self.choose(self._ask(*asked))
+
+    def _ask(
+        self,
+        now_s: float,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Depths,
+        held: Counts,
+        among: Sequence[int] | None = None,
+        is_fetched: bool = False,
+    ) -> _Ask:
+        self.workers = among or range(len(depths))
+        most = max(0, num_tokens - 1) // self.block_size
+        by_tier = np.minimum(np.asarray(depths).reshape(len(depths), -1), most)
+        counted = np.diff(by_tier, axis=1, prepend=0) @ np.array(DEFAULT_TIER_CREDITS[: by_tier.shape[1]])
+        return _Ask(now_s, tuple(block_hashes), num_tokens, counted.astype(int).tolist(), held, is_fetched)
 
     def answered(self, now_s: float, request_id: Hashable) -> None:  # noqa: ARG002
         request = self._requests[request_id]
@@ -173,12 +202,14 @@ class _CacheAware(_Peer):
             chosen = min(there, key=running.__getitem__)
         else:
             chosen = tenants[0] if tenants else min(there, key=self._sizes.__getitem__)
-        for block in ask.blocks:
-            tenants = self._tenants.setdefault(block, [])
-            if chosen not in tenants:
-                tenants.append(chosen)
-                self._sizes[chosen] += 1
         return chosen
+
+    def count(self, request: _Running, sign: int) -> None:
+        for block in request.ask.blocks if sign > 0 else ():
+            tenants = self._tenants.setdefault(block, [])
+            if request.worker_idx not in tenants:
+                tenants.append(request.worker_idx)
+                self._sizes[request.worker_idx] += 1
 
 
 class _AffinityThenLoad(_Peer):
@@ -218,11 +249,13 @@ class _LeastLoaded(_Peer):
 
 
 class _RoundRobin(_Peer):
-    turn = -1
+    turn = 0
 
     def choose(self, ask: _Ask) -> int:  # noqa: ARG002
-        self.turn += 1
         return self.workers[self.turn % len(self.workers)]
+
+    def count(self, request: _Running, sign: int) -> None:  # noqa: ARG002
+        self.turn += sign > 0
 
 
 POLICIES: dict[str, Callable[..., Driver]] = {

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
+from kvist.simulate.memory import MAX_STEP_TOKENS
 from kvist.simulate.trace import TraceLine
-from kvist.simulate.worker import MAX_STEP_TOKENS, Machine
+from kvist.simulate.worker import Machine
 
 MIN_ANSWERS = 20
 """Fewer of a worker say too little."""

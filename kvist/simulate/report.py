@@ -17,6 +17,7 @@ COLUMNS = {
     "ttft_mean_s": "TTFT mean, s",
     "ttft_p50_s": "p50",
     "ttft_p99_s": "p99",
+    "itl_p99_s": "between tokens p99, s",
     "end_to_end_p99_s": "answer p99, s",
     "cached": "cached",
     "reuse": "of one cache's",
@@ -66,35 +67,49 @@ def warnings(rows: Rows) -> Iterator[str]:
 
 
 CHARTS = {
-    "ttft_mean_s": ("mean time to first token", "s"),
-    "ttft_p99_s": ("p99 of time to first token", "s"),
+    "ttft_mean_s": ("mean time to first token", "seconds"),
+    "ttft_p99_s": ("p99 of time to first token", "seconds"),
+    "itl_p99_s": ("p99 between tokens of an answer", "seconds"),
     "cached": ("found in caches", "share of prompt tokens"),
+    "regret_s": ("regret: what one cache of the fleet's size would have spared", "seconds of computing a request"),
     "left": (f"left to compute (from {NEAR_COLLAPSE:g} on near collapse)", "share of the fleet's time"),
 }
-STYLE = "body{font-family:sans-serif;margin:2em}svg{max-width:45em}td{padding:.1em .7em;white-space:nowrap}"
+STYLE = """body{font-family:sans-serif;margin:1.5em}svg{width:100%;max-width:45em;height:auto;vertical-align:top}
+div{overflow-x:auto}table{border-collapse:collapse}
+td{padding:.2em .7em;white-space:nowrap;border-bottom:1px solid #8884}
+tr:first-child{font-weight:bold}
+@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}svg{filter:invert(.93) hue-rotate(180deg)}}
+@media(min-width:80em){svg{width:48%}}"""
 
 
 def html_report(title: str, rows: Rows) -> str:
     """Return one file that needs no other: a chart of each figure over loads, or else over sizes, and the table."""
-    parts = [f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>']
-    parts.append(f"<h1>kvist simulate: {escape(title)}</h1>")
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        f"<title>{escape(title)}</title><style>{STYLE}</style><h1>kvist simulate: {escape(title)}</h1>",
+    ]
     parts += [f"<p>{escape(line)}</p>" for line in (*changes(rows), *warnings(rows))]
     over = "load" if len({row["load"] for row in rows}) > 1 else "workers"
+    is_plain = over == "workers" or len({row["fleet"] for row in rows}) == 1
     for name, (text, unit) in CHARTS.items():
         lines: defaultdict[str, dict[float, float]] = defaultdict(dict)
+        beside: defaultdict[str, dict[float, float]] = defaultdict(dict)
         for row in rows:
             if row[over] is None:  # no fleet was large enough
                 continue
-            fleet = "" if over == "workers" and row["fleet"] == str(row["workers"]) else f", {row['fleet']} workers"
+            fleet = "" if is_plain and row["fleet"] == str(row["workers"]) else f", {row['fleet']} workers"
             lines[row["policy"] + fleet][row[over]] = median(run[name] for run in row["runs"])
             if name == "cached":
                 found = (run["cached"] / run["reuse"] for run in row["runs"] if run["reuse"])
-                lines[f"one cache of the fleet's size{fleet}"][row[over]] = median([*found] or [0.0])
+                beside[f"one cache of the fleet's size{fleet}"][row[over]] = median([*found] or [0.0])
+            if name == "regret_s":
+                elsewhere = median(run["regret_held_s"] for run in row["runs"])
+                beside[f"{row['policy']}{fleet}: held by another worker"][row[over]] = elsewhere
         if lines:
-            points = {line: list(values.items()) for line, values in lines.items()}
-            parts.append(svg_lines(text, over, unit, points, log_x=over == "workers", log_y=unit == "s"))
+            points = {line: list(values.items()) for line, values in (lines | beside).items()}
+            parts.append(svg_lines(text, over, unit, points, log_x=over == "workers", log_y=name.startswith("ttft")))
     cells = ("<tr>" + "".join(f"<td>{escape(cell)}" for cell in line) for line in table(rows))
-    return "\n".join([*parts, "<table>", *cells, "</table>"]) + "\n"
+    return "\n".join([*parts, "<div><table>", *cells, "</table></div>"]) + "\n"
 
 
 def _form(name: str) -> Callable[[float], str]:

@@ -77,6 +77,11 @@ class Trace:
         arrivals = [request.at_s for request in self.requests if request.follows is None]
         return max(1e-9, arrivals[-1] - arrivals[0])
 
+    @property
+    def longest(self) -> int:
+        """Return the most tokens that a prompt and its answer have."""
+        return max(each.num_tokens + each.num_output_tokens for each in self.requests)
+
     def in_sessions(self) -> Trace:
         """Return the trace with each turn of a session to be sent some time after the answer to the turn before.
 

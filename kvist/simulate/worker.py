@@ -7,22 +7,24 @@ takes a fixed time, time for each prompt token, more the further back it looks, 
 
 Running requests hold their blocks, and those that their answers will fill; a prompt waits until there is room. Prompts
 are cached from their first token on. Answers take room, too, and are found again by requests that name their blocks.
+What is found on the host is fetched in the step that begins with its prompt, at what the policy takes for its price.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
+from kvist.events import Tier
+from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
 from kvist.simulate.driver import Driver
 from kvist.simulate.index import LateIndex
+from kvist.simulate.memory import MAX_RUNNING, MAX_STEP_TOKENS, Hold, Pool, found
 from kvist.simulate.trace import Request
 
-MAX_STEP_TOKENS = 2048
-MAX_RUNNING = 256
 REPORT_STEPS = 64
 """How many tokens an answer grows by before the router hears of them, here."""
 
@@ -49,21 +51,38 @@ class Machine:
         """Return what computing these tokens of a prompt takes."""
         return self.prefill_s * (end - begin) * (1.0 + self.alpha * (begin + end) / 2)
 
+    def fetch_time_s(self, begin: int, end: int) -> float:
+        """Return what fetching them from the host's memory takes."""
+        return (1.0 - DEFAULT_TIER_CREDITS[Tier.HOST]) * self.prefill_time_s(begin, end)
+
 
 @dataclass(eq=False, slots=True)
 class Job:
     """A request at a worker."""
 
-    request_id: int
+    request_id: Hashable
     request: Request
     at_s: float
+    computes_for: Job | None = None
+    """What another worker goes on with when this prompt is computed."""
+    computed_by: Job | None = None
+    """What computed this prompt at another worker, from where it was fetched."""
+    num_held_tokens: int = 0
+    """The most that any worker was known to hold when it was routed."""
+    num_gpu_tokens: int = 0
     num_cached_tokens: int = 0
+    """Found there, and in either tier."""
     num_computed_tokens: int = -1
-    num_own_blocks: int = 0
-    """Blocks that it holds and nobody else can find."""
+    holds: Sequence[Hold] = ()
+    """What it has of each pool."""
     last_step: int = 0
     answered_at_s: float = inf
     done_at_s: float = inf
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return how many tokens this worker generates behind the prompt."""
+        return self.request.num_output_tokens if self.computes_for is None else 0
 
 
 class Worker:
@@ -74,6 +93,7 @@ class Worker:
         idx: int,
         block_size: int,
         machine: Machine,
+        pools: Sequence[Pool],
         index: LateIndex,
         driver: Driver,
         on_finished: Callable[[Job, float], None],
@@ -81,9 +101,10 @@ class Worker:
         """Begin with nothing to do and an empty cache."""
         self.next_s = inf
         self.busy_s = 0.0
-        self._idx, self._block_size, self._machine = idx, block_size, machine
+        self.gaps_s: list[tuple[float, int]] = []
+        """How long steps took, and how many tokens came of them that were not the first of an answer."""
+        self._idx, self._block_size, self._machine, self._pools = idx, block_size, machine, pools
         self._index, self._driver, self._on_finished = index, driver, on_finished
-        self._capacity = machine.cache_tokens // block_size
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # a heap: by the step that ends the answer
@@ -92,9 +113,6 @@ class Worker:
         self._num_steps = self._steps_done = self._steps_reported = 0
         self._context_tokens = 0
         self._finishing: list[Job] = []
-        self._pinned: dict[Hashable, int] = {}
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()
-        self._num_own_blocks = 0
 
     def jobs(self) -> list[Job]:
         """Return the requests that have not ended."""
@@ -102,6 +120,7 @@ class Worker:
 
     def take(self, job: Job, now_s: float) -> None:
         """Queue a request; a run of decode steps ends with the one under way."""
+        job.holds = [Hold()] * len(self._pools)
         self._waiting.append(job)
         if self._num_steps == 0:
             self._plan(now_s)
@@ -115,9 +134,13 @@ class Worker:
         self._steps_done += num_steps
         self._context_tokens += num_steps * len(self._decoding)
         self.busy_s += num_steps * self._step_s
+        if self._decoding:
+            self.gaps_s.append((self._step_s, num_steps * len(self._decoding)))
         self._report(now_s)
         while self._decoding and self._decoding[0][0] <= self._steps_done:
-            self._finish(heappop(self._decoding)[2], now_s)
+            job = heappop(self._decoding)[2]
+            self._context_tokens -= job.request.num_tokens + max(1, job.num_output_tokens - 1)
+            self._finish(job, now_s)
         for job in self._finishing:
             self._answer(job, now_s)
         self._finishing.clear()
@@ -133,8 +156,10 @@ class Worker:
     def _plan(self, now_s: float) -> None:
         budget, prefill_s, machine = MAX_STEP_TOKENS, 0.0, self._machine
         while budget > 0:
-            if not self._prefilling and not self._start(now_s):
-                break
+            if not self._prefilling:
+                if (fetch_s := self._start(now_s)) is None:
+                    break
+                prefill_s += fetch_s
             job = self._prefilling[0]
             num = min(budget, job.request.num_tokens - job.num_computed_tokens)
             prefill_s += machine.prefill_time_s(job.num_computed_tokens, job.num_computed_tokens + num)
@@ -142,97 +167,66 @@ class Worker:
             budget -= num
             if job.num_computed_tokens == job.request.num_tokens:
                 self._finishing.append(self._prefilling.popleft())
-        if budget == MAX_STEP_TOKENS and not self._decoding:
+        is_prefilling = bool(self._prefilling or self._finishing)
+        if not is_prefilling and not self._decoding:
             self.next_s = inf
             return
         self._began_s = now_s
         self._step_s = machine.step_s + prefill_s + self._context_tokens * machine.context_s
         self._num_steps = 1
-        if budget == MAX_STEP_TOKENS:  # nothing changes until an answer ends or a request comes
+        if not is_prefilling:  # nothing changes until an answer ends or a request comes
             self._num_steps = min(self._decoding[0][0] - self._steps_done, REPORT_STEPS)
         self.next_s = now_s + self._num_steps * self._step_s
 
-    def _start(self, now_s: float) -> bool:
-        """Begin with the first that waits; False if there is none, or no room for it."""
-        num_running = len(self._decoding) + len(self._finishing)
-        if not self._waiting or num_running >= MAX_RUNNING:
-            return False
+    def _start(self, now_s: float) -> float | None:
+        """Begin with the first that waits, and return what fetching takes; None if there is none, or no room for it."""
+        is_running = bool(self._decoding or self._finishing)
+        if not self._waiting or len(self._decoding) + len(self._finishing) >= MAX_RUNNING:
+            return None
         job = self._waiting[0]
-        request, blocks = job.request, job.request.blocks
-        usable = min(len(blocks), max(0, request.num_tokens - 1) // self._block_size)
-        found = 0
-        while found < usable and (blocks[found] in self._idle or blocks[found] in self._pinned):
-            found += 1
-        num_blocks = -(-(request.num_tokens + request.num_output_tokens) // self._block_size) - found
-        newly_pinned = sum(1 for block in blocks[:found] if block not in self._pinned)
-        if num_running and len(self._pinned) + newly_pinned + self._num_own_blocks + num_blocks > self._capacity:
-            return False
-        for block in blocks[:found]:
-            self._pin(block)
+        request = job.request
+        num_gpu_tokens, num_tokens = found(self._pools, request.blocks, request.num_tokens, self._block_size)
+        longest = request.num_tokens + job.num_output_tokens
+        holds = [pool.hold(request.blocks, num_tokens, longest, MAX_STEP_TOKENS) for pool in self._pools]
+        if is_running and not all(pool.has_room(hold) for pool, hold in zip(self._pools, holds, strict=True)):
+            return None
+        self._hold(job, holds, now_s)
         self._prefilling.append(self._waiting.popleft())
-        job.num_cached_tokens = job.num_computed_tokens = found * self._block_size
-        job.num_own_blocks = num_blocks
-        self._num_own_blocks += num_blocks
-        self._evict(now_s)
-        return True
+        job.num_gpu_tokens, job.num_cached_tokens = num_gpu_tokens, num_tokens
+        job.num_computed_tokens = num_tokens if job.computed_by is None else request.num_tokens
+        return self._machine.fetch_time_s(num_gpu_tokens, num_tokens)
 
-    def _pin(self, block: Hashable) -> bool:
-        """Keep a cached block; False if it is not cached."""
-        if block in self._pinned:
-            self._pinned[block] += 1
-            return True
-        if block in self._idle:
-            del self._idle[block]
-            self._pinned[block] = 1
-            return True
-        return False
-
-    def _evict(self, now_s: float) -> None:
-        removed = []
-        while self._idle and len(self._pinned) + len(self._idle) + self._num_own_blocks > self._capacity:
-            removed.append(self._idle.popitem(last=False)[0])
-        if removed:
-            self._index.removed(self._idx, removed, now_s)
+    def _hold(self, job: Job, holds: Sequence[Hold], now_s: float) -> None:
+        befores, job.holds = job.holds, holds
+        for pool, before, hold in zip(self._pools, befores, holds, strict=True):
+            pool.change(before, hold, now_s)
+            pool.evict(now_s)
 
     def _answer(self, job: Job, now_s: float) -> None:
-        stored = []
-        blocks = job.request.blocks[job.num_cached_tokens // self._block_size :]
-        for block in blocks:
-            if not self._pin(block):
-                self._pinned[block] = 1
-                stored.append(block)
-        job.num_own_blocks -= len(blocks)
-        self._num_own_blocks -= len(blocks)
-        if stored:
-            self._index.stored(self._idx, stored, now_s)
+        request, num_found = job.request, job.num_cached_tokens // self._block_size
+        longest = request.num_tokens + job.num_output_tokens
+        for pool in self._pools:
+            pool.leave(request.blocks[num_found : pool.first_needed(request.num_tokens)], now_s)
+        self._hold(job, [pool.hold(request.blocks, request.num_tokens, longest, 1) for pool in self._pools], now_s)
         job.answered_at_s = min(job.answered_at_s, now_s)
-        self._index.answered(self._idx, job.request, now_s)
+        self._index.answered(self._idx, request, now_s)
         self._driver.answered(now_s, job.request_id)
-        job.last_step = self._steps_done + max(1, job.request.num_output_tokens - 1)
+        if job.computes_for is not None:
+            self._finish(job, now_s)
+            return
+        job.last_step = self._steps_done + max(1, request.num_output_tokens - 1)
         self._num_started += 1
         heappush(self._decoding, (job.last_step, self._num_started, job))
-        self._context_tokens += job.request.num_tokens
+        self._context_tokens += request.num_tokens
 
     def _finish(self, job: Job, now_s: float) -> None:
         request = job.request
-        self._context_tokens -= request.num_tokens + max(1, request.num_output_tokens - 1)
-        self._num_own_blocks -= job.num_own_blocks
-        num_full = (request.num_tokens + request.num_output_tokens) // self._block_size - len(request.blocks)
+        num_full = (request.num_tokens + job.num_output_tokens) // self._block_size - len(request.blocks)
         answer: list[Hashable] = list(request.answer_blocks[:num_full])
-        stored = [block for block in answer if block not in self._pinned and block not in self._idle]
         answer += [(request.idx, number) for number in range(len(answer), num_full)]  # nobody names these
-        for block in reversed(answer):
-            if block not in self._pinned:
-                self._idle[block] = None
-                self._idle.move_to_end(block)
-        for block in reversed(request.blocks):  # the end of a prompt is forgotten first
-            self._pinned[block] -= 1
-            if self._pinned[block] == 0:
-                del self._pinned[block]
-                self._idle[block] = None
-        if stored:
-            self._index.stored(self._idx, stored, now_s)
-        self._evict(now_s)
+        for pool in self._pools:
+            pool.leave_request(request.blocks, answer, now_s)
+        self._hold(job, [Hold()] * len(self._pools), now_s)
         job.done_at_s = now_s
         self._driver.finished(now_s, job.request_id)
         self._on_finished(job, now_s)

@@ -79,7 +79,7 @@ def test_a_report_is_one_file_with_charts_of_each_policy_and_the_table(
         assert main([*SMALL, "--policy", "kv,dynamo", *flags, "--report", str(path)]) == 0
         printed, html = capsys.readouterr().out, path.read_text()
         charts = [ElementTree.fromstring(f"<svg {each}</svg>") for each in re.findall("<svg (.*?)</svg>", html, re.S)]
-        assert len(charts) == (4 if policy_lines else 0)
+        assert len(charts) == (6 if policy_lines else 0)
         for chart in charts:
             texts = {text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")}
             assert {*policy_lines, policy_lines[0].replace("kv", "dynamo")} <= texts
@@ -125,6 +125,23 @@ def test_rates_are_learnt_from_a_recording_and_simulated_with(
     assert "RECORDING" in capsys.readouterr().err
 
 
+def test_windows_the_hosts_memory_and_prefill_workers_change_what_is_found_and_how_long_tokens_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, between = [], []
+    for flags in ([], ["--window", "1024:0.83"], ["--host-tokens", "100000"], ["--prefill-workers", "2"]):
+        path = tmp_path / "runs.json"
+        fleet = ["--workers", "2", "--policy", "kv", "--seeds", "1", "--speedup", "2", "--cache-tokens", "40000"]
+        assert main(["simulate", "tool-agents", "--requests", "200", *fleet, *flags, "--json", str(path)]) == 0
+        (run,) = json.loads(path.read_text())["results"][0]["runs"]
+        found.append(run["cached"])
+        between.append(run["itl_p99_s"])
+    assert len(set(found)) == 4
+    assert found[2] > found[0] + 0.05
+    assert between[3] < between[0] / 2
+    assert "between tokens p99" in capsys.readouterr().out
+
+
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "conversations", "--policy", "list"]) == 0
     assert {"kv", "kv-blocks", "dynamo", "sglang", "llm-d", "lmetric"} <= set(capsys.readouterr().out.split())
@@ -148,6 +165,11 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--outage", "0.6..0.4"], "--outage"),
         (["--outage", "0.4..0.6", "--workers", "1"], "--workers"),
         (["--burstiness", "0"], "--burstiness"),
+        (["--window", "1024"], "--window"),
+        (["--window", "1024:1.5"], "--window"),
+        (["--host-tokens", "-1"], "--host-tokens"),
+        (["--prefill-workers", "-1"], "--prefill-workers"),
+        (["--accelerator", "h100"], "--accelerator"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(

@@ -101,6 +101,27 @@ def test_a_request_that_is_routed_again_leaves_where_it_was() -> None:
     assert driver.route(1.0, "b", [], 100, [0, 0], [0, 0]) in (0, 1)
 
 
+def test_what_would_be_chosen_is_told_without_counting_it_and_tiers_count_by_their_credits() -> None:
+    driver, other = (make_driver(num_workers=3, block_size=16, seed=2) for _ in range(2))
+    hashes, held = list(range(100)), [1, 2, 3]
+    on_host = [(0, 100), (90, 90), (0, 0)]  # which spares three quarters of 100 blocks
+    assert driver.prefer(0.0, hashes, 1601, on_host, held) == 1
+    assert driver.prefer(0.0, hashes, 1601, [(0, 100), (60, 60), (0, 0)], held) == 0
+    assert driver.prefer(0.0, hashes, 1601, [100, 60, 0], held, [1, 2]) == 1
+    for idx in range(20):
+        chosen = driver.prefer(float(idx), [idx], 500, [0, 0, 0], held)
+        assert chosen == driver.route(float(idx), idx, [idx], 500, [0, 0, 0], held)
+        assert chosen == other.route(float(idx), idx, [idx], 500, [0, 0, 0], held)
+
+
+def test_a_prompt_that_was_computed_elsewhere_keeps_nobody_waiting() -> None:
+    driver = make_driver(num_workers=1, block_size=16)
+    driver.route(0.0, "a", [], 100_000, [0], [0], is_fetched=True)
+    work = driver._policy.weigh(0.0, 10, [], [0]).load
+    assert work.wait_s[0] == 0.0
+    assert work.context_tokens[0] == 100_000
+
+
 @pytest.mark.parametrize("depths", [[0], [0, 0, 0], []])
 def test_counts_that_are_not_one_a_worker_are_refused(depths: list[int]) -> None:
     driver = make_driver(num_workers=2, block_size=16)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.simulate.hardware import ACCELERATORS, machine_of
+from kvist.simulate.hardware import ACCELERATORS, machine_of, memory_of
+from kvist.simulate.memory import Memory
 from kvist.simulate.worker import Machine
 
 LLAMA = {
@@ -56,3 +57,9 @@ def test_models_that_do_not_fit_or_do_not_say_are_refused(tmp_path: Path) -> Non
         machine_of("h100", model(tmp_path, hidden_size=None))
     with pytest.raises(InvalidValueError, match=r"a folder with a config\.json"):
         machine_of("h100", tmp_path / "nothing")
+
+
+def test_windows_are_those_of_the_config(tmp_path: Path) -> None:
+    assert memory_of(model(tmp_path)) == Memory()
+    layers = [*["sliding_attention"] * 3, "full_attention"] * 8
+    assert memory_of(model(tmp_path, layer_types=layers, sliding_window=512)) == Memory(512, 0.75)

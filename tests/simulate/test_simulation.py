@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.simulate.fleet import Simulation, at_load, measure, work_left
+from kvist.events import Tier
+from kvist.simulate.fleet import Conditions, Simulation, at_load, measure, work_left
 from kvist.simulate.index import LateIndex
+from kvist.simulate.memory import MAX_STEP_TOKENS, Memory, found
 from kvist.simulate.peers import POLICIES
 from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
-from kvist.simulate.worker import MAX_STEP_TOKENS, Machine
+from kvist.simulate.worker import Machine
 
 PLAIN = Machine(step_s=0.01, prefill_s=1e-3, context_s=0.0, alpha=0.0, cache_tokens=100_000)
 
@@ -117,22 +120,100 @@ def test_a_worker_keeps_the_times_of_one_that_counts_every_step(seed: int) -> No
         assert job.done_at_s == pytest.approx(done_at_s, abs=5e-3)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(seed: int) -> None:
-    trace = at_load(tool_agents(150, seed), [Machine()] * 3, 2.0, seed)
-    driver = POLICIES["kv"](num_workers=3, block_size=trace.block_size, seed=seed)
-    simulation = Simulation(trace, [replace(Machine(), cache_tokens=80_000)] * 3, driver)
+@pytest.mark.parametrize("memory", [Memory(), Memory(1000, 0.75), Memory(host_tokens=40_000), Memory(500, 0.5, 50_000)])
+@pytest.mark.parametrize(("seed", "num_prefill"), [(0, 0), (1, 0), (2, 2)])
+def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
+    seed: int, num_prefill: int, memory: Memory
+) -> None:
+    trace = at_load(tool_agents(150, seed), [Machine()] * 4, 2.0, seed)
+    driver = POLICIES["kv"](num_workers=4, block_size=trace.block_size, seed=seed)
+    machines = [replace(Machine(), cache_tokens=80_000)] * 4
+    simulation = Simulation(trace, machines, driver, Conditions(memory=memory, num_prefill=num_prefill))
     outcome = simulation.run()
     assert all(job.at_s < job.answered_at_s <= job.done_at_s < inf for job in simulation.jobs)
-    assert 0 < outcome.cached < 1
-    simulation.index.depths((), inf)
+    assert 0 < outcome.cached <= outcome.held < 1
+    depths = [simulation.index.depths(each.blocks, inf) for each in trace.requests]
     for idx, worker in enumerate(simulation._workers):
-        assert not worker._pinned
-        assert worker._num_own_blocks == worker._context_tokens == 0
-        assert len(worker._idle) <= 80_000 // trace.block_size
-        known = {block for block, holders in simulation.index._holders.items() if holders >> idx & 1}
-        assert known == {block for block in worker._idle if isinstance(block, int)}
-        assert simulation.index.held[idx] == len(known)
+        assert worker._context_tokens == 0
+        for pool, by_tier in zip(worker._pools, simulation.index._holders, strict=True):
+            assert not pool.pinned
+            assert pool.num_own == 0
+            held = [pool.idle, pool.host][: len(by_tier)]
+            for blocks, capacity, holders in zip(held, (pool.num_blocks, pool.num_on_host), by_tier, strict=False):
+                assert len(blocks) <= capacity
+                assert {block for block, workers in holders.items() if workers >> idx & 1} == set(blocks)
+            assert not set(pool.idle) & set(pool.host)
+        for each, depth in zip(trace.requests, depths, strict=True):
+            in_caches = found(worker._pools, each.blocks, each.num_tokens + 1, trace.block_size)
+            assert tuple(num * trace.block_size for num in (depth[idx][0], depth[idx][-1])) == in_caches
+        assert simulation.index.held[idx] == len(worker._pools[0].idle) + len(worker._pools[0].host)
+
+
+def test_a_hybrid_model_finds_a_prompt_only_while_the_window_before_its_end_is_cached() -> None:
+    tokens, machine, hits = 1000, replace(PLAIN, cache_tokens=20_000), []
+    others = [request(idx, 10.0 * idx, 950) for idx in range(2, 40)]
+    for num_between in (0, 20, 38):
+        again = request(1, 1000.0, 950, name=0)
+        requests = [request(0, 0.0, 950), *others[:num_between], again]
+        driver = POLICIES["round-robin"](num_workers=1, block_size=100)
+        simulation = Simulation(Trace(requests, 100), [machine], driver, Conditions(memory=Memory(300, 0.9)))
+        simulation.run()
+        (full, sliding), blocks = simulation._workers[0]._pools, again.blocks
+        assert full.num_blocks > 2 * machine.cache_tokens / 100  # sliding layers leave the others room
+        assert sliding.num_blocks < full.num_blocks
+        hits.append(simulation.jobs[-1].num_cached_tokens)
+    assert hits[0] == tokens - 100
+    assert hits[-1] == 0
+    assert all(block in full.idle for block in blocks)  # so that the window alone was missed
+
+
+def test_what_the_gpu_forgets_is_fetched_from_the_host_at_a_part_of_its_price() -> None:
+    small = replace(PLAIN, cache_tokens=900)
+    first, second = request(0, 0.0, 550, name=1), request(1, 10.0, 550, name=2)
+    requests = [first, second, replace(first, idx=2, at_s=20.0), replace(second, idx=3, at_s=30.0)]
+    driver = POLICIES["round-robin"](num_workers=1, block_size=100)
+    simulation = Simulation(Trace(requests, 100), [small], driver, Conditions(memory=Memory(host_tokens=1000)))
+    simulation.run()
+    assert [job.num_cached_tokens for job in simulation.jobs] == [0, 0, 500, 500]
+    assert [job.num_gpu_tokens for job in simulation.jobs] == [0, 0, 300, 300]
+    assert simulation.jobs[2].answered_at_s == pytest.approx(20.0 + 0.01 + (0.25 * 200 + 50) * 1e-3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_long_prompts_are_computed_by_prefill_workers_and_fetched(name: str) -> None:
+    requests = [request(0, 0.0, 250, 5), request(1, 10.0, 1500, 5), request(2, 30.0, 1600, 5, name=1)]
+    driver = POLICIES[name](num_workers=3, block_size=100)
+    simulation = Simulation(Trace(requests, 100), [PLAIN] * 3, driver, Conditions(num_prefill=1))
+    outcome = simulation.run()
+    short, long, again = simulation.jobs
+    assert short.computed_by is None
+    assert short.answered_at_s == pytest.approx(0.26)
+    assert long.computed_by is not None
+    assert long.answered_at_s == pytest.approx(10.0 + 1.51 + 0.05 * 1.5 + 0.01)
+    assert all(job.done_at_s - job.answered_at_s == pytest.approx(0.04) for job in simulation.jobs)
+    assert outcome.itl_p99_s == pytest.approx(0.01)
+    # The blocks are at the prefill worker and at a decode worker, which may compute the rest itself.
+    found_by = again if again.computed_by is None else again.computed_by
+    assert found_by.num_cached_tokens == 1500
+
+
+def test_prefill_workers_keep_prompts_from_holding_up_answers() -> None:
+    machines = [Machine()] * 4
+    trace = at_load(tool_agents(400), machines, 0.7, seed=1)
+    together, apart = (measure(trace, POLICIES["kv"], machines, 1, Conditions(num_prefill=num)) for num in (0, 2))
+    assert apart.itl_p99_s < 0.5 * together.itl_p99_s
+
+
+def test_a_request_whose_worker_dies_while_it_fetches_begins_anew() -> None:
+    driver = POLICIES["round-robin"](num_workers=3, block_size=100)
+    simulation = Simulation(Trace([request(0, 0.0, 1500, 5)], 100), [PLAIN] * 3, driver, Conditions(num_prefill=1))
+    simulation.call_at(1.52, partial(simulation.lose, 1))
+    simulation.run()
+    (job,) = simulation.jobs
+    fetched_in_vain_s = 1.51 + 0.05 * 1.5
+    assert job.answered_at_s == pytest.approx(
+        fetched_in_vain_s + 0.11 + 0.05 * 1.5 + 0.01
+    )  # most of it was still cached
 
 
 def test_the_index_hears_late_and_counts_leading_blocks() -> None:
@@ -143,14 +224,13 @@ def test_the_index_hears_late_and_counts_leading_blocks() -> None:
         after = [set(each) for each in history[-1][1]]
         if random.random() < 0.6:
             after[worker_idx].add(block)
-            index.stored(worker_idx, [block], now_s)
         else:
             after[worker_idx].discard(block)
-            index.removed(worker_idx, [block], now_s)
+        index.hear(worker_idx, now_s, 0, Tier.GPU, [block], is_stored=block in after[worker_idx])
         history.append((now_s, after))
         known = next(held for at_s, held in reversed(history) if at_s <= now_s - 1.0)
         chain = random.sample(range(12), 4)
-        expected = [next((depth for depth, each in enumerate(chain) if each not in held), 4) for held in known]
+        expected = [(next((depth for depth, each in enumerate(chain) if each not in held), 4),) for held in known]
         assert index.depths(chain, now_s) == expected
         assert index.held == [len(held) for held in known]
 
@@ -158,22 +238,22 @@ def test_the_index_hears_late_and_counts_leading_blocks() -> None:
 def test_events_that_are_lost_never_reach_the_index() -> None:
     index = LateIndex(1, delay_s=0.0, lost=0.3, seed=1)
     for block in range(1000):
-        index.stored(0, [block], 0.0)
+        index.hear(0, 0.0, 0, Tier.GPU, [block], is_stored=True)
     index.depths((), 1.0)
     assert 650 < index.held[0] < 750
 
 
 def test_a_silent_worker_is_expected_to_hold_what_it_answered_last_as_far_as_it_fits() -> None:
     index = LateIndex(2, silent={1: 8})
-    index.stored(1, [1, 2], 0.0)  # it says nothing
+    index.hear(1, 0.0, 0, Tier.GPU, [1, 2], is_stored=True)  # it says nothing
     index.answered(0, request(0, 0.0, 500), 1.0)  # this one does
     index.answered(1, request(1, 0.0, 500), 1.0)
     index.answered(1, request(2, 0.0, 600), 2.0)
     assert index.held == [0, 8]
-    assert index.depths(request(2, 0.0, 600).blocks, 2.0) == [0, 6]
-    assert index.depths(request(1, 0.0, 500).blocks, 2.0) == [0, 2]
+    assert index.depths(request(2, 0.0, 600).blocks, 2.0) == [(0,), (6,)]
+    assert index.depths(request(1, 0.0, 500).blocks, 2.0) == [(0,), (2,)]
     index.forget(1)
-    assert index.depths(request(2, 0.0, 600).blocks, 3.0) == [0, 0]
+    assert index.depths(request(2, 0.0, 600).blocks, 3.0) == [(0,), (0,)]
     index.answered(1, request(3, 0.0, 800), 4.0)
     assert index.held == [0, 8]
 

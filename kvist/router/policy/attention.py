@@ -17,6 +17,10 @@ class ModelCosts(NamedTuple):
     """Multiplications for each earlier token, where layers look at all of them."""
     kv: int
     """Keys and values of all layers."""
+    window: int | None
+    """How many tokens back some layers see."""
+    windowed: float
+    """Share of the layers that do."""
 
     @property
     def alpha(self) -> float:
@@ -47,8 +51,14 @@ def costs_of(config: Mapping[str, Any]) -> ModelCosts | None:
         )
         num_full = sum(each == "full_attention" for each in layer_types)
         embeddings = hidden * (text.get("vocab_size") or 0) * (1 if text.get("tie_word_embeddings") else 2)
+        num_windowed = sum(each == "sliding_attention" for each in layer_types)
         costs = ModelCosts(
-            used, whole + embeddings, 2 * num_full * num_heads * head_dim, 2 * num_layers * num_kv_heads * head_dim
+            used,
+            whole + embeddings,
+            2 * num_full * num_heads * head_dim,
+            2 * num_layers * num_kv_heads * head_dim,
+            text.get("sliding_window") if num_windowed else None,
+            num_windowed / num_layers,
         )
     except (AttributeError, KeyError, TypeError, ZeroDivisionError):
         return None

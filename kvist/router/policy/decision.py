@@ -105,6 +105,11 @@ def usable_blocks(overlap_blocks: int, prompt: Prompt) -> int:
     return min(overlap_blocks, max(0, prompt.num_tokens - 1) // prompt.block_size)
 
 
+def is_worth_handing_over(prompt: Prompt, num_cached_tokens: int, max_local_prefill_tokens: int) -> bool:
+    """Return whether the worker that would do all of a request had more than so many tokens to compute."""
+    return prompt.num_tokens - num_cached_tokens > max_local_prefill_tokens
+
+
 def uniform_over_minima(keys: Sequence[tuple[float, ...]]) -> list[float]:
     """Return equal probabilities for all candidates whose key is the smallest, wherever they stand."""
     lowest = min(keys)

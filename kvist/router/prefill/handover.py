@@ -13,7 +13,7 @@ import msgspec
 
 from kvist.http import Headers
 from kvist.openai.requests import Fields
-from kvist.router.policy.decision import Decision
+from kvist.router.policy.decision import Decision, is_worth_handing_over
 from kvist.router.prefill.dialect import Dialect, Handoff, Local
 from kvist.router.prefill.kvist import KvistDialect
 from kvist.router.prefill.sglang import SglangDialect
@@ -46,12 +46,11 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     handoff: Handoff | None = None
 
 
-def is_worth_handing_over(local: Decision, max_local_prefill_tokens: int) -> Local | None:
-    """Return None if so: the worker that would do all has more than so many tokens to compute; else why not."""
-    num_tokens = local.prompt.num_tokens
-    if num_tokens <= max_local_prefill_tokens:
-        return Local.SHORT
-    return Local.CACHED if num_tokens - local.overlap_tokens <= max_local_prefill_tokens else None
+def why_local(local: Decision, max_local_prefill_tokens: int) -> Local | None:
+    """Return why the worker that would do all of a request should, None if its prompt is worth handing over."""
+    if is_worth_handing_over(local.prompt, local.overlap_tokens, max_local_prefill_tokens):
+        return None
+    return Local.SHORT if local.prompt.num_tokens <= max_local_prefill_tokens else Local.CACHED
 
 
 @dataclass(slots=True)

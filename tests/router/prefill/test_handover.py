@@ -18,7 +18,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.policy.baselines import RandomPolicy
 from kvist.router.policy.decision import Candidate, Load, Prompt, Role, decide
 from kvist.router.prefill.dialect import Local, Side, with_fields
-from kvist.router.prefill.handover import DIALECTS, is_worth_handing_over
+from kvist.router.prefill.handover import DIALECTS, why_local
 from kvist.router.prefill.releases import MAX_WAITING, Releases
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
@@ -475,7 +475,7 @@ def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
 def test_what_is_left_to_compute_decides() -> None:
     def decided(num_tokens: int, num_blocks: int) -> Local | None:
         candidate = Candidate(WorkerRank("w", 0), Load(), (num_blocks,))
-        return is_worth_handing_over(decide(RandomPolicy(), Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
+        return why_local(decide(RandomPolicy(), Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
 
     assert decided(256, 0) is Local.SHORT
     assert decided(257, 0) is None

@@ -1,0 +1,182 @@
+"""What a simulated worker caches: a pool of blocks for each group of layers, by the rules of `kvist.kvcache`.
+
+What running requests need is pinned; the rest is forgotten least recently used first, and goes to the host's tier where
+there is one, which forgets by the same rule. A block that is needed again comes back: it is in one tier at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvist.events import FULL, Tier
+from kvist.events.engine_events import KnownWindow
+from kvist.kvcache import KvDtype, KvGroup, LayerKv, peak_num_blocks, plan_windows, split_memory
+from kvist.kvcache.stale import num_stale_blocks, reusable_prefix
+
+MAX_STEP_TOKENS = 2048
+MAX_RUNNING = 256
+NUM_LAYERS = 100
+"""Of a simulated model, so that shares of them are exact to a hundredth."""
+
+
+class Tell(Protocol):
+    """Hears what a pool of a group holds in a tier from now on, or no longer."""
+
+    def __call__(
+        self, now_s: float, group_id: int, tier: Tier, blocks: Sequence[Hashable], *, is_stored: bool
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How workers keep what they cache, beside how many tokens that is of a model whose layers all see everything."""
+
+    window: KnownWindow = FULL
+    """How far back some layers see, which are this `share` of all."""
+    share: float = 0.0
+    host_tokens: int = 0
+
+    def groups(self, longest: int) -> tuple[KvGroup, ...]:
+        """Return the layers that share a pool, the widest window first, where prompts and answers are so long."""
+        full, sliding = (LayerKv(window, 1, 1, KvDtype.FLOAT16) for window in (FULL, self.window))
+        num_sliding = round(NUM_LAYERS * self.share)
+        return plan_windows([full] * (NUM_LAYERS - num_sliding) + [sliding] * num_sliding, longest).groups
+
+    def pools(self, cache_tokens: int, block_size: int, longest: int, tell: Tell | None = None) -> list[Pool]:
+        """Return empty pools for so many tokens; raises InvalidValueError where the longest request does not fit."""
+        longest = min(longest, cache_tokens // block_size * block_size)
+        groups = self.groups(longest)
+        bytes_a_token = sum(group.token_bytes for group in groups)
+        limits = {"max_model_len": longest, "max_num_seqs": MAX_RUNNING, "max_step_tokens": MAX_STEP_TOKENS}
+        on_gpu = split_memory(groups, block_size, cache_tokens * bytes_a_token, **limits, policy="bounded")
+        scale = self.host_tokens / cache_tokens
+        return [
+            Pool(group, block_size, num_blocks, int(num_blocks * scale), tell)
+            for group, num_blocks in zip(groups, on_gpu, strict=True)
+        ]
+
+
+PLAIN_MEMORY = Memory()
+
+
+class Hold(NamedTuple):
+    """What a running request has of a pool: blocks that others can find, and how many that they cannot."""
+
+    blocks: Sequence[Hashable] = ()
+    num_own: int = 0
+
+
+class Pool:
+    """One group's blocks at one worker."""
+
+    def __init__(
+        self, group: KvGroup, block_size: int, num_blocks: int, num_on_host: int, tell: Tell | None = None
+    ) -> None:
+        """Begin empty, with room for so many blocks in each tier."""
+        self.num_blocks, self.num_on_host = num_blocks, num_on_host
+        self.num_own = 0
+        self.pinned: dict[Hashable, int] = {}
+        self.idle, self.host = OrderedDict[Hashable, None](), OrderedDict[Hashable, None]()
+        self._group, self._block_size, self._tell = group, block_size, tell
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first block that a query behind so many tokens sees."""
+        return num_stale_blocks(num_tokens, self._group.window, self._block_size)
+
+    def hold(self, blocks: Sequence[Hashable], num_tokens: int, longest: int, step_tokens: int) -> Hold:
+        """Return what a request holds whose first `num_tokens` are there, before its steps make it `longest`."""
+        held = blocks[self.first_needed(num_tokens) : num_tokens // self._block_size]
+        peak = peak_num_blocks(self._group, self._block_size, longest, step_tokens)
+        return Hold(held, max(0, peak - len(held)))
+
+    def has_room(self, hold: Hold) -> bool:
+        """Return whether a request can hold this beside those that run."""
+        num_new = sum(1 for block in hold.blocks if block not in self.pinned)
+        return len(self.pinned) + num_new + self.num_own + hold.num_own <= self.num_blocks
+
+    def change(self, before: Hold, after: Hold, now_s: float) -> None:
+        """Let a request hold something else; of what it gives back the last is forgotten first."""
+        pinned, idle = self.pinned, self.idle
+        stored = []
+        for block in after.blocks:
+            if block in pinned:
+                pinned[block] += 1
+                continue
+            pinned[block] = 1
+            if block in idle:
+                del idle[block]
+            else:
+                stored.append(block)
+        for block in reversed(before.blocks):
+            pinned[block] -= 1
+            if pinned[block] == 0:
+                del pinned[block]
+                idle[block] = None
+        self.num_own += after.num_own - before.num_own
+        self._arrived(stored, now_s)
+
+    def leave(self, blocks: Iterable[Hashable], now_s: float) -> None:
+        """Cache blocks that nobody needs now; the last is forgotten last."""
+        stored = []
+        for block in blocks:
+            if block not in self.pinned:
+                if block not in self.idle:
+                    stored.append(block)
+                self.idle[block] = None
+                self.idle.move_to_end(block)
+        self._arrived(stored, now_s)
+
+    def leave_request(self, prompt: Sequence[Hashable], answer: Sequence[Hashable], now_s: float) -> None:
+        """Cache what an answer filled behind a prompt; its end is forgotten first, but for what slid out of sight."""
+        first = max(0, self.first_needed((len(prompt) + len(answer)) * self._block_size) - len(prompt))
+        self.leave(answer[:first], now_s)
+        self.leave(reversed(answer[first:]), now_s)
+
+    def evict(self, now_s: float) -> None:
+        """Forget what there is no room for."""
+        num_left = len(self.pinned) + len(self.idle) + self.num_own - self.num_blocks
+        removed = [self.idle.popitem(last=False)[0] for _ in range(min(num_left, len(self.idle)))]
+        self._say(now_s, Tier.GPU, removed, is_stored=False)
+        if removed and self.num_on_host:
+            self.host.update(dict.fromkeys(removed))
+            self._say(now_s, Tier.HOST, removed, is_stored=True)
+            num_left = len(self.host) - self.num_on_host
+            forgotten = [self.host.popitem(last=False)[0] for _ in range(num_left)]
+            self._say(now_s, Tier.HOST, forgotten, is_stored=False)
+
+    def serves(self, blocks: Sequence[Hashable], tier: Tier) -> tuple[KnownWindow, Callable[[int], bool]]:
+        """Return what `reusable_prefix` asks of a group: its window, and which blocks it has in this tier or faster."""
+        pinned, idle, host = self.pinned, self.idle, self.host if tier is Tier.HOST else ()
+
+        def is_held(ordinal: int) -> bool:
+            block = blocks[ordinal]
+            return block in pinned or block in idle or block in host
+
+        return self._group.window, is_held
+
+    def _arrived(self, stored: Sequence[Hashable], now_s: float) -> None:
+        self._say(now_s, Tier.GPU, stored, is_stored=True)
+        if self.host and (fetched := [block for block in stored if block in self.host]):
+            for block in fetched:
+                del self.host[block]
+            self._say(now_s, Tier.HOST, fetched, is_stored=False)
+
+    def _say(self, now_s: float, tier: Tier, blocks: Sequence[Hashable], *, is_stored: bool) -> None:
+        if blocks and self._tell is not None:
+            self._tell(now_s, self._group.group_id, tier, blocks, is_stored=is_stored)
+
+
+def found(pools: Sequence[Pool], blocks: Sequence[Hashable], num_tokens: int, block_size: int) -> tuple[int, int]:
+    """Return how many leading tokens of a prompt all pools can serve, on the GPU and with the host's tier.
+
+    The block with the last token is computed in any case.
+    """
+    usable = min(len(blocks), max(0, num_tokens - 1) // block_size)
+    by_tier = [
+        block_size * reusable_prefix(usable, block_size, [pool.serves(blocks, tier) for pool in pools])
+        for tier in ((Tier.GPU, Tier.HOST) if pools[0].num_on_host else (Tier.GPU,))
+    ]
+    return by_tier[0], by_tier[-1]
