@@ -5,7 +5,7 @@ Neither knows of policy. Each message is read by one strict parser and written w
 ambiguous gets from one side to the other; each wait, buffer and count is a field of `HttpLimits` or `UpstreamLimits`.
 """
 
-from kvist.http.deadline import Deadline
+from kvist.http.deadline import Deadline, LoopClock
 from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
@@ -31,6 +31,7 @@ __all__ = [
     "Headers",
     "HttpLimits",
     "HttpServer",
+    "LoopClock",
     "Producer",
     "Request",
     "Responder",

@@ -195,6 +195,25 @@ def read_fields(body: bytes) -> Fields:
     return fields
 
 
+def without_field(body: bytes, fields: Fields, name: str, *inner: str) -> bytes:
+    """Return the body without this field, or without one of what it holds; nearly always the very same object.
+
+    All else is as it was, and not read: a long prompt would hold the loop up.
+    """
+    if name not in fields or (inner and not isinstance(fields[name], dict)):
+        return body
+    whole = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if inner:
+        part = bytes(whole[name])
+        rest = without_field(part, fields[name], *inner)
+        if rest is part:
+            return body
+        whole[name] = msgspec.Raw(rest)
+    else:
+        del whole[name]
+    return msgspec.json.encode(whole)
+
+
 def _count(char: bytes, text: bytes) -> int:
     """Return how often it is there; for 34 kB `bytes.count` takes 17 µs, numpy 4, of which 2 are for any length."""
     if len(text) < 4096:

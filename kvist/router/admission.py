@@ -21,9 +21,7 @@ from http import HTTPStatus
 from typing import Protocol
 from zlib import crc32
 
-import msgspec
-
-from kvist.http import Request
+from kvist.http import Deadline, LoopClock, Request
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import Fields
 from kvist.router.fleet.fleet import Fleet
@@ -61,7 +59,7 @@ class Place:
     model: str | None
     waiter: Waiter
     since_s: float
-    timer: asyncio.TimerHandle | None = None
+    deadline: Deadline | None = None
     is_left: bool = False
     waited_s: float = 0.0
 
@@ -76,7 +74,10 @@ class Admission:
     fleet: Fleet
     load: LoadTracker
     now_s: Callable[[], float]
+    clock: LoopClock
+    """By which nobody waits too long for what a loop that is late has not done yet."""
     max_queued: int
+    """So many requests may wait for a model."""
     max_prefill_tokens: int | None = None
     """A worker with so many uncached tokens in flight has no room for more."""
     max_requests: int | None = None
@@ -145,17 +146,19 @@ class Admission:
         if not self.would_wait(model):
             return None
         queue = self._queues.get(model, [])
-        self._num_arrived += 1
+        self._num_arrived, number = self._num_arrived + 1, _number_of(model)
         place = Place(priority, self._num_arrived, model, waiter, self.now_s())
-        if self.load.num_queued >= self.max_queued:
+        if self.load.num_queued(number) >= self.max_queued:
             if not queue or not place < queue[-1]:
                 raise self._refusal("queue full", HTTPStatus.TOO_MANY_REQUESTS, "too many requests wait for a worker")
             displaced = queue[-1]
             self.leave(displaced)
             text = "more urgent requests wait for a worker"
             displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
-        place.timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout, place, timeout_s)
+        place.deadline = Deadline(self.clock, lambda _: self._on_timeout(place, timeout_s))
+        place.deadline.set("queue", timeout_s)
         insort(self._queues.setdefault(model, []), place)
+        self.load.show_queued(number, 1)
         self._show()
         return place
 
@@ -163,12 +166,13 @@ class Admission:
         """Give the place up, as the client has left or a worker was found. Idempotent."""
         if not place.is_left:
             place.is_left, place.waited_s = True, self.now_s() - place.since_s
-            if place.timer is not None:
-                place.timer.cancel()
+            if place.deadline is not None:
+                place.deadline.close()
             queue = self._queues[place.model]
             del queue[bisect_left(queue, place)]
             if not queue:
                 del self._queues[place.model]
+            self.load.show_queued(_number_of(place.model), -1)
             self._show()
 
     def pump_soon(self) -> None:
@@ -221,20 +225,15 @@ class Admission:
             self._next_look = None
         if self._queues:
             head = self._head()
-            self.load.show_queue(self.num_queued, _number_of(head.model), head.priority, head.since_s, self.now_s())
+            self.load.show_head(_number_of(head.model), head.priority, head.since_s, self.now_s())
             if self.load.board.num_fronts > 1:
                 self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         else:
-            self.load.show_queue(0, 0, 0, 0.0, self.now_s())
+            self.load.show_head(0, 0, 0.0, self.now_s())
 
     def _look(self) -> None:
         self._show()
         self.pump()
-
-    @property
-    def num_queued(self) -> int:
-        """Return how many wait, for whatever model."""
-        return sum(map(len, self._queues.values()))
 
     @property
     def queued(self) -> dict[str | None, int]:
@@ -303,12 +302,3 @@ def timeout_of(request: Request, longest_s: float) -> float:
             HTTPStatus.BAD_REQUEST, f"{name}: got {text!r:.100}, expected seconds, 0 or more", param=name
         )
     return min(timeout_s, longest_s)
-
-
-def without_priority(body: bytes, fields: Fields) -> bytes:
-    """Return the body without its priority, nearly always the very same object: vLLM refuses one it does not use."""
-    if "priority" not in fields:
-        return body
-    whole = msgspec.json.decode(body, type=dict[str, msgspec.Raw])  # as it is: a long prompt would hold the loop up
-    del whole["priority"]
-    return msgspec.json.encode(whole)

@@ -221,7 +221,7 @@ class RouterConfig:
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="requests all workers are given at a time; without it, what each of them takes"),
     ] = None
-    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a worker with room")] = 16384
+    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a worker with room, a model")] = 16384
     queue_timeout_s: Annotated[
         float, Meta(gt=0, description="time a request may wait; its header x-kvist-queue-timeout may say less")
     ] = 60.0

@@ -37,14 +37,15 @@ from kvist.http import (
     UpstreamTimeoutError,
 )
 from kvist.openai.errors import RequestError
+from kvist.openai.requests import without_field
 from kvist.router import spans
 from kvist.router.access_log import MAX_CHARS, AccessLog
-from kvist.router.admission import Admission, Place, priority_of, timeout_of, without_priority
+from kvist.router.admission import Admission, Place, priority_of, timeout_of
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.healing import Healer, without_report_mode
+from kvist.router.healing import REPORT_MODE, Healer
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
@@ -237,9 +238,9 @@ class Forwarding:
 
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
-        self.body = without_report_mode(self.request.body, ask.fields)
-        if not router.config.workers_use_priority:
-            self.body = without_priority(self.body, ask.fields)
+        self.body = without_field(self.request.body, ask.fields, *REPORT_MODE)
+        if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
+            self.body = without_field(self.body, ask.fields, "priority")
         self._reading_step.end()
         router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)

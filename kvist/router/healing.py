@@ -16,7 +16,6 @@ anew.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +43,8 @@ MAX_HITS = 1 << 16
 """Hits remembered, to be counted once; those beyond count each time, so that healing is not ended for want of room."""
 
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
-_MODE = "kv_cache_report_mode"
+REPORT_MODE = ("vllm_xargs", "kv_cache_report_mode")
+"""Where a body would say what only who follows the stream may: what vLLM reports anew looks like one more copy."""
 _FIELD = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
 _ARGUMENT = b'"kv_cache_report_mode":"full"'
 _ARGUMENTS = re.compile(rb'"vllm_xargs"\s*:\s*\{')
@@ -197,19 +197,6 @@ def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
     if not isinstance(arguments, dict) or len(places) != 1:
         return body
     return _inserted(body, places[0], _ARGUMENT)
-
-
-def without_report_mode(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the body without what a client says of reports, nearly always the very same object.
-
-    What vLLM reports anew is not to be told from one more copy, so that only who follows its stream may ask for it.
-    """
-    arguments = fields.get("vllm_xargs")
-    if not isinstance(arguments, dict) or _MODE not in arguments:
-        return body
-    whole = json.loads(body)
-    del whole["vllm_xargs"][_MODE]
-    return json.dumps(whole).encode()
 
 
 def _inserted(body: bytes, place: int, field: bytes) -> bytes:

@@ -189,7 +189,7 @@ async def test_a_wait_for_room_is_in_the_line(worker, router, until, tmp_path: P
         asked = [asyncio.create_task(front.complete("first"))]
         await until(lambda: one.completions)
         asked.append(asyncio.create_task(front.complete("second")))
-        await until(lambda: front.service._forwarder.admission.num_queued == 1)
+        await until(lambda: list(front.service._forwarder.admission.queued.values()) == [1])
         assert (await front.complete("third")).status_code == 429
         go_on.set()
         await asyncio.gather(*asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def prompts_of(worker: Any) -> list[str]:
 
 
 def queued(front: Any) -> int:
-    return front.service._forwarder.admission.num_queued
+    return sum(front.service._forwarder.admission.queued.values())
 
 
 async def test_what_a_worker_has_no_room_for_waits_by_priority_then_arrival(worker, router, gated, until) -> None:
@@ -116,6 +117,34 @@ async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_b
         rejections = {name: value for name, value in (await front.metrics()).items() if "rejections_total" in name}
         assert rejections['kvist_router_rejections_total{cause="timeout"}'] == 1
         assert rejections['kvist_router_rejections_total{cause="displaced"}'] == 1
+
+
+async def test_the_queue_of_each_model_has_a_bound_of_its_own(worker, router, gated, until) -> None:
+    models = [{"id": "m"}, {"id": "adapter", "parent": "m"}]
+    async with (
+        worker(answer=gated, models=models) as one,
+        router(one.url, max_worker_requests=1, max_queued=1) as front,
+    ):
+        asked = [asyncio.create_task(front.complete("first"))]
+        await until(lambda: len(one.completions) == 1)
+        for model in ("m", "adapter"):
+            asked.append(asyncio.create_task(front.complete("x", model=model)))
+            await until(lambda: queued(front) == len(asked) - 1)
+            assert (await front.complete("x", model=model)).status_code == 429
+        gated.let(3)
+        assert [(await each).status_code for each in asked] == [200] * 3
+        asked = [asyncio.create_task(front.complete("x")) for _ in range(2)]  # who left has given the place back
+        gated.let(2)
+        assert [(await each).status_code for each in asked] == [200] * 2
+
+
+async def test_nobody_has_waited_too_long_for_a_loop_that_was_late(worker, router, gated, until) -> None:
+    async with worker(answer=gated) as one, router(one.url, max_worker_requests=1, queue_timeout_s=0.2) as front:
+        asked = [asyncio.create_task(front.complete("x")) for _ in range(2)]
+        await until(lambda: queued(front) == 1)
+        time.sleep(0.5)  # noqa: ASYNC251 - holds the loop up
+        gated.let(2)
+        assert [(await each).status_code for each in asked] == [200] * 2
 
 
 async def test_a_queued_request_whose_client_leaves_is_never_sent(worker, router, gated, until) -> None:

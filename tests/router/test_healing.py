@@ -15,9 +15,9 @@ from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
-from kvist.openai.requests import read_fields
+from kvist.openai.requests import read_fields, without_field
 from kvist.router import healing
-from kvist.router.healing import Healer, HitDigest, Report, ask_full_report, without_report_mode
+from kvist.router.healing import REPORT_MODE, Healer, HitDigest, Report, ask_full_report
 from kvist.router.index import RankStatus
 from kvist.router.usage import ReportedUsage
 
@@ -63,13 +63,13 @@ def test_a_body_that_is_empty_or_has_its_own_way_stays_as_it_is(body):
     "body", [b"", b'{"vllm_xargs": {"x": 1}}', b'{"vllm_xargs": 3}', b'{"kv_cache_report_mode": 1}']
 )
 def test_a_body_that_says_nothing_of_reports_is_the_very_same(body):
-    assert without_report_mode(body, read_fields(body)) is body
+    assert without_field(body, read_fields(body), *REPORT_MODE) is body
 
 
 def test_what_a_client_says_of_reports_is_left_out_and_nothing_else():
     said = {"vllm_xargs": {"x": 1.0, **FULL}, "prompt": "é", "n": 123456789012345678901}
     body = json.dumps(said, ensure_ascii=False).encode()
-    assert json.loads(without_report_mode(body, read_fields(body))) == said | {"vllm_xargs": {"x": 1.0}}
+    assert json.loads(without_field(body, read_fields(body), *REPORT_MODE)) == said | {"vllm_xargs": {"x": 1.0}}
 
 
 _JSON = st.recursive(

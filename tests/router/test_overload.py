@@ -9,14 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from kvist.openai.requests import read_fields
-from kvist.router.admission import without_priority
+from kvist.openai.requests import read_fields, without_field
 from kvist.router.fleet.capacity import read_report
 from kvist.router.forward import Forwarding
 
 
 def admission_of(front: Any) -> Any:
     return front.service._forwarder.admission
+
+
+def num_queued(front: Any) -> int:
+    return sum(admission_of(front).queued.values())
 
 
 def prompts_of(worker: Any) -> list[str]:
@@ -49,7 +52,7 @@ async def test_models_that_share_workers_wait_in_one_order(worker, router, gated
         order = [("m", "first", 0), ("m", "a", 0), ("adapter", "b", 0), ("m", "c", 0), ("adapter", "urgent", -1)]
         for model, prompt, priority in order:
             asked.append(asyncio.create_task(front.complete(prompt, model=model, priority=priority)))
-            await until(lambda: len(one.completions) == 1 and admission_of(front).num_queued == len(asked) - 1)
+            await until(lambda: len(one.completions) == 1 and num_queued(front) == len(asked) - 1)
         let(gate, 5)
         assert [(await each).status_code for each in asked] == [200] * 5
         assert prompts_of(one) == ["first", "urgent", "a", "b", "c"]
@@ -62,11 +65,11 @@ async def test_a_queue_of_a_model_without_room_holds_no_other_up(worker, router,
         router(one.url, two.url, max_worker_requests=1) as front,
     ):
         asked = [asyncio.create_task(front.complete("x", model="m")) for _ in range(2)]
-        await until(lambda: admission_of(front).num_queued == 1)
+        await until(lambda: num_queued(front) == 1)
         asked.append(asyncio.create_task(front.complete("y", model="n")))
         await until(lambda: len(two.completions) == 1)
         asked.append(asyncio.create_task(front.complete("z", model="n")))
-        await until(lambda: admission_of(front).num_queued == 2)
+        await until(lambda: num_queued(front) == 2)
         two.answer = None
         two.kill()
         await two.start()
@@ -131,7 +134,7 @@ async def test_prefill_workers_answer_nothing_because_decode_workers_are_full(
             asked = [asyncio.create_task(front.complete("short"))]
             await until(lambda: len(decode.completions) == 1)
             asked.append(asyncio.create_task(front.complete("waits")))
-            await until(lambda: admission_of(front).num_queued == 1)
+            await until(lambda: num_queued(front) == 1)
             let(gate, 2)
             assert [(await each).headers["x-kvist-worker"] for each in asked] == [decode.url] * 2
             assert prefill.completions == []
@@ -261,7 +264,7 @@ async def test_a_fault_of_ours_as_a_request_leaves_the_queue_costs_that_request_
         await until(lambda: len(one.completions) == 1)
         for prompt in ("faulty", "next"):
             asked.append(asyncio.create_task(front.complete(prompt)))
-            await until(lambda: admission_of(front).num_queued == len(asked) - 1)
+            await until(lambda: num_queued(front) == len(asked) - 1)
         plan, num_plans = Forwarding._plan, 0
 
         def fail_once(forwarding: Forwarding) -> Any:
@@ -294,7 +297,7 @@ def test_absurd_reports_are_none() -> None:
 
 def test_a_body_without_its_priority_has_all_else_as_it_was() -> None:
     body = b'{"prompt":[1, 2],"priority":7,"top_p":1.50,"seed":1e5,"user":"\\u00e9"}'
-    assert without_priority(body, read_fields(body)) == body.replace(b'"priority":7,', b"")
+    assert without_field(body, read_fields(body), "priority") == body.replace(b'"priority":7,', b"")
 
 
 async def test_a_client_may_send_any_number_of_requests_ahead(worker, router) -> None:

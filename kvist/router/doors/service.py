@@ -165,6 +165,7 @@ class RouterService:
             fleet,
             load,
             now_s,
+            pool.clock,
             config.max_queued,
             config.max_worker_prefill_tokens,
             config.max_fleet_requests,

@@ -4,6 +4,7 @@
     row             one cell of what the front does as a whole, and one for each column; what it knows for prices
     cell            eight numbers, of eight bytes each; `Cell` and `Whole` say which
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
+    queues          how many wait for the models of each number
 
 Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
 sum, or the greatest, is what one process would have. Who follows the fleet names the columns, and nobody else. All of
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
 MAX_NAME_BYTES = 256
+NUM_QUEUES = 1 << 12
+"""Models whose numbers are alike but for that many share a queue's bound."""
 _WORD, _CELL_WORDS = 8, 8
 _NAMES_AT = 64
 _ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
 _CELLS_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
 _WORK_WORDS = NUM_FIELDS * MAX_COLUMNS
-_ROW_WORDS = _CELLS_WORDS + _WORK_WORDS + NUM_SLOTS * SLOT.itemsize // _WORD
+QUEUES_WORD = _CELLS_WORDS + _WORK_WORDS + NUM_SLOTS * SLOT.itemsize // _WORD
+_ROW_WORDS = QUEUES_WORD + NUM_QUEUES
 
 
 class Cell(IntEnum):
@@ -60,11 +64,10 @@ class Whole(IntEnum):
     LISTENING = 0
     RUNNING = 1
     DISPATCHED = 2
-    QUEUED = 3
-    HEAD = 4
-    HEAD_PRIORITY = 5
-    HEAD_SINCE = 6
-    ALIVE_AT = 7
+    HEAD = 3
+    HEAD_PRIORITY = 4
+    HEAD_SINCE = 5
+    ALIVE_AT = 6
 
 
 def board_bytes(num_fronts: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Self
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.board import MAX_COLUMNS, Cell, LoadBoard, Whole
+from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import PricedPolicy
@@ -185,17 +185,20 @@ class LoadTracker:
         """Note that a decision was acted on."""
         self.ints[self._whole + Whole.DISPATCHED] += 1
 
-    def show_queue(self, num_queued: int, model: int, priority: int, since_s: float, now_s: float) -> None:
-        """Show other fronts how many wait here, and the most urgent: the number of its model, 0 if nobody waits."""
+    def show_head(self, model: int, priority: int, since_s: float, now_s: float) -> None:
+        """Show other fronts the most urgent that waits here: the number of its model, 0 if nobody waits."""
         ints, floats, whole = self.ints, self._floats, self._whole
-        ints[whole + Whole.QUEUED], ints[whole + Whole.HEAD_PRIORITY] = num_queued, priority
+        ints[whole + Whole.HEAD_PRIORITY] = priority
         floats[whole + Whole.HEAD_SINCE], floats[whole + Whole.ALIVE_AT] = since_s, now_s
         ints[whole + Whole.HEAD] = model
 
-    @property
-    def num_queued(self) -> int:
-        """Return how many wait, at whichever front."""
-        return sum(self.ints[whole + Whole.QUEUED] for whole in self.board.wholes)
+    def show_queued(self, model: int, num: int) -> None:
+        """Note that so many more wait here for the model of this number, or, below 0, that they left."""
+        self.ints[self._whole + QUEUES_WORD + model % NUM_QUEUES] += num
+
+    def num_queued(self, model: int) -> int:
+        """Return how many wait for the model of this number, at whichever front."""
+        return sum(self.ints[whole + QUEUES_WORD + model % NUM_QUEUES] for whole in self.board.wholes)
 
     def first_elsewhere(self, now_s: float, model: int | None = None) -> tuple[int, float, int] | None:
         """Return priority, arrival and front of who is the most urgent of those that other fronts show to wait.
