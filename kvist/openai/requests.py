@@ -214,6 +214,11 @@ def without_field(body: bytes, fields: Fields, name: str, *inner: str) -> bytes:
     return msgspec.json.encode(whole)
 
 
+def with_fields(body: bytes, fields: Fields) -> bytes:
+    """Return the body with these fields set; its other values are as they came."""
+    return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | fields)
+
+
 def _count(char: bytes, text: bytes) -> int:
     """Return how often it is there; for 34 kB `bytes.count` takes 17 µs, numpy 4, of which 2 are for any length."""
     if len(text) < 4096:

@@ -20,9 +20,9 @@ import msgspec
 from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
+from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.dialect import with_fields
 from kvist.router.prefill.handover import Plan
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
@@ -302,7 +302,8 @@ class AnswerAttempt(_Attempt):
         else:
             return
         self.on_data(answer)
-        self.on_end()
+        if self.has_begun:  # else the endpoint is asked of others
+            self.on_end()
 
     def on_failure(self, error: UpstreamError) -> None:
         """Cut an answer that has begun, between two events with one that says why; another worker may begin one."""

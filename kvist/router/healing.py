@@ -2,7 +2,7 @@
 
 Where events were lost beyond recovery, the index lacks blocks that the engine holds, and shows the rank as partial.
 vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
-to a partial rank say so, and are otherwise byte for byte the client's, until the digest of hits is stable.
+to a partial rank say so, and are otherwise value for value the client's, until the digest of hits is stable.
 
     hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not
     digest   the sum of all hits so far, each counted once, whether or not a report brought it into the index
@@ -17,7 +17,6 @@ anew.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +25,7 @@ from typing import Any, TypeAlias
 
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
+from kvist.openai.requests import with_fields
 from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
 from kvist.router.index import Caches, RankStatus
 from kvist.router.metrics import RouterMetrics
@@ -45,9 +45,6 @@ MAX_HITS = 1 << 16
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
 REPORT_MODE = ("vllm_xargs", "kv_cache_report_mode")
 """Where a body would say what only who follows the stream may: what vLLM reports anew looks like one more copy."""
-_FIELD = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
-_ARGUMENT = b'"kv_cache_report_mode":"full"'
-_ARGUMENTS = re.compile(rb'"vllm_xargs"\s*:\s*\{')
 _DIGEST_MASK = (1 << 53) - 1  # what a metric, which is a float, shows exactly
 
 BlockHashes: TypeAlias = Callable[[int, int], Iterable[int]]
@@ -188,18 +185,9 @@ class Healer:
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the body with the request for a full report put in; the very same object where that is not certain."""
-    if not body:
+    """Return the body with the request for a full report put in; the very same object where it has no place."""
+    name, mode = REPORT_MODE
+    arguments = fields.get(name, {})
+    if not body or not isinstance(arguments, dict):
         return body
-    if "vllm_xargs" not in fields:
-        return _inserted(body, body.index(b"{") + 1, _FIELD)
-    arguments, places = fields["vllm_xargs"], [match.end() for match in _ARGUMENTS.finditer(body)]
-    if not isinstance(arguments, dict) or len(places) != 1:
-        return body
-    return _inserted(body, places[0], _ARGUMENT)
-
-
-def _inserted(body: bytes, place: int, field: bytes) -> bytes:
-    """Return the body with a field put in where an object begins."""
-    separator = b"" if body[place:].lstrip().startswith(b"}") else b","
-    return b"".join((body[:place], field, separator, body[place:]))
+    return with_fields(body, {name: arguments | {mode: "full"}})

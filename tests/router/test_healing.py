@@ -30,33 +30,15 @@ def block(number: int) -> list[int]:
     return [100 * number + idx for idx in range(16)]
 
 
-@pytest.mark.parametrize(
-    ("body", "asking"),
-    [
-        (b'{"prompt": "a"}', b'{"vllm_xargs":{"kv_cache_report_mode":"full"},"prompt": "a"}'),
-        (b' {\n"a\\u00e9" : 1.0 }', b' {"vllm_xargs":{"kv_cache_report_mode":"full"},\n"a\\u00e9" : 1.0 }'),
-        (b"{ }", b'{"vllm_xargs":{"kv_cache_report_mode":"full"} }'),
-        (b'{"vllm_xargs" : {"x": 1}}', b'{"vllm_xargs" : {"kv_cache_report_mode":"full","x": 1}}'),
-        (b'{"vllm_xargs": {}, "n": 1}', b'{"vllm_xargs": {"kv_cache_report_mode":"full"}, "n": 1}'),
-        (b'{"p": "\\"vllm_xargs\\": {"}', b'{"vllm_xargs":{"kv_cache_report_mode":"full"},"p": "\\"vllm_xargs\\": {"}'),
-    ],
-)
-def test_the_request_for_a_full_report_is_put_in_and_no_other_byte_changed(body, asking):
-    assert ask_full_report(body, json.loads(body)) == asking
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b'{"vllm_xargs": null}',
-        b'{"vllm_xargs": [1]}',
-        b'{"metadata": {"vllm_xargs": {}}, "vllm_xargs": {}}',
-        b'{"vllm\\u005fxargs": {"x": 1}}',
-    ],
-)
+@pytest.mark.parametrize("body", [b"", b'{"vllm_xargs": null}', b'{"vllm_xargs": [1]}'])
 def test_a_body_that_is_empty_or_has_its_own_way_stays_as_it_is(body):
     assert ask_full_report(body, read_fields(body)) is body
+
+
+def test_what_else_a_body_says_is_as_it_came():
+    body = b' {"prompt": "\\u00e9", "n" : 1.0, "vllm\\u005fxargs": {"x": 123456789012345678901}}'
+    asking = b'{"prompt":"\\u00e9","n":1.0,"vllm_xargs":{"x":123456789012345678901,"kv_cache_report_mode":"full"}}'
+    assert ask_full_report(body, read_fields(body)) == asking
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class RouterService:
         if index is not None and (model := tokenizer.result()) is not None:
             known.start_renderings(model)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
-        releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
+        releases = Releases(pool, self._metrics.released)
         self._forwarder = Forwarder(
             config,
             fleet,

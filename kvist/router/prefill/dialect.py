@@ -75,7 +75,8 @@ class Dialect:
         if path not in (CHAT_PATH, COMPLETION_PATH):
             return Local.OTHER_ENDPOINT
         said = ask.fields.get
-        if ask.num_prompts != 1 or said("n") not in (None, 1) or said("best_of") not in (None, 1):
+        is_several = said("n") not in (None, 1) or said("best_of") not in (None, 1) or said("use_beam_search")
+        if ask.num_prompts != 1 or is_several:
             return Local.SEVERAL_SEQUENCES
         is_lost = said("echo") or said("prompt_logprobs") is not None or (wants_logprobs(ask) > self.hands_logprobs)
         return Local.LOGPROBS if is_lost else None
@@ -93,8 +94,3 @@ def wants_logprobs(ask: Ask) -> bool:
     """Return whether the answer is to have log probabilities of its tokens."""
     logprobs = ask.fields.get("logprobs")
     return not (logprobs is None or logprobs is False)
-
-
-def with_fields(body: bytes, fields: Fields) -> bytes:
-    """Return the body with these fields set; its other values are as they came."""
-    return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | fields)

@@ -14,10 +14,11 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
+from kvist.openai.requests import with_fields
 from kvist.router.config import RouterConfig
 from kvist.router.policy.baselines import RandomPolicy
 from kvist.router.policy.decision import Candidate, Load, Prompt, Role, decide
-from kvist.router.prefill.dialect import Local, Side, with_fields
+from kvist.router.prefill.dialect import Local, Side
 from kvist.router.prefill.handover import DIALECTS, why_local
 from kvist.router.prefill.releases import MAX_WAITING, Releases
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
@@ -239,7 +240,7 @@ async def test_a_release_that_comes_to_nothing_costs_the_client_nothing(worker, 
 async def test_releases_beyond_what_may_wait_are_dropped() -> None:
     async with UpstreamPool() as pool:
         outcomes: list[str] = []
-        releases = Releases(pool, outcomes.append)  # not entered: nothing is sent
+        releases = Releases(pool, outcomes.append)
         for number in range(MAX_WAITING + 3):
             releases.release("http://127.0.0.1:9", str(number), [])
         assert outcomes == ["dropped"] * 3

@@ -263,6 +263,19 @@ async def test_what_the_prefill_worker_says_of_a_bad_request_is_the_answer(pair,
         assert total_load(front) == 0
 
 
+async def test_an_endpoint_that_the_prefill_worker_lacks_is_asked_of_other_pairs(pair, router, http_bytes) -> None:
+    async def lack(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b'{"detail":"Not Found"}', status=404))
+
+    p, d = pair()
+    p.answer, d.answer = lack, never
+    message = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    async with p, d, router(p.url, d.url) as front:
+        answer = await front.client.post("/v1/messages", json=message)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "endpoint_not_found")
+        assert total_load(front) == 0
+
+
 @pytest.mark.parametrize("silent", [("prefill", "decode"), ("decode",)])
 async def test_a_client_that_leaves_takes_both_sides_along(pair, router, until, silent: tuple[str, ...]) -> None:
     p, d = pair()

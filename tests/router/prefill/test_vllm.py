@@ -66,6 +66,7 @@ def engines(http_bytes) -> Engines:
         ({"logprobs": 2, "stream": False, "min_tokens": 3}, "fetched"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "fetched"),
         ({"n": 2}, "computed"),
+        ({"use_beam_search": True}, "computed"),
         ({"echo": True, "logprobs": 1}, "computed"),
         ({"prompt_logprobs": 0}, "computed"),
     ],
