@@ -51,7 +51,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.releases import Releases
-from kvist.router.prompts import Ask, PromptReader
+from kvist.router.prompts import Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
@@ -241,6 +241,8 @@ class Forwarding:
         self.body = without_field(self.request.body, ask.fields, *REPORT_MODE)
         if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
             self.body = without_field(self.body, ask.fields, "priority")
+        if ask.is_renamed:
+            self.body = with_model(self.body, ask.model)
         self._reading_step.end()
         router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)

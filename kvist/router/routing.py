@@ -19,14 +19,14 @@ from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.openai.errors import RequestError
-from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
-from kvist.router.policy.settings import DEFAULT_ALPHA, FETCH_SCALE, PriceSettings
+from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
 from kvist.router.prefill.handover import DIALECTS, Plan, why_local
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
@@ -55,32 +55,21 @@ class Routing:
 
     def __init__(
         self,
-        config: RouterConfig,
         fleet: Fleet,
+        models: Models,
         load: LoadTracker,
         index: Caches | None,
         random: Random,
         now_s: Callable[[], float],
-        alpha: float = DEFAULT_ALPHA,
     ) -> None:
-        """Decide by the configured policy; `index` is None for policies that do not look at caches.
-
-        `alpha` is the model's, for prices.
-        """
-        self._alpha = alpha
+        """Decide by each model's policy; `index` is None if none of them looks at caches."""
         self._fleet = fleet
+        self._models = models
         self._load = load
         self._index = index
-        self._pricing: dict[int, PricedPolicy] = {}
-        self.reconfigure(config)
+        self._pricing: dict[tuple[str | None, int], PricedPolicy] = {}
         self._random = random
         self._now_s = now_s
-
-    def reconfigure(self, config: RouterConfig) -> None:
-        """Decide by this configuration from now on."""
-        self._policy = config.make_policy(self._alpha)
-        self._max_local_prefill_tokens = config.max_local_prefill_tokens
-        self._prefill_dialect = config.prefill_dialect
 
     def prefix(self, ask: Ask) -> Prefix | None:
         """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
@@ -178,6 +167,9 @@ class Routing:
         Raises RequestError: 404 when no worker has the model, 400 when those that have it do nothing alone and cannot
         do this together, 503 when none can take requests now.
         """
+        if ask.model is None and ask.worker is None and ask.fields and self._fleet.has_several_models:
+            message = f"model: missing, expected one of the models served: {self._model_names()}"
+            raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
             excluded = others
         workers = self._fleet.routable(ask.model, excluded)
@@ -194,7 +186,7 @@ class Routing:
             local = local if local in FALLBACKS else reason
         elif local is None:
             obstacle = reason if reason in OBSTACLES else None
-            local = obstacle or why_local(answer, self._max_local_prefill_tokens) or reason
+            local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
         if local is None:
             prefill = self._decide(ask, prefix, paired)
             decode = self.decode_decision(ask, prefix, prefill.chosen.target.worker, excluded)
@@ -242,7 +234,7 @@ class Routing:
         return other.can_fetch and self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
 
     def _dialect_of(self, worker: Worker) -> Dialect:
-        return DIALECTS.get(worker.engine or "") or DIALECTS[self._prefill_dialect]
+        return DIALECTS.get(worker.engine or "") or DIALECTS[self._models.prefill_dialect]
 
     def _side(self, decision: Decision) -> tuple[Worker, Side]:
         target = decision.chosen.target
@@ -258,7 +250,7 @@ class Routing:
         if decision.prices is None:
             return None
         column = self._load.column(decision.chosen.target)
-        return self._pricing[decision.prompt.block_size].dispatched(
+        return decision.prices.policy.dispatched(
             now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
         )
 
@@ -307,21 +299,23 @@ class Routing:
             for worker in workers
             for rank in self._fleet.ranks(worker)
         ]
-        if isinstance(self._policy, PriceSettings):
-            return self._decide_by_price(self._policy, prompt, prefix, candidates, compute_scale)
-        return decide(self._policy, prompt, candidates, self._load.num_dispatched, self._random)
+        policy = self._models.policy(ask.model).policy
+        if isinstance(policy, PriceSettings):
+            return self._decide_by_price(ask.model, policy, prompt, prefix, candidates, compute_scale)
+        return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
 
     def _decide_by_price(
         self,
+        model: str | None,
         settings: PriceSettings,
         prompt: Prompt,
         prefix: Prefix,
         candidates: list[Candidate],
         compute_scale: float,
     ) -> Decision:
-        pricing = self._pricing.get(prompt.block_size)
+        pricing = self._pricing.get((model, prompt.block_size))
         if pricing is None or pricing.settings != settings:
-            pricing = self._pricing[prompt.block_size] = self._load.pricing(settings, prompt.block_size)
+            pricing = self._pricing[model, prompt.block_size] = self._load.pricing(settings, prompt.block_size)
         columns = np.array([self._load.column(each.target) for each in candidates])
         by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]
         is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
@@ -353,13 +347,15 @@ class Routing:
     def _adapter_of(self, ask: Ask) -> str | None:
         return ask.model if self._fleet.is_adapter(ask.model) else None
 
+    def _model_names(self) -> str:
+        return ", ".join(entry["id"] for entry in self._models.entries()) or "none"
+
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers
         if workers and not self._fleet.is_known(model):
-            known = ", ".join(served.id for served in self._fleet.models()) or "none"
             return RequestError(
                 HTTPStatus.NOT_FOUND,
-                f"model: got {model!r}, expected one of the models served: {known}",
+                f"model: got {model!r}, expected one of the models served: {self._model_names()}",
                 param="model",
                 code="model_not_found",
             )
