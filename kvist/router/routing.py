@@ -172,16 +172,16 @@ class Routing:
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
             excluded = others
-        workers = self._fleet.routable(ask.model, excluded)
-        if not workers:
+        everyone = self._fleet.routable(ask.model, excluded)
+        if not everyone:
             raise self._refusal(ask.model)
-        workers = [worker for worker in workers if worker.url == ask.worker] or workers
+        workers = [worker for worker in everyone if worker.url == ask.worker] or everyone
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
         answer = self._decide(ask, prefix, whole) if whole else None
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        paired, reason = self._paired(path, ask, workers, excluded)
+        paired, reason = self._paired(path, ask, everyone)
         if answer is None:
             local = local if local in FALLBACKS else reason
         elif local is None:
@@ -189,10 +189,10 @@ class Routing:
             local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
         if local is None:
             prefill = self._decide(ask, prefix, paired)
-            decode = self.decode_decision(ask, prefix, prefill.chosen.target.worker, excluded)
+            worker, p = self._side(prefill)
+            decode = self._decide_decode(ask, prefix, worker, everyone)
             assert decode is not None
-            (worker, p), (_, d) = self._side(prefill), self._side(decode)
-            dialect = self._dialect_of(worker)
+            dialect, (_, d) = self._dialect_of(worker), self._side(decode)
             return Plan(decode, prefill, None, dialect, *dialect.begin(path, ask, p, d, self._random))
         if answer is None:
             raise RequestError(
@@ -209,29 +209,29 @@ class Routing:
         worker = self._fleet.get(prefill_worker)
         if worker is None:  # it was removed
             return None
-        others = self._fleet.routable(ask.model, excluded)
-        fetching = [other for other in others if self._goes_on_from(worker, other)]
-        workers = [other for other in fetching if other.role is Role.DECODE] or fetching
-        return self._decide(ask, prefix, workers, FETCH_SCALE) if workers else None
+        return self._decide_decode(ask, prefix, worker, self._fleet.routable(ask.model, excluded))
 
     def _can_do_all(self, path: str, worker: Worker) -> bool:
         return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
 
-    def _paired(
-        self, path: str, ask: Ask, workers: list[Worker], excluded: Collection[str]
-    ) -> tuple[list[Worker], Local | None]:
-        """Return the workers that can compute the prompt for another one that is there, or why there are none."""
+    def _paired(self, path: str, ask: Ask, workers: list[Worker]) -> tuple[list[Worker], Local | None]:
+        """Return those that can compute the prompt for another of them, or why there are none."""
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
-        obstacles = [self._dialect_of(worker).obstacle(path, ask) for worker in prefill_workers]
-        able = [worker for worker, obstacle in zip(prefill_workers, obstacles, strict=True) if obstacle is None]
+        obstacles = {each: each.obstacle(path, ask) for each in set(map(self._dialect_of, prefill_workers))}
+        able = [worker for worker in prefill_workers if obstacles[self._dialect_of(worker)] is None]
         if not able:
-            return [], obstacles[0] if obstacles else Local.NO_PREFILL_WORKER
-        others = self._fleet.routable(ask.model, excluded)
-        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in others)]
+            return [], next(iter(obstacles.values()), Local.NO_PREFILL_WORKER)
+        fetching = [worker for worker in workers if worker.can_fetch]
+        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in fetching)]
         return paired, None if paired else Local.NO_DECODE_WORKER
 
+    def _decide_decode(self, ask: Ask, prefix: Prefix, prefill: Worker, workers: list[Worker]) -> Decision | None:
+        fetching = [worker for worker in workers if worker.can_fetch and self._goes_on_from(prefill, worker)]
+        fetching = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
+        return self._decide(ask, prefix, fetching, FETCH_SCALE) if fetching else None
+
     def _goes_on_from(self, prefill: Worker, other: Worker) -> bool:
-        return other.can_fetch and self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
+        return self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
 
     def _dialect_of(self, worker: Worker) -> Dialect:
         return DIALECTS.get(worker.engine or "") or DIALECTS[self._models.prefill_dialect]
@@ -328,9 +328,7 @@ class Routing:
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
         workers = self._fleet.routable(ask.model, excluded)
-        return any(self._can_do_all(path, each) for each in workers) or bool(
-            self._paired(path, ask, workers, excluded)[0]
-        )
+        return any(self._can_do_all(path, each) for each in workers) or bool(self._paired(path, ask, workers)[0])
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
