@@ -10,7 +10,7 @@ from math import gcd
 from typing import NamedTuple
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.discovery import ServedModel
+from kvist.router.fleet.identity import ServedModel
 from kvist.router.fleet.rendering import Renderings
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import Caches, RankStatus

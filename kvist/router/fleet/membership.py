@@ -18,9 +18,9 @@ from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.fleet.capacity import Capacity, read_report
-from kvist.router.fleet.discovery import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks

@@ -20,8 +20,8 @@ from kvist.errors import InvalidValueError, leave_group
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.discovery import Identity, ServedModel
 from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.identity import Identity, ServedModel
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.policy.attention import costs_of
 from kvist.router.policy.decision import Policy

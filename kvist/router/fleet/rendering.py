@@ -23,7 +23,7 @@ from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, TokenId, is_text_part
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.discovery import fetch
+from kvist.router.fleet.identity import fetch
 from kvist.router.fleet.worker import Worker
 from kvist.router.prompts import KnownModels
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.router.fleet.capacity import Capacity
-from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.identity import Identity
 from kvist.router.policy.decision import Role
 
 if TYPE_CHECKING:
