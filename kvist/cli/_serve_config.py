@@ -81,11 +81,6 @@ class ServeConfig(EngineConfig):
         """Return what requests may call the model."""
         return self.served_model_name or (str(self.model_dir),)
 
-    @property
-    def model_path(self) -> str:
-        """Return where the model's files are, for whoever reads prompts on this machine."""
-        return str(self.model_dir.absolute())
-
 
 def _check_endpoint(endpoint: str) -> None:
     """Raise InvalidValueError for an address that cannot be bound, or that no other worker could reach."""

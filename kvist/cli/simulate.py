@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.cli._terminal import ShowProgress, progress_line
 from kvist.errors import InvalidValueError
-from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS
 
 if TYPE_CHECKING:
     from kvist.simulate.memory import Memory
@@ -35,13 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", default="kv,kv-blocks,dynamo", metavar="NAMES", help="(default %(default)s); `list` says all")
     add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 doubles from 4 on (default %(default)s)")
     add("--prefill-workers", type=int, default=0, metavar="N", help="N more that compute long prompts for the others")
-    add(
-        "--max-local-prefill-tokens",
-        type=int,
-        default=DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
-        metavar="N",
-        help="with those: what the others compute themselves (default %(default)s)",
-    )
     about_load = "what one shared cache of its size leaves to compute, of what a fleet can (default %(default)s)"
     add("--load", default="0.7,0.9", metavar="SHARES", help=about_load)
     add("--max-ttft-p99", type=float, metavar="SECONDS", help="find the smallest fleet for this, at the trace's pace")
@@ -88,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidValueError("--policy", name, f"some of {', '.join(POLICIES)}")
     for flags, least, most, expected in (
         ("seeds prefill_rate speedup cache_tokens burstiness", 1e-9, 1e12, "more than 0"),
-        ("add_workers silent index_delay", 0.0, 1e12, "0 or more"),
-        ("prefill_workers max_local_prefill_tokens host_tokens", 0.0, 1e12, "0 or more"),
+        ("add_workers silent index_delay prefill_workers host_tokens", 0.0, 1e12, "0 or more"),
         ("lost_events", 0.0, 1.0, "a share from 0 to 1"),
     ):
         for flag in flags.split():
@@ -174,8 +165,7 @@ def _runs(
 
     num_more, memory = args.prefill_workers, args.memory
     machines, runs = list(islice(cycle(args.machines), max(size, num_workers) + num_more)), []
-    told = (args.index_delay, args.lost_events, num_silent, args.outage, memory, num_more)
-    conditions = Conditions(*told, args.max_local_prefill_tokens)
+    conditions = Conditions(args.index_delay, args.lost_events, num_silent, args.outage, memory, num_more)
     for seed in range(args.seeds):
         if load:
             paced = at_load(trace, machines[: size + num_more], load, seed, args.burstiness, memory)

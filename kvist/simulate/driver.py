@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,34 +20,14 @@ Hashes = Sequence[int] | NDArray[np.uint64]
 Counts = Sequence[int] | NDArray[np.int64]
 Depths = Counts | Sequence[Sequence[int]]
 """Of each worker, or of each of its tiers with the faster ones."""
+Among = Sequence[int] | None
 
 
 class Driver(Protocol):
     """What a simulator tells a policy, as `PricedDriver` has it. Times never go back."""
 
-    def route(
-        self,
-        now_s: float,
-        request_id: Hashable,
-        block_hashes: Hashes,
-        num_tokens: int,
-        depths: Depths,
-        held: Counts,
-        among: Sequence[int] | None = None,
-        /,
-        *,
-        is_fetched: bool = False,
-    ) -> int: ...
-    def prefer(
-        self,
-        now_s: float,
-        block_hashes: Hashes,
-        num_tokens: int,
-        depths: Depths,
-        held: Counts,
-        among: Sequence[int] | None = None,
-        /,
-    ) -> int: ...
+    def route(self, *asked: Any, **more: Any) -> int: ...
+    def prefer(self, *asked: Any, **more: Any) -> int: ...
     def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
     def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None: ...
     def finished(self, now_s: float, request_id: Hashable, /) -> None: ...
@@ -72,7 +52,7 @@ class PricedDriver:
         num_tokens: int,
         depths: Depths,
         held_blocks: Counts,
-        among: Sequence[int] | None = None,
+        among: Among = None,
         *,
         is_fetched: bool = False,
     ) -> int:
@@ -84,47 +64,35 @@ class PricedDriver:
         counts are not one a worker.
         """
         self.finished(now_s, request_id)
-        scale = FETCH_SCALE if is_fetched else 1.0
-        prices, chosen_idx = self._weigh(now_s, block_hashes, num_tokens, depths, held_blocks, among, scale)
-        worker_idx = chosen_idx if among is None else among[chosen_idx]
+        scale, asked = FETCH_SCALE if is_fetched else 1.0, (block_hashes, num_tokens, depths, held_blocks, among)
+        worker_idx, chosen_idx, prices = self._weigh(scale, now_s, *asked)
         self._running[request_id] = self._policy.dispatched(
             now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams, computes=not is_fetched
         )
         return worker_idx
 
-    def prefer(
-        self,
-        now_s: float,
-        block_hashes: Hashes,
-        num_tokens: int,
-        depths: Depths,
-        held_blocks: Counts,
-        among: Sequence[int] | None = None,
-    ) -> int:
-        """Return the index of the worker that `route` would choose, and count nothing."""
-        _, chosen_idx = self._weigh(now_s, block_hashes, num_tokens, depths, held_blocks, among)
-        return chosen_idx if among is None else among[chosen_idx]
+    def prefer(self, now_s: float, *asked: Any) -> int:
+        """Return the index of the worker that `route` would choose, asked the same; nothing is counted."""
+        return self._weigh(1.0, now_s, *asked)[0]
 
     def _weigh(
         self,
+        scale: float,
         now_s: float,
-        block_hashes: Hashes,
+        hashes: Hashes,
         num_tokens: int,
         depths: Depths,
-        held_blocks: Counts,
-        among: Sequence[int] | None,
-        compute_scale: float = 1.0,
-    ) -> tuple[Prices, int]:
-        for name, counts in (("depths", depths), ("held_blocks", held_blocks)):
+        held: Counts,
+        among: Among = None,
+    ) -> tuple[int, int, Prices]:
+        for name, counts in (("depths", depths), ("held_blocks", held)):
             if len(counts) != self._num_workers:
                 raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
         ranks = None if among is None else np.array(among)
         here = slice(None) if ranks is None else ranks
-        held = np.asarray(held_blocks)[here].tolist()
-        prices = self._policy.weigh(
-            now_s, int(num_tokens), block_hashes, np.asarray(depths)[here], ranks, compute_scale
-        )
-        return prices, self._policy.choose(prices, held, self._random)
+        prices = self._policy.weigh(now_s, int(num_tokens), hashes, np.asarray(depths)[here], ranks, scale)
+        chosen_idx = self._policy.choose(prices, np.asarray(held)[here].tolist(), self._random)
+        return chosen_idx if among is None else among[chosen_idx], chosen_idx, prices
 
     def answered(self, now_s: float, request_id: Hashable) -> None:
         """Take note of a request's first token; later ones, and requests that are not known, change nothing."""

@@ -62,8 +62,7 @@ class Conditions:
     """From when to when the first worker is gone, as shares of the trace's time; it comes back empty."""
     memory: Memory = PLAIN_MEMORY
     num_prefill: int = 0
-    """The fleet's last workers compute prompts for the others, of those that have more to compute than the next."""
-    max_local_prefill_tokens: int = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
+    """The fleet's last workers compute prompts for the others."""
 
 
 class Simulation:
@@ -168,7 +167,7 @@ class Simulation:
         asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._others(), job
         if self._prefill_workers:
             local_idx = driver.prefer(now_s, *asked, among)
-            if is_worth_handing_over(prompt, by_worker[local_idx], self._conditions.max_local_prefill_tokens):
+            if is_worth_handing_over(prompt, by_worker[local_idx], DEFAULT_MAX_LOCAL_PREFILL_TOKENS):
                 sent = Job(("prefill", job.request_id), request, now_s, computes_for=job)
                 among = list(self._prefill_workers)
         self._workers[driver.route(now_s, sent.request_id, *asked, among)].take(sent, now_s)
@@ -272,7 +271,7 @@ def work_left(
             first = pool.first_needed(request.num_tokens)
             pool.leave(blocks[pool.first_needed(num_tokens) : first], 0.0)
             pool.leave_request(blocks, request.answer_blocks, 0.0)
-            pool.leave(reversed(blocks[first:]), 0.0)
+            pool.leave(blocks[first:][::-1], 0.0)
             pool.evict(0.0)
     return num_found, left_s
 

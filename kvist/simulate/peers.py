@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
-from kvist.simulate.driver import Counts, Depths, Driver, Hashes, make_driver
+from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, make_driver
 
 
 class _Ask(NamedTuple):
@@ -34,7 +34,7 @@ class _Ask(NamedTuple):
     depths: list[int]
     """Blocks in slower tiers count for a part, by the credits that Dynamo's router and ours have."""
     held: Counts
-    is_fetched: bool
+    is_fetched: bool = False
 
 
 @dataclass(slots=True)
@@ -76,46 +76,28 @@ class _Peer:
         """Return what a worker would have to compute."""
         return 0 if ask.is_fetched else ask.num_tokens - ask.depths[idx] * self.block_size
 
-    def route(
-        self,
-        now_s: float,
-        request_id: Hashable,
-        block_hashes: Hashes,
-        num_tokens: int,
-        depths: Depths,
-        held: Counts,
-        among: Sequence[int] | None = None,
-        *,
-        is_fetched: bool = False,
-    ) -> int:
-        ask = self._ask(now_s, block_hashes, num_tokens, depths, held, among, is_fetched)
+    def route(self, now_s: float, request_id: Hashable, *asked: Any, is_fetched: bool = False) -> int:
+        ask = self._ask(now_s, *asked)._replace(is_fetched=is_fetched)
         idx = self.choose(ask)
         request = _Running(idx, ask, self.new_tokens(ask, idx))
         self._requests[request_id] = request
         self.running[idx] += 1
         self.prefill_tokens[idx] += request.num_uncached_tokens
-        self.tokens_in_flight[idx] += num_tokens
+        self.tokens_in_flight[idx] += ask.num_tokens
         self.count(request, 1)
         return idx
 
-    def prefer(self, *asked: Any) -> int:
-        return self.choose(self._ask(*asked))
+    def prefer(self, now_s: float, *asked: Any) -> int:
+        return self.choose(self._ask(now_s, *asked))
 
     def _ask(
-        self,
-        now_s: float,
-        block_hashes: Hashes,
-        num_tokens: int,
-        depths: Depths,
-        held: Counts,
-        among: Sequence[int] | None = None,
-        is_fetched: bool = False,
+        self, now_s: float, blocks: Hashes, num_tokens: int, depths: Depths, held: Counts, among: Among = None
     ) -> _Ask:
         self.workers = among or range(len(depths))
         most = max(0, num_tokens - 1) // self.block_size
         by_tier = np.minimum(np.asarray(depths).reshape(len(depths), -1), most)
         counted = np.diff(by_tier, axis=1, prepend=0) @ np.array(DEFAULT_TIER_CREDITS[: by_tier.shape[1]])
-        return _Ask(now_s, tuple(block_hashes), num_tokens, counted.astype(int).tolist(), held, is_fetched)
+        return _Ask(now_s, tuple(blocks), num_tokens, counted.astype(int).tolist(), held)
 
     def answered(self, now_s: float, request_id: Hashable) -> None:  # noqa: ARG002
         request = self._requests[request_id]

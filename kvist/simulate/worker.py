@@ -6,7 +6,8 @@ takes a fixed time, time for each prompt token, more the further back it looks, 
     step_s + prefill_s · Σ (1 + α · position) + context_s · Σ context
 
 Running requests hold their blocks, and those that their answers will fill; a prompt waits until there is room. Prompts
-are cached from their first token on. Answers take room, too, and are found again by requests that name their blocks.
+are cached step by step, as vLLM and SGLang do: who comes next in the same step finds them. Answers take room, too, and
+are found again by requests that name their blocks.
 What is found on the host is fetched in the step that begins with its prompt, at what the policy takes for its price.
 """
 
@@ -165,6 +166,7 @@ class Worker:
             prefill_s += machine.prefill_time_s(job.num_computed_tokens, job.num_computed_tokens + num)
             job.num_computed_tokens += num
             budget -= num
+            self._cache(job, job.num_computed_tokens - num, now_s)
             if job.num_computed_tokens == job.request.num_tokens:
                 self._finishing.append(self._prefilling.popleft())
         is_prefilling = bool(self._prefilling or self._finishing)
@@ -196,6 +198,15 @@ class Worker:
         job.num_computed_tokens = num_tokens if job.computed_by is None else request.num_tokens
         return self._machine.fetch_time_s(num_gpu_tokens, num_tokens)
 
+    def _cache(self, job: Job, begin: int, now_s: float) -> None:
+        """Let others find what a step computes of a prompt, from this step on."""
+        blocks, num_tokens = job.request.blocks, job.num_computed_tokens
+        longest = job.request.num_tokens + job.num_output_tokens
+        step_tokens = MAX_STEP_TOKENS if num_tokens < job.request.num_tokens else 1
+        for pool in self._pools:
+            pool.leave(blocks[begin // self._block_size : pool.first_needed(num_tokens)], now_s)
+        self._hold(job, [pool.hold(blocks, num_tokens, longest, step_tokens) for pool in self._pools], now_s)
+
     def _hold(self, job: Job, holds: Sequence[Hold], now_s: float) -> None:
         befores, job.holds = job.holds, holds
         for pool, before, hold in zip(self._pools, befores, holds, strict=True):
@@ -203,11 +214,7 @@ class Worker:
             pool.evict(now_s)
 
     def _answer(self, job: Job, now_s: float) -> None:
-        request, num_found = job.request, job.num_cached_tokens // self._block_size
-        longest = request.num_tokens + job.num_output_tokens
-        for pool in self._pools:
-            pool.leave(request.blocks[num_found : pool.first_needed(request.num_tokens)], now_s)
-        self._hold(job, [pool.hold(request.blocks, request.num_tokens, longest, 1) for pool in self._pools], now_s)
+        request = job.request
         job.answered_at_s = min(job.answered_at_s, now_s)
         self._index.answered(self._idx, request, now_s)
         self._driver.answered(now_s, job.request_id)

@@ -20,7 +20,7 @@ from kvist.simulate.worker import Machine
 
 def recorded(machines: list[Machine], load: float) -> Iterator[TraceLine]:
     """Yield what a router would have recorded of a fleet."""
-    trace = at_load(tool_agents(900), machines, load, seed=1)
+    trace = at_load(tool_agents(1200), machines, load, seed=1)
     driver: Any = POLICIES["least-loaded"](num_workers=len(machines), block_size=trace.block_size)
     simulation = Simulation(trace, machines, driver)
     workers: dict[int, int] = {}

@@ -135,13 +135,13 @@ def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
     depths = [simulation.index.depths(each.blocks, inf) for each in trace.requests]
     for idx, worker in enumerate(simulation._workers):
         assert worker._context_tokens == 0
-        for pool, by_tier in zip(worker._pools, simulation.index._holders, strict=True):
+        for pool, by_tier in zip(worker._pools, simulation.index._held[idx], strict=True):
             assert not pool.pinned
             assert pool.num_own == 0
             held = [pool.idle, pool.host][: len(by_tier)]
-            for blocks, capacity, holders in zip(held, (pool.num_blocks, pool.num_on_host), by_tier, strict=False):
-                assert len(blocks) <= capacity
-                assert {block for block, workers in holders.items() if workers >> idx & 1} == set(blocks)
+            assert [set(blocks) for blocks in held] == by_tier
+            assert len(pool.idle) <= pool.num_blocks
+            assert len(pool.host) <= pool.num_on_host
             assert not set(pool.idle) & set(pool.host)
         for each, depth in zip(trace.requests, depths, strict=True):
             in_caches = found(worker._pools, each.blocks, each.num_tokens + 1, trace.block_size)

@@ -57,8 +57,6 @@ class Identity(msgspec.Struct, frozen=True):
     started_s: float | None = None
     cache_block: tuple[int | None, str | None] = (None, None)
     bootstrap_port: int | None = None
-    model_paths: tuple[str, ...] = ()
-    """Where it says that its tokeniser is, or its model: directories, or names on the Hugging Face Hub."""
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether this is another process than the one that said so earlier, by what both said."""
@@ -151,12 +149,12 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         answer = None  # another engine's page
     if not isinstance(answer, dict):
         return Identity()
-    known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=_model_paths(answer))
+    num_tokens = _num_cache_tokens(answer)
     try:
         if "disaggregation_mode" in answer:
-            return _sglang_identity(answer, known)
+            return _sglang_identity(answer, num_tokens)
         if answer.get("engine") != "kvist":
-            return known
+            return Identity(num_cache_tokens=num_tokens)
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
@@ -164,27 +162,20 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
     size = info.data_parallel_size
     identity = Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
-    told = {"num_cache_tokens": known.num_cache_tokens, "model_paths": known.model_paths}
-    return msgspec.structs.replace(identity, cache_block=(info.block_size, None), **told)
+    return msgspec.structs.replace(identity, num_cache_tokens=num_tokens, cache_block=(info.block_size, None))
 
 
-def _sglang_identity(said: Mapping[str, Any], known: Identity) -> Identity:
+def _sglang_identity(said: Mapping[str, Any], num_cache_tokens: int | None) -> Identity:
     mode = said["disaggregation_mode"]
     values = {
         "engine": "sglang",
         "version": said.get("version"),
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
-        "num_cache_tokens": known.num_cache_tokens,
-        "model_paths": known.model_paths,
+        "num_cache_tokens": num_cache_tokens,
         "cache_block": [said.get("page_size"), said.get("kv_cache_dtype")],
         "bootstrap_port": said.get("disaggregation_bootstrap_port"),
     }
     return msgspec.convert(values, Identity)
-
-
-def _model_paths(server_info: dict[str, Any]) -> tuple[str, ...]:
-    paths = [server_info.get(name) for name in ("tokenizer_path", "model_path")]
-    return tuple(path for path in paths if isinstance(path, str) and path)
 
 
 def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
