@@ -142,7 +142,8 @@ class _Attempt(ResponseReceiver):
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
         if self._priced is not None:
-            self._priced.finish(self.owner.router.now_s())
+            is_told = status == HTTPStatus.OK and self.usage is not None
+            self._priced.finish(self.owner.router.now_s(), self.num_output_tokens if is_told else None)
         self._worker.unanswered.discard(self)
         if self._is_trial:
             self._breaker.abandon()
@@ -266,8 +267,8 @@ class AnswerAttempt(_Attempt):
         if self._is_kept and self.status == HTTPStatus.OK:
             worker, is_event = decision.chosen.target.worker, self.is_event_stream
             router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
-        self._end(self.status)
         usage = self.usage = self._usage.usage()
+        self._end(self.status)
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
         if self.status == HTTPStatus.OK:

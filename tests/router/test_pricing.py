@@ -42,6 +42,27 @@ async def test_a_worker_whose_first_tokens_come_late_is_priced_as_slow(worker, r
         assert seconds[slow.url]["compute"] > 1.05 * seconds[fast.url]["compute"]
 
 
+async def test_a_worker_whose_answers_take_longer_is_priced_as_slow_though_none_is_streamed(
+    worker, router, http_bytes
+) -> None:
+    def whole_after(seconds: float) -> Any:
+        async def answer(_: Any, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(seconds)
+            writer.write(http_bytes.response(http_bytes.completion()))
+
+        return answer
+
+    async with (
+        worker(answer=whole_after(0.0)) as fast,
+        worker(answer=whole_after(0.25)) as slow,
+        router(fast.url, slow.url, block_size=16, expected_cache_tokens=0) as front,
+    ):
+        for start in range(24):
+            await asyncio.gather(*(front.complete([start * 2 + at, *TOKENS]) for at in range(2)))
+        seconds = await seconds_of(front, TOKENS)
+        assert seconds[slow.url]["compute"] > 1.05 * seconds[fast.url]["compute"]
+
+
 @pytest.mark.parametrize("status", [400, 500])
 async def test_nothing_is_learnt_from_an_answer_that_computed_nothing(worker, router, http_bytes, status) -> None:
     async with (

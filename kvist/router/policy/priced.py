@@ -86,17 +86,18 @@ class Dispatched:
             self.num_tokens += num
             self.all_work.add_context(self.rank, num)
 
-    def finish(self, now_s: float) -> None:
+    def finish(self, now_s: float, num_output_tokens: int | None = None) -> None:
         """Take note that the request ended, however it did; further calls change nothing.
 
-        A streamed one without a first token was not computed; of one that is not streamed nobody can tell.
+        A streamed one without a first token was not computed; of one that is not streamed nobody can tell, but from an
+        answer that says how long it is.
         """
         if self.has_ended:
             return
         if self.is_waiting:
             self.all_work.withdraw(now_s, self.rank, self.work)
         elif not self.is_streamed:
-            self.all_work.end_whole(self.rank, self.work)
+            self.all_work.end_whole(now_s, self.rank, self.work, self.dispatched_at_s, num_output_tokens)
         if not self.is_settled:
             self._settle(now_s, is_computed=not self.is_waiting)
         self.all_work.add_context(self.rank, -self.num_tokens)

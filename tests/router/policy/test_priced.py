@@ -162,6 +162,37 @@ def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_
     assert UNIT_S < fast < 1.5 * UNIT_S
 
 
+def test_answers_that_are_not_streamed_tell_who_is_slower_than_others_and_not_how_fast_all_are() -> None:
+    policy, now_s, step_s = policy_of(3), 0.0, 0.02
+    for turn in range(200):
+        for rank, slowness, num_tokens in ((0, 1, 500), (1, 1, 5), (2, 3, 50)):  # one has the long answers
+            request = send(policy, now_s, rank, 8000, turn, is_streamed=False)
+            request.finish(now_s + (request.work * UNIT_S + num_tokens * step_s) * slowness, num_tokens)
+        now_s += 40.0
+    long, short, slow = policy.weigh(now_s, 10, (), [0, 0, 0]).load.unit_s
+    assert 1.5 < slow / long < 3.5
+    assert 0.8 < long / short < 1.25
+    assert sum((long, short, slow)) / 3 == pytest.approx(UNIT_S, rel=0.1)
+
+
+def test_nothing_is_learnt_from_answers_that_do_not_say_how_long_they_are() -> None:
+    policy = policy_of(2)
+    for now_s in range(100):
+        send(policy, float(now_s), 0, 8000, is_streamed=False).finish(now_s + 30.0)
+    assert list(policy.weigh(200.0, 10, (), [0, 0]).load.unit_s) == pytest.approx([UNIT_S] * 2)
+
+
+def test_nothing_is_learnt_from_a_first_token_that_came_after_prompts_which_are_not_streamed() -> None:
+    policy = policy_of(2)
+    for turn in range(100):
+        others = [send(policy, turn * 10.0, 0, 8000, name, is_streamed=False) for name in range(5)]
+        request = send(policy, turn * 10.0, 0, 8000, turn)
+        request.answered(turn * 10.0 + 6 * request.work * UNIT_S)
+        for each in (request, *others):
+            each.finish(turn * 10.0 + 5.0)
+    assert list(policy.weigh(2000.0, 10, (), [0, 0]).load.unit_s) == pytest.approx([UNIT_S] * 2)
+
+
 def test_a_prompt_in_flight_counts_as_cached_where_it_runs_and_only_there() -> None:
     policy = policy_of(3)
     running = send(policy, 10.0, 1, 4000)

@@ -89,7 +89,7 @@ async def test_four_fronts_decide_as_one_process_does(
         monkeypatch.setattr(f"{module}.draw", lambda chances, _: chances.index(max(chances)))
     now_s = 0.0  # the same for all: who is asked a millisecond later may decide otherwise
     for owner, names in (
-        (WorkRows, ("read", "dispatch", "answer", "withdraw")),
+        (WorkRows, ("read", "dispatch", "answer", "withdraw", "end_whole")),
         (PromptsInFlight, ("depths", "add", "settle")),
     ):
         for name in names:
