@@ -8,7 +8,6 @@ alternating updates (Baykal et al. 2023, arXiv:2301.13310); streams are `[num_st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
@@ -18,58 +17,10 @@ from torch.nn import functional
 from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig, MoeConfig
 from kvist.engine.models.decoder import Decoder, DecoderLayer
-from kvist.engine.models.layers import BareNorm, Embedding, GatedMlp, Linear, RMSNorm, Rotary, activate, hidden_norm
+from kvist.engine.models.layers import GatedMlp, Linear, RMSNorm, Rotary, activate, hidden_norm
 from kvist.engine.models.moe import Experts, choose_experts
 
 _MIN_MEAN_SQUARE = 1e-5  # of a stream that is brought to another one's magnitude
-
-
-class PerLayerInputs(nn.Module):
-    """What each layer is given: the token's own numbers, and as many projected from its embedding."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        inputs = config.per_layer_inputs
-        assert inputs is not None
-        self._vocab_size, self._size, total = inputs.vocab_size, inputs.size, inputs.size * len(config.layers)
-        self.embed_tokens_per_layer = Embedding(inputs.vocab_size, total)
-        self.per_layer_model_projection = Linear(config.hidden_size, total)
-        self.per_layer_projection_norm = RMSNorm(inputs.size, config.norm_eps, config.norm_offset)
-        self._projection_scale = config.hidden_size**-0.5
-        # Rounded to the weights' dtype first, as the checkpoints were trained.
-        dtype = self.embed_tokens_per_layer.weight.dtype
-        self._embedding_scale = torch.tensor(inputs.size**0.5, device="cpu").to(dtype).item()
-
-    def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, num_layers, size]`; `embedded` is what the first layer sees, `[num_tokens, hidden]`.
-
-        A token that the table lacks has the numbers of token 0.
-        """
-        in_table = input_ids.masked_fill(input_ids >= self._vocab_size, 0)
-        own = self.embed_tokens_per_layer(in_table) * self._embedding_scale
-        projected = self.per_layer_model_projection(embedded) * self._projection_scale
-        by_layer = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self._size)))
-        given: torch.Tensor = (by_layer + own.view_as(by_layer)) * math.sqrt(0.5)
-        return given
-
-
-class PerLayerGate(nn.Module):
-    """What a layer makes of its input: norm(project(activation(gate(x)) * input))."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        inputs = config.per_layer_inputs
-        assert inputs is not None
-        self._activation = config.activation
-        self.per_layer_input_gate = Linear(config.hidden_size, inputs.size)
-        self.per_layer_projection = Linear(inputs.size, config.hidden_size)
-        self.post_per_layer_input_norm = hidden_norm(config)
-
-    def forward(self, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`, to be added to the residual; `given` is `[num_tokens, size]`."""
-        gated = activate(self._activation, self.per_layer_input_gate(hidden)) * given
-        mixed: torch.Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return mixed
 
 
 class Gemma4Router(nn.Module):
@@ -78,10 +29,13 @@ class Gemma4Router(nn.Module):
     def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
         self._top_k, self._is_normalised = moe.top_k, moe.is_normalised
-        self._norm, self._root_scale = BareNorm(config.hidden_size, config.norm_eps), config.hidden_size**-0.5
-        self.scale = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self._norm, self._root_scale = (
+            RMSNorm(config.hidden_size, config.norm_eps, has_weight=False),
+            config.hidden_size**-0.5,
+        )
+        self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.proj = Linear(config.hidden_size, moe.num_experts)
-        self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
+        self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and weights `[num_tokens, top_k]` of each token's experts."""
@@ -102,8 +56,7 @@ class ParallelExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        mixed: torch.Tensor = self.expert_out_norm(self.experts(self.expert_norm(hidden), *self.router(hidden)))
-        return mixed
+        return self.expert_out_norm(self.experts(self.expert_norm(hidden), *self.router(hidden)))
 
 
 class Gemma4Layer(DecoderLayer):
@@ -111,27 +64,17 @@ class Gemma4Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, window: int | None) -> None:
         super().__init__(config, layer, window)
-        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
-        self._has_experts, self._has_input = layer.moe is not None, config.per_layer_inputs is not None
+        self.layer_scalar = nn.Parameter(torch.empty(1))
+        self._has_experts = layer.moe is not None
         if layer.moe is not None:
             self.dense_out_norm = hidden_norm(config)
             self.parallel_experts = ParallelExperts(config, layer.moe)
-        if config.per_layer_inputs is not None:
-            self.per_layer_gate = PerLayerGate(config)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: Rotary,
-        pages: LayerPages,
-        given: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages, given: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the residual stream after this layer; `given` is its input `[num_tokens, size]`, where it has one."""
-        hidden = super().forward(hidden, batch, rotary, pages)
-        if self._has_input:
-            hidden = hidden + self.per_layer_gate(hidden, given)
-        return hidden * self.layer_scalar
+        """Return the residual stream after this layer."""
+        return super().forward(hidden, batch, rotary, pages, given) * self.layer_scalar
 
     def _make_mlp(self, config: ModelConfig, layer: LayerConfig) -> nn.Module:
         return GatedMlp(config, layer.intermediate_size)
@@ -142,22 +85,9 @@ class Gemma4Layer(DecoderLayer):
 
 
 class Gemma4Decoder(Decoder):
-    """A decoder that hands each layer its input."""
+    """A decoder of such layers."""
 
     layer_class = Gemma4Layer
-
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
-        super().__init__(config, max_model_len)
-        self.per_layer_inputs = None if config.per_layer_inputs is None else PerLayerInputs(config)
-
-    def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        given: Sequence[torch.Tensor | None] = [None] * len(self.layers)
-        if self.per_layer_inputs is not None:
-            given = self.per_layer_inputs(batch.input_ids, hidden).unbind(1)
-        rotaries = self.rotaries(batch)
-        for layer, rotary, pages, own in zip(self.layers, rotaries, batch.layers, given, strict=True):
-            hidden = layer(hidden, batch, rotary, pages, own)
-        return hidden
 
 
 class AltUp(nn.Module):
@@ -171,7 +101,7 @@ class AltUp(nn.Module):
         self.modality_router = Linear(config.hidden_size, own.num_streams)
         self.prediction_coefs = Linear(own.num_streams, own.num_streams**2)
         self.correction_coefs = Linear(own.num_streams, own.num_streams)
-        self.correct_output_scale = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.correct_output_scale = nn.Parameter(torch.empty(config.hidden_size))
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
         """Return each stream plus a mixture of all, whose weights depend on the token's active stream."""
@@ -182,8 +112,7 @@ class AltUp(nn.Module):
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         """Return the predicted streams, each moved by its share of what the layer found beyond the prediction."""
         shares = self.correction_coefs(self._modalities(computed)) + 1.0
-        corrected: torch.Tensor = predicted + shares.T.unsqueeze(-1) * (computed - predicted[self._active])
-        return corrected
+        return predicted + shares.T.unsqueeze(-1) * (computed - predicted[self._active])
 
     def _modalities(self, hidden: torch.Tensor) -> torch.Tensor:
         routed = self.modality_router(self.router_norm(hidden) * self._router_scale)
@@ -201,8 +130,7 @@ class Laurel(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
-        added: torch.Tensor = hidden + self.post_laurel_norm(self.linear_right(self.linear_left(hidden)))
-        return added
+        return hidden + self.post_laurel_norm(self.linear_right(self.linear_left(hidden)))
 
 
 class SparseGateMlp(GatedMlp):
@@ -220,8 +148,7 @@ class SparseGateMlp(GatedMlp):
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         deviation, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
         gate = functional.relu(gate - (mean + deviation * self._num_deviations))
-        projected: torch.Tensor = self.down_proj(activate(self._activation, gate) * up)
-        return projected
+        return self.down_proj(activate(self._activation, gate) * up)
 
 
 class Gemma3nLayer(DecoderLayer):
@@ -233,15 +160,9 @@ class Gemma3nLayer(DecoderLayer):
         self._active, self._has_output_scale = config.gemma3n.active_stream, config.gemma3n.has_output_scale
         self.altup = AltUp(config, config.gemma3n)
         self.laurel = Laurel(config, config.gemma3n.laurel_rank)
-        self.per_layer_gate = PerLayerGate(config)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: Rotary,
-        pages: LayerPages,
-        given: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages, given: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the streams after this layer, from the streams before it and its input `[num_tokens, size]`."""
         predicted = self.altup.predict(hidden)
@@ -250,6 +171,7 @@ class Gemma3nLayer(DecoderLayer):
         active = corrected[self._active]
         if self._has_output_scale:
             active = active * self.altup.correct_output_scale
+        assert self.per_layer_gate is not None
         # Into all but the first stream, whichever is the active one: as the checkpoints were trained.
         corrected[1:] += self.per_layer_gate(active, given)
         return corrected
@@ -258,8 +180,7 @@ class Gemma3nLayer(DecoderLayer):
         normed = self.attn_norm(hidden)
         attended = hidden + self.attn_out_norm(self.self_attn(normed, batch, rotary, pages))
         mixed = (attended + self.laurel(normed)) * math.sqrt(0.5)
-        computed: torch.Tensor = mixed + self.mlp_out_norm(self._feed_forward(mixed))
-        return computed
+        return mixed + self.mlp_out_norm(self._feed_forward(mixed))
 
     def _make_mlp(self, config: ModelConfig, layer: LayerConfig) -> nn.Module:
         if not layer.activation_sparsity:
@@ -276,25 +197,16 @@ class Gemma3nDecoder(Decoder):
         super().__init__(config, max_model_len)
         assert config.gemma3n is not None
         others = range(1, config.gemma3n.num_streams)
-        self.per_layer_inputs = PerLayerInputs(config)
         self.altup_projections = nn.ModuleList(Linear(config.hidden_size, config.hidden_size) for _ in others)
         self.altup_unembed_projections = nn.ModuleList(Linear(config.hidden_size, config.hidden_size) for _ in others)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' hidden states `[num_logit_rows, hidden_size]`; fills the step's cache slots."""
-        streams = self.run_layers(self.embed_tokens(batch.input_ids) * self._embedding_scale, batch)
-        first, *others = streams[:, batch.logit_rows]
+        embedded = self.embed_tokens(batch.input_ids)
+        streams = _joined(embedded, [project(embedded) for project in self.altup_projections])
+        first, *others = self.run_layers(streams, embedded, batch)[:, batch.logit_rows]
         projected = [project(each) for project, each in zip(self.altup_unembed_projections, others, strict=True)]
-        normed: torch.Tensor = self.norm(_joined(first, projected).mean(dim=0))
-        return normed
-
-    def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return the streams after the last layer, from the embedding."""
-        streams = _joined(hidden, [project(hidden) for project in self.altup_projections])
-        inputs = self.per_layer_inputs(batch.input_ids, hidden).unbind(1)
-        for layer, rotary, pages, given in zip(self.layers, self.rotaries(batch), batch.layers, inputs, strict=True):
-            streams = layer(streams, batch, rotary, pages, given)
-        return streams
+        return self.norm(_joined(first, projected).mean(dim=0))
 
 
 def _joined(first: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:

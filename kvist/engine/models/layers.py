@@ -17,41 +17,25 @@ from kvist.kernels import paged_decode, paged_prefill, write_kv
 Rotary: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[num_tokens, 1, head_dim / 2]` each
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 and cast back; the family's offset is in the weight already."""
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, in float32 and cast back; the family's offset is in the weight already, if there is one."""
 
-    def __init__(self, size: int, eps: float, offset: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+    def __init__(self, size: int, eps: float, offset: float = 0.0, has_weight: bool = True) -> None:
+        super().__init__(size, eps, has_weight, dtype=torch.float32)
         self.offset = offset
-        self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+        return super().forward(x.float()).to(x.dtype)
 
 
-class BareNorm(nn.Module):
-    """x / rms(x), in float32 and cast back: a norm without a weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self._shape, self._eps = (size,), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x.float(), self._shape, None, self._eps).to(x.dtype)
-
-
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """x @ weight.T + bias, with parameters left uninitialised for the checkpoint to fill."""
 
     def __init__(self, in_features: int, out_features: int, has_bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if has_bias else None
+        super().__init__(in_features, out_features, has_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[..., out_features]`."""
-        return functional.linear(x, self.weight, self.bias)
+    def reset_parameters(self) -> None:
+        """Do nothing."""
 
 
 class RowParallelLinear(Linear):
@@ -64,16 +48,20 @@ class RowParallelLinear(Linear):
         return out if self.bias is None else out + self.bias
 
 
-class Embedding(nn.Module):
-    """A row of the weight a token id, uninitialised as in `Linear`."""
+class Embedding(nn.Embedding):
+    """A row of the weight a token id, uninitialised as in `Linear`, times a scale."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+    def __init__(self, vocab_size: int, size: int, scale: float) -> None:
+        super().__init__(vocab_size, size)
+        # Rounded to the weights' dtype first, as the checkpoints were trained.
+        self._scale = torch.tensor(scale, device="cpu").to(self.weight.dtype).item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`."""
-        return functional.embedding(token_ids, self.weight)
+        """Return `[num_tokens, size]`."""
+        return super().forward(token_ids) * self._scale
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
 
 
 class PackedLinear(Linear):
@@ -161,12 +149,14 @@ class Attention(nn.Module):
         if self._has_own_kv:
             parts |= {"k_proj": kv_size} if layer.is_value_key else {"k_proj": kv_size, "v_proj": kv_size}
             self.k_norm = _head_norm(config, layer.head_dim)
-            self.v_norm = BareNorm(layer.head_dim, config.norm_eps) if config.has_v_norm else nn.Identity()
+            self.v_norm = (
+                RMSNorm(layer.head_dim, config.norm_eps, has_weight=False) if config.has_v_norm else nn.Identity()
+            )
         self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
         self.q_norm = _head_norm(config, layer.head_dim)
         self.o_proj = _joining_linear(config, size, config.has_attention_bias)
         sinks = torch.empty(config.num_heads, dtype=torch.float32)
-        self.sinks = nn.Parameter(sinks, requires_grad=False) if config.has_sinks else None
+        self.sinks = nn.Parameter(sinks) if config.has_sinks else None
 
     def forward(self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `pages` first, if it has any."""
@@ -176,8 +166,7 @@ class Attention(nn.Module):
             keys_values = heads[:, self._num_heads :]  # Without a value projection both halves are the keys.
             key, value = keys_values[:, : self._num_kv_heads], keys_values[:, -self._num_kv_heads :]
             write_kv(apply_rotary(self.k_norm(key), *rotary), self.v_norm(value), pages.cache, pages.slot_mapping)
-        attended: torch.Tensor = self.o_proj(self._attend(query, batch, pages).flatten(1))
-        return attended
+        return self.o_proj(self._attend(query, batch, pages).flatten(1))
 
     def _attend(self, query: torch.Tensor, batch: ForwardBatch, pages: LayerPages) -> torch.Tensor:
         decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
@@ -221,8 +210,7 @@ class GatedMlp(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        projected: torch.Tensor = self.down_proj(activate(self._activation, gate) * up)
-        return projected
+        return self.down_proj(activate(self._activation, gate) * up)
 
 
 def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,7 @@ class SparseMlp(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
         expert_ids, weights = choose_experts(self.router(hidden), self._top_k, self._is_normalised)
-        mixed: torch.Tensor = self.experts(hidden, expert_ids, weights)
-        return mixed
+        return self.experts(hidden, expert_ids, weights)
 
 
 def choose_experts(scores: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,4 +102,4 @@ def clamped_swiglu(gate_up: torch.Tensor, swiglu: ClampedSwiglu) -> torch.Tensor
 
 
 def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+    return nn.Parameter(torch.empty(shape))

@@ -28,6 +28,7 @@ class CausalLM(nn.Module):
         self.model = _DECODERS.get(config.architecture, Decoder)(config, max_model_len)
         if not config.has_tied_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.requires_grad_(False)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`."""

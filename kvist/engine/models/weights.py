@@ -55,7 +55,7 @@ def load_model(
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
     for module in model.modules():
-        if isinstance(module, RMSNorm):
+        if isinstance(module, RMSNorm) and module.elementwise_affine:
             module.weight.add_(module.offset)
     return model
 

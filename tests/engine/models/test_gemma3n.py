@@ -78,7 +78,7 @@ def test_what_cannot_be_run_is_refused_by_name(edited: Edit, changes: dict[str, 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.95])
 def test_a_sparse_gate_passes_about_that_share_less_of_a_bell_curve(edited: Edit, sparsity: float) -> None:
     size = 4096
-    mlp = SparseGateMlp(load_model_config(edited(hidden_size=1)), size, sparsity)
+    mlp = SparseGateMlp(load_model_config(edited(hidden_size=1)), size, sparsity).requires_grad_(False)
     torch.manual_seed(0)
     gate = 3.0 + 2.0 * torch.randn(size)
     mlp.gate_up_proj.weight.copy_(torch.cat([gate, torch.ones(size)]).unsqueeze(-1))

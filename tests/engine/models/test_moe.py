@@ -26,7 +26,7 @@ def make_experts() -> Experts:
         layers=(),
         attention_scale=1.0,
     )
-    experts = Experts(config, MoeConfig(NUM_EXPERTS, 2, SIZE, is_normalised=True))
+    experts = Experts(config, MoeConfig(NUM_EXPERTS, 2, SIZE, is_normalised=True)).requires_grad_(False)
     for parameter in experts.parameters():
         parameter.normal_()
     return experts
