@@ -25,8 +25,7 @@ from _paced_sidecar import Outcome, PacedStream, follow_paced
 from kvist.events import FULL, EngineStored
 from kvist.events.transports import Endpoint, Message, ReplaySource
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher.sidecar import LIMITS
-from kvist.publisher.sidecar_feed import SidecarFeed
+from kvist.publisher.sidecar import LIMITS, SidecarFeed
 
 BLOCK_SIZE = 16
 NUM_CACHED_BLOCKS = 20_000

@@ -23,7 +23,7 @@ from kvist.transfer.ranks import RankedTransfers
 from kvist.transfer.service import FollowerInlet, KvTransferService, make_hello
 
 if TYPE_CHECKING:
-    from kvist.cli._serve_config import ServeConfig
+    from kvist.cli.serve import ServeConfig
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
     from kvist.kvcache import WindowPlan

@@ -19,9 +19,8 @@ from kvist.errors import InvalidValueError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
-from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.script import Line, Pace, Script
-from kvist.replay.statistics import StatisticsCollector
+from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_text, svg_plot
 
 if TYPE_CHECKING:
     from kvist.replay.indexing import IndexPlayer
@@ -90,7 +89,7 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
 
 def compare(args: argparse.Namespace, script: Script) -> int:
     """Print how what is held in the end differs from what another recording or index has; return 1 if it does."""
-    from kvist.replay.holdings import chunks_of_dump, differences, holdings_of
+    from kvist.replay.indexing import chunks_of_dump, differences, holdings_of
 
     with _indexed(args, script) as (player, block_size):
         player.report()

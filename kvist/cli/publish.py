@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cli._engine_process import EngineProcess, find_engines
 from kvist.cli._terminal import finish, on_signal
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint
+from kvist.publisher.engine_config import EngineProcess, find_engines
 
 if TYPE_CHECKING:
     from kvist.events.engine_events import KnownWindow

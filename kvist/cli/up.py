@@ -1,20 +1,35 @@
 """`kvist up`: a router and bundled workers from one command, with real requests and where each went.
 
-Router and workers are the ordinary `kvist route` and `kvist serve` commands, run as child processes.
+Router and workers are the ordinary `kvist route` and `kvist serve` commands, run as child processes. The conversations
+of the demo have several turns and share system prompts, as those of a fleet of assistants do. Two routers stand in
+front of the same workers; one routes by prefix, the other round robin. Each run starts on flushed caches and the order
+alternates, so that neither policy profits from the other's blocks or from a warm machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
+import inspect
 import json
+import os.path
+import queue
 import re
+import shutil
+import statistics
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self
+from random import Random
+from typing import TYPE_CHECKING, Any, Self
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from kvist.cli._terminal import on_signal
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
@@ -22,7 +37,6 @@ from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvist.cli._demo import DemoResult, Served
 
 HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
 
@@ -135,8 +149,6 @@ async def _demo(
     args: argparse.Namespace, group: ProcessGroup, console: Console, worker_urls: list[str], router_url: str
 ) -> int:
     """Run the demo and show it; the exit code tells whether every request completed."""
-    from kvist.cli._demo import fetch, metric, run_demo, summary, transfer_summary
-
     with console.status("Compiling the index, once on this machine …"):
         while json.loads(fetch(router_url, "/health"))["cold_start_s"] is None:  # noqa: ASYNC110 - another process
             await asyncio.sleep(_LOOK_S)
@@ -258,3 +270,206 @@ class ProcessGroup:
         except TimeoutError:
             raise ProcessStartError(name, f"not ready after {_START_TIMEOUT_S:g} s") from None
         raise ProcessStartError(name, f"ended with exit code {await process.wait()} before it was ready")
+
+
+_NUM_ROUNDS = 2
+_NUM_CLIENTS = 4
+_MAX_TOKENS = 24
+_REQUEST_TIMEOUT_S = 120.0
+_SETTLE_TIMEOUT_S = 10.0
+_MAX_QUOTE_CHARS = 240
+
+_open = build_opener(ProxyHandler({})).open  # of this machine, whatever proxy the environment names
+
+_RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
+exception, name the exception and the condition. When an argument has a default value, state the default value. When the
+behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
+module, a function or an argument. Prefer the simplest function of the standard library that does the job."""
+
+_FILES = f"You are an assistant for people who work with files and paths in Python. {_RULES}"
+_TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
+_CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
+
+# Six conversations over three system prompts: the user asks about one function after the other.
+_CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
+    (_FILES, (os.path.join, os.path.abspath, os.walk, os.makedirs, os.path.split)),
+    (_TEXT, (re.compile, re.findall, re.sub, str.split, str.replace)),
+    (_CONCURRENCY, (threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep)),
+    (_FILES, (shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which)),
+    (_TEXT, (str.strip, str.join, str.format, re.escape, re.split)),
+    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request as its client saw it, by the function it asks about; `error` tells why it did not complete."""
+
+    title: str
+    worker: str = ""
+    prefill_worker: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    answer: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Everything both policies served, in the order in which requests ended."""
+
+    routed: list[Served]
+    baseline: list[Served]
+
+
+async def run_demo(
+    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Callable[[Served], None]
+) -> DemoResult:
+    """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
+    result = DemoResult([], [])
+    warm_up = [{"role": "user", "content": "Hello"}]
+    await asyncio.gather(*(asyncio.to_thread(_ask, url, model, "", warm_up) for url in worker_urls))
+    runs = [(router_url, result.routed), (baseline_url, result.baseline)]
+    for round_idx in range(_NUM_ROUNDS):
+        for url, served in runs if round_idx % 2 == 0 else reversed(runs):
+            await asyncio.to_thread(_flush, worker_urls, router_url)
+            await _converse(url, model, Random(round_idx), served, progress)
+    return result
+
+
+def summary(result: DemoResult, events_filtered: int) -> dict[str, Any]:
+    """Return the facts of the demo under the names that `--json` prints."""
+    facts: dict[str, Any] = {}
+    for prefix, requests in (("", result.routed), ("baseline_", result.baseline)):
+        completed = [served for served in requests if served.error is None]
+        times_s = [served.ttft_s for served in completed]
+        facts |= {
+            f"{prefix}requests": len(requests),
+            f"{prefix}completed": len(completed),
+            f"{prefix}prompt_tokens": sum(served.prompt_tokens for served in completed),
+            f"{prefix}cached_tokens": sum(served.cached_tokens for served in completed),
+            f"{prefix}ttft_ms_p50": round(statistics.median(times_s) * 1000, 2) if times_s else None,
+        }
+    return facts | {"events_filtered": events_filtered}
+
+
+def transfer_summary(worker_urls: list[str], router_urls: list[str]) -> dict[str, int]:
+    """Return what prefill workers handed over since they started, and how often that came to nothing."""
+
+    def total(urls: list[str], name: str) -> int:
+        return int(sum(metric(url, name) for url in urls))
+
+    return {
+        "bytes_transferred": total(worker_urls, "kvist_transfer_received_bytes_total"),
+        "transfers": total(worker_urls, "kvist_transfer_received_total"),
+        "fallbacks": total(worker_urls, "kvist_engine_fallbacks_total")
+        + total(router_urls, "kvist_router_disaggregation_fallbacks_total"),
+    }
+
+
+async def _converse(
+    url: str, model: str, random: Random, served: list[Served], progress: Callable[[Served], None]
+) -> None:
+    """Let four clients go on with whatever conversation waits, one turn at a time: users do not queue up in order."""
+    waiting = [
+        ([{"role": "system", "content": system_prompt}], list(functions)) for system_prompt, functions in _CONVERSATIONS
+    ]
+
+    async def client() -> None:
+        while waiting:
+            messages, functions = waiting.pop(random.randrange(len(waiting)))
+            title, question = _question(functions.pop(0))
+            messages.append({"role": "user", "content": question})
+            one = await asyncio.to_thread(_ask, url, model, title, messages)
+            served.append(one)
+            progress(one)
+            messages.append({"role": "assistant", "content": one.answer})
+            if functions:
+                waiting.append((messages, functions))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_NUM_CLIENTS):
+            group.create_task(client())
+
+
+def _question(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return a function's name, and a question about it that quotes its documentation."""
+    module = getattr(function, "__module__", None)  # methods of built-in types have none
+    name = f"{module}.{function.__qualname__}" if module else function.__qualname__
+    quote = (inspect.getdoc(function) or "")[:_MAX_QUOTE_CHARS]
+    return name, f"The documentation of {name} says:\n\n{quote}\n\nWhat does {name} do?"
+
+
+def _ask(url: str, model: str, title: str, messages: list[dict[str, str]]) -> Served:
+    """Stream one answer, greedily, so that both policies see the same history."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    # As somebody on this machine, wherever the router listens: it tells administrators which worker answered.
+    headers = {"content-type": "application/json", "host": "localhost"}
+    request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    start = time.perf_counter()
+    try:
+        with _open(request, timeout=_REQUEST_TIMEOUT_S) as response:
+            return _read_stream(title, response, start)
+    except HTTPError as error:
+        return Served(title, error=f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Served(title, error=f"{type(error).__name__}: {error}")
+
+
+def _read_stream(title: str, response: http.client.HTTPResponse, start: float) -> Served:
+    ttft_s = 0.0
+    usage: dict[str, Any] = {}
+    answer: list[str] = []
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = json.loads(line[6:])
+        usage = chunk.get("usage") or usage
+        text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        if text and not ttft_s:
+            ttft_s = time.perf_counter() - start
+        answer.append(text)
+    if not usage:
+        return Served(title, error="the stream ended early")
+    return Served(
+        title,
+        worker=response.headers.get("x-kvist-worker", ""),
+        prefill_worker=response.headers.get("x-kvist-prefill-worker", ""),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        ttft_s=ttft_s,
+        answer="".join(answer),
+    )
+
+
+def _flush(worker_urls: list[str], router_url: str) -> None:
+    """Empty every worker's cache, and wait until the router's index has heard of it."""
+    for url in worker_urls:
+        fetch(url, "/flush_cache", method="POST")
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while metric(router_url, "kvist_index_blocks") and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def fetch(url: str, path: str, *, method: str = "GET") -> bytes:
+    """Return the body of an answer; raises OSError when the server refuses."""
+    try:
+        with _open(Request(f"{url}{path}", method=method), timeout=10) as response:
+            body: bytes = response.read()
+            return body
+    except HTTPError as error:
+        raise ConnectionRefusedError(f"{method} {url}{path}: HTTP {error.code}") from None
+
+
+def metric(url: str, name: str) -> float:
+    """Return a metric's sum over its labels, 0 when the server does not have it."""
+    lines = fetch(url, "/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvist.errors import MalformedMessageError
-from kvist.events import WorkerRank
-from kvist.events.codec import decode_batch
+from kvist.events import EngineStored, WorkerRank
+from kvist.events.codec import decode_batch, decode_snapshot_part, is_canonical, is_snapshot_part
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START, MessageBlock
-from kvist.indexer.block_size import block_size_in
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
@@ -26,6 +25,7 @@ from kvist.indexer.statistics import DEFAULT_NUM_RANKS, RankBound, SourceCounter
 
 if TYPE_CHECKING:
     from kvist.radix import RadixIndex
+
 
 _logger = logging.getLogger(__name__)
 
@@ -389,3 +389,16 @@ def _maybe_canonical(messages: Sequence[Message]) -> list[int]:
         is_canonical = np.frombuffer(buffer, np.uint8)[table[:, PAYLOAD_START] + 1] == _SECOND_BYTE[0]
         return np.flatnonzero(is_canonical).tolist()
     return [idx for idx, row in enumerate(table.tolist()) if buffer[row[PAYLOAD_START] + 1] == _SECOND_BYTE[0]]
+
+
+def block_size_in(payload: bytes, source: str, engine: str) -> int | None:
+    """Return what one message tells; what is malformed tells nothing, and is counted where the stream is followed."""
+    try:
+        if is_snapshot_part(payload):
+            return decode_snapshot_part(payload, source).block_size
+        if is_canonical(payload):
+            return decode_batch(payload, source).batch.block_size
+        events = decode_block_events(payload, source, engine).events
+    except MalformedMessageError:
+        return None
+    return next((event.block_size for event in events if isinstance(event, EngineStored) and event.block_size), None)

@@ -1,5 +1,7 @@
 """Where an engine's events are, from the JSON that the engine itself was given as `--kv-events-config`.
 
+That JSON may be found in the command line of the engine that runs beside a sidecar, in the same PID namespace.
+
 The rules are vLLM 0.33.0's (`config/kv_events.py`, `distributed/kv_events.py`) and SGLang 0.5.23's
 (`srt/disaggregation/kv_events.py`): each data-parallel rank has a stream and a replay socket of its own, at the
 configured port plus its number. The engine binds wildcard and ipc addresses and connects to others, where a subscriber
@@ -8,7 +10,9 @@ binds instead; replay addresses it always binds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -22,6 +26,17 @@ EngineName: TypeAlias = Literal["vllm", "sglang"]
 FIELD = "--kv-events-config"
 _LOOPBACK_OF = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]", "localhost": "127.0.0.1"}
 _MAX_PORT = 65535
+
+_ENGINES: tuple[EngineName, ...] = ("vllm", "sglang")
+_NUM_WORDS_LOOKED_AT = 4
+"""Where an engine is named: `vllm serve`, `python3 /usr/bin/vllm`, `python3 -m sglang.launch_server`."""
+
+# What says how many data-parallel ranks there are and which of them this process starts.
+_SIZE_FLAGS = {"vllm": ("--data-parallel-size", "-dp"), "sglang": ("--dp-size", "--dp", "--data-parallel-size")}
+_ATTENTION_SIZE_FLAGS = ("--attn-dp-size", "--attention-data-parallel-size")
+_LOCAL_SIZE_FLAGS = ("--data-parallel-size-local", "-dpl")
+_START_RANK_FLAGS = ("--data-parallel-start-rank", "-dpr")
+_RANK_FLAGS = ("--data-parallel-rank", "-dpn")
 
 
 class _KvEventsConfig(msgspec.Struct, frozen=True):
@@ -117,3 +132,89 @@ def _split(endpoint: str | None) -> tuple[str, int] | None:
         return None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return (host, int(port)) if port.isascii() and port.isdecimal() else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """An engine's process: its `--kv-events-config`, and the data-parallel ranks that it runs."""
+
+    pid: int = field(compare=False)
+    engine: EngineName
+    config_json: str
+    num_ranks: int
+    first_rank: int
+
+
+def find_engines(proc: Path = Path("/proc")) -> list[EngineProcess]:
+    """Return the engines that publish events, oldest first; of the processes of one engine, the first."""
+    found = []
+    for pid, words in sorted(_command_lines(proc)):
+        engine, config_json = _engine_of(words), _config_of(words)
+        if engine is not None and config_json is not None:
+            found.append(EngineProcess(pid, engine, config_json, *_ranks_of(engine, words)))
+    return list(dict.fromkeys(found))  # processes that an engine forks keep its command line
+
+
+def _command_lines(proc: Path) -> Iterator[tuple[int, list[str]]]:
+    for folder in proc.iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            text = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended, or is another user's
+        yield int(folder.name), [word.decode(errors="replace") for word in text.split(b"\0") if word]
+
+
+def _engine_of(words: Sequence[str]) -> EngineName | None:
+    for word in words[:_NUM_WORDS_LOOKED_AT]:
+        name = Path(word).name
+        for engine in _ENGINES:
+            if name == engine or name.startswith(f"{engine}."):
+                return engine
+    return None
+
+
+def _config_of(words: Sequence[str]) -> str | None:
+    """Return the configuration as JSON; vLLM also takes it key by key, as `--kv-events-config.endpoint tcp://*:5557`."""
+    whole = _value_of(words, (FIELD,))
+    by_key: dict[str, object] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(f"{FIELD}."):
+            key, has_value, value = word.removeprefix(f"{FIELD}.").partition("=")
+            by_key[key.replace("-", "_")] = _parsed(value if has_value else following)
+    return msgspec.json.encode(by_key).decode() if whole is None and by_key else whole
+
+
+def _parsed(text: str) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _ranks_of(engine: str, words: Sequence[str]) -> tuple[int, int]:
+    """Return how many ranks the process runs, and the first one's number."""
+    size = _number_of(words, _SIZE_FLAGS[engine]) or 1
+    if engine == "sglang":
+        return size * (_number_of(words, _ATTENTION_SIZE_FLAGS) or 1), 0
+    rank = _number_of(words, _RANK_FLAGS)
+    if rank is not None:
+        return 1, rank
+    return _number_of(words, _LOCAL_SIZE_FLAGS) or size, _number_of(words, _START_RANK_FLAGS) or 0
+
+
+def _number_of(words: Sequence[str], flags: Iterable[str]) -> int | None:
+    value = _value_of(words, flags)
+    return int(value) if value is not None and value.isdecimal() else None
+
+
+def _value_of(words: Sequence[str], flags: Iterable[str]) -> str | None:
+    """Return the last value given for a flag, as `--flag value` or `--flag=value`; vLLM takes underscores too."""
+    names = {name for flag in flags for name in (flag, "--" + flag.removeprefix("--").replace("-", "_"))}
+    value = None
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        name, has_value, given = word.partition("=")
+        if name in names:
+            value = given if has_value else following
+    return value

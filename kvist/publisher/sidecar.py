@@ -9,25 +9,250 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Self
 
-from kvist.events import EngineStored, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.engine_events import KnownWindow
-from kvist.events.follow import Ticker, follow
+from kvist.events.follow import Question, Ticker, follow
+from kvist.events.session import NO_REPLAY, SourceState
 from kvist.events.transports import Endpoint, Message, Publication, ReplayRequest, open_publication, open_subscription
 from kvist.events.transports.base import ReplaySource
 from kvist.files import in_thread
 from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
+from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher
-from kvist.publisher.sidecar_feed import SidecarFeed
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
 from kvist.publisher.stream import RankState, RankStream, topic_of
+
+_NUM_FINGERPRINTS = 256
+"""Messages by which a saved stream is known again; the last one alone decides nearly always."""
+MAX_WAITING_EVENTS = 4096
+"""Events that wait for the publisher's thread before no more are taken: what memory holds of them is bounded by that,
+and the engine keeps the rest, up to its high-water mark."""
+_WAIT_S = 0.001
+"""How long the publisher's thread has the interpreter to itself before it is looked for room again."""
+
+
+class SidecarFeed:
+    """A `Follower` of one endpoint: reports to the publisher what it says; what is lost is reported as cleared.
+
+    What an earlier sidecar knew waits in here until the engine's replay proves that it is the same process.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None],
+        has_full_reports: bool = False,
+    ) -> None:
+        """Report to what `publisher_for` returns; with `has_full_reports` no rank of vLLM is known wholly."""
+        self._has_full_reports = has_full_reports and endpoint.engine == "vllm"
+        self.endpoint = endpoint
+        self.feed = EngineFeed(
+            endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None
+        )
+        self.on_reconnect, self.on_departure = self.feed.on_reconnect, self.feed.on_departure
+        self.questions = self.feed.questions
+        self.num_resumed = 0
+        self._is_taking_answer = False
+        self._publisher_for = publisher_for
+        self._publisher: KvEventPublisher | None = None
+        self._ranks: set[int] = set()
+        self._num_processes = 1  # of the engine, up to the last clearing
+        self._restored: Mapping[int, RankState] | None = None
+        # How many events the publisher had lost when the ranks were last known to hold nothing.
+        self._num_lost_before = 0
+        # The same for each rank that said so itself since the stream, which it may share, was last cleared.
+        self._num_lost_before_of: dict[int, int] = {}
+        # Ranks that keep blocks beside the GPU, too, and those that may have kept them when they dropped all on it.
+        self._offloading: set[int] = set()
+        self._keeping: set[int] = set()
+        # What the publisher was told last: which ranks are complete, and how many there were.
+        self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
+
+    @property
+    def name(self) -> str:
+        """Return what stands for the stream in a saved state."""
+        return f"{self.endpoint.engine} {self.endpoint.address}"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether nothing waits for the engine's answer, or for the rest of it to be taken."""
+        is_asking = self.feed.session.state is SourceState.RESYNCING
+        return self._restored is None and not is_asking and not self._is_taking_answer
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
+        return self.feed.session.state is SourceState.LIVE and self._num_lost == self._num_lost_before
+
+    @property
+    def _num_lost(self) -> int:
+        return 0 if self._publisher is None else self._publisher.num_lost_events
+
+    @property
+    def _complete_ranks(self) -> frozenset[int]:
+        """Return the ranks that lack no block, once the stream is not asked about any more."""
+        if self._has_full_reports:
+            return frozenset()
+        if self.is_complete:
+            return frozenset(self._ranks - self._keeping)
+        return frozenset(rank for rank, num_lost in self._num_lost_before_of.items() if num_lost == self._num_lost)
+
+    def progress(self) -> EngineProgress | None:
+        """Return how far a settled stream was followed, None before its first message."""
+        session = self.feed.session
+        if session.epoch is None or session.expected_sequence == 0:
+            return None
+        known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
+        fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
+        is_complete, complete_ranks = self.is_complete and not self._keeping, tuple(sorted(self._complete_ranks))
+        followed = self.name, session.expected_sequence, is_complete, fingerprints
+        return EngineProgress(*followed, tuple(sorted(self._ranks)), complete_ranks)
+
+    def restore(
+        self, publisher: KvEventPublisher, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float
+    ) -> None:
+        """Go on from there once that is proven; to be called before anything else."""
+        self._publisher, self._restored = publisher, ranks
+        self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, publisher.num_lost_events)
+        self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
+        self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
+
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        for message in messages:
+            yield from self._wait_for_room()
+            self.feed.receive(message, now_s)
+            yield
+        self._publish_completeness()
+
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+        self._is_taking_answer = True  # which the session takes as a whole, and at once
+        try:
+            for step in self.feed.judge(question, messages, now_s):
+                yield from self._wait_for_room()
+                self.feed.apply_step(step)
+                yield
+        finally:
+            self._is_taking_answer = False
+        if self.feed.session.state is not SourceState.RESYNCING:
+            self._resume_ranks()
+        self._publish_completeness()
+
+    def _wait_for_room(self) -> Iterator[None]:
+        """Yield until the publisher's thread has caught up: meanwhile nothing is received of this endpoint."""
+        while self._publisher is not None and self._publisher.num_waiting_events >= MAX_WAITING_EVENTS:
+            if self._publisher.failure is not None:
+                return  # nobody takes them any more: they are counted as lost
+            time.sleep(_WAIT_S)
+            yield
+
+    def apply(self, batch: DecodedEngineBatch) -> None:
+        """Report a batch's events to the publisher, once there is one (called by the feed)."""
+        self._resume_ranks()
+        self._publisher = self._publisher or self._publisher_for(batch)
+        if self._publisher is None:
+            return
+        for event in join_removals(batch.events):
+            self._ranks.add(event.rank)
+            self._publisher.report(event)
+            if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
+                self._offloading.add(event.rank)
+            elif isinstance(event, EngineCleared):
+                self._note_empty(event.rank, is_alone=batch.rank is None and len(self._ranks) == 1)
+                self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
+
+    def clear(self) -> None:
+        """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
+        if self._restored is not None:
+            _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
+            self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
+            self._restored = None
+        self._num_lost_before_of.clear()
+        self._keeping.clear()
+        is_other_process = self.feed.session.num_epochs > self._num_processes
+        self._num_processes = self.feed.session.num_epochs
+        if self._publisher is not None:
+            for rank in self._ranks:
+                self._publisher.report(EngineCleared(rank))
+            if not self.feed.session.is_complete:
+                self._tell_ranks(frozenset())
+            self._num_lost_before = self._publisher.num_lost_events
+            if is_other_process:
+                self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
+
+    def _note_empty(self, rank: int, *, is_alone: bool) -> None:
+        """Note that a rank holds nothing, and its stream if it is alone; vLLM tells that of the GPU, and no more."""
+        if rank in self._offloading and self.endpoint.engine == "vllm":
+            self._keeping.add(rank)
+            self._num_lost_before_of.pop(rank, None)
+            return
+        self._num_lost_before_of[rank] = self._num_lost
+        if is_alone:
+            self.feed.session.on_cleared()
+            self._num_lost_before = self._num_lost
+
+    def _resume_ranks(self) -> None:
+        """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
+        if self._restored is None:
+            return
+        restored, self._restored = self._restored, None
+        assert self._publisher is not None
+        self._ranks |= restored.keys()
+        for rank, state in restored.items():
+            if any(state.residency.names(tier) for tier in Tier if tier is not Tier.GPU):
+                self._offloading.add(rank)
+        self._publisher.resume(restored)
+        self.num_resumed += 1
+        num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
+        _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
+
+    def _publish_completeness(self) -> None:
+        """Have the publisher say whether it lacks blocks, unless that depends on an answer."""
+        session = self.feed.session
+        if session.is_in_step or session.state is not SourceState.RESYNCING:
+            self._tell_ranks(self._complete_ranks)
+
+    def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:
+        told = (complete_ranks, len(self._ranks))
+        if self._publisher is not None and told != self._published_completeness:
+            self._published_completeness = told
+            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
+
+
+def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
+    """Yield the events with neighbouring removals of one group and tier in one: vLLM's, of a block, are 8 µs each."""
+    for kind, run in groupby(events, _removal_kind):
+        if kind is None:
+            yield from run
+            continue
+        removals = [event for event in run if isinstance(event, EngineRemoved)]
+        hashes = [block_hash for event in removals for block_hash in event.block_hashes]
+        yield EngineRemoved(hashes, *kind) if len(removals) > 1 else removals[0]
+
+
+def _removal_kind(event: EngineEvent) -> tuple[Window, int | None, int, Tier | None] | None:
+    return (event.window, event.group, event.rank, event.tier) if isinstance(event, EngineRemoved) else None
+
+
+def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:
+    for rank in ranks:
+        if rank in streams:
+            streams[rank].set_complete(rank in complete_ranks)
+
+
+def _forget_groups(streams: Mapping[int, RankStream], *, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if rank in streams:
+            streams[rank].forget_groups()
+
 
 _logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvist.errors import KvistError
-from kvist.transfer.agents.base import Int64s, TransferAgent
-from kvist.transfer.agents.writes import PeerId, Write, WriteState
+from kvist.transfer.agents.base import Int64s, PeerId, TransferAgent, Write, WriteState
 
 if TYPE_CHECKING:
     import torch

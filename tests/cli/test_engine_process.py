@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvist.cli._engine_process import EngineProcess, find_engines
+from kvist.publisher.engine_config import EngineProcess, find_engines
 
 ON = '{"enable_kv_cache_events": true}'
 

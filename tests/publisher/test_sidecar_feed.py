@@ -14,7 +14,7 @@ from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher.sidecar_feed import SidecarFeed, join_removals
+from kvist.publisher.sidecar import SidecarFeed, join_removals
 from kvist.publisher.state import SidecarState, pack, unpack
 
 QUICK = PublisherLimits(coalesce_s=0)
@@ -321,7 +321,7 @@ def test_an_engine_that_was_restarted_with_a_smaller_window_is_published(start):
 
 
 def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_nothing_is_lost(publication, monkeypatch):
-    monkeypatch.setattr("kvist.publisher.sidecar_feed.MAX_WAITING_EVENTS", 4)
+    monkeypatch.setattr("kvist.publisher.sidecar.MAX_WAITING_EVENTS", 4)
     limits = PublisherLimits(coalesce_s=0, inbox_capacity=8)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
@@ -350,7 +350,7 @@ def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_no
 
 
 def test_a_feed_does_not_wait_for_a_publisher_that_has_failed(publication, monkeypatch, until_true):
-    monkeypatch.setattr("kvist.publisher.sidecar_feed.MAX_WAITING_EVENTS", 0)
+    monkeypatch.setattr("kvist.publisher.sidecar.MAX_WAITING_EVENTS", 0)
     publication.refusal = BrokenPipeError("no route")
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)

@@ -16,9 +16,8 @@ from kvist.radix import RadixIndex
 from kvist.replay import Record, RecordedSource
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.indexing import IndexPlayer
-from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.script import Line, Script
-from kvist.replay.statistics import StatisticsCollector
+from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_text, svg_plot
 
 ANYTHING = st.recursive(
     st.none()

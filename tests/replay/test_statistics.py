@@ -11,8 +11,15 @@ import pytest
 from kvist.events import Cleared, WorkerRank
 from kvist.events.snapshot import blocks_digest
 from kvist.replay import RecordedSource
-from kvist.replay.report import statistics_json, statistics_text, svg_plot
-from kvist.replay.statistics import MAX_SPANS, Span, StatisticsCollector, Timeline
+from kvist.replay.statistics import (
+    MAX_SPANS,
+    Span,
+    StatisticsCollector,
+    Timeline,
+    statistics_json,
+    statistics_text,
+    svg_plot,
+)
 
 
 def told(records):

@@ -48,7 +48,7 @@ def test_every_reason_of_a_refusal_is_explained() -> None:
 
 def test_every_metric_named_is_there() -> None:
     known = set()
-    for path, prefix in (("cli/_worker_metrics.py", "kvist_"), ("engine/server/metrics.py", "kvist_engine_")):
+    for path, prefix in (("cli/_worker_metrics.py", "kvist_"), ("engine/server/app.py", "kvist_engine_")):
         source = (ROOT / "kvist" / path).read_text(encoding="utf-8")
         known |= {f"{prefix}{name}_total" for name in re.findall(r'_counter\(\s*"(\w+)"', source)}
         known |= {f"{prefix}{name}" for name in re.findall(r'_gauge\(\s*"(\w+)"', source)}

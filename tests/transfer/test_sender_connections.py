@@ -11,8 +11,8 @@ from io import BytesIO
 import pytest
 import zmq
 
-from kvist.transfer import sender_connections as module
-from kvist.transfer.sender_connections import SenderConnections, has_process_ended
+from kvist.transfer import receiver as module
+from kvist.transfer.receiver import SenderConnections, has_process_ended
 
 ENDPOINTS = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 

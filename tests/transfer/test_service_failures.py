@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvist.transfer import receiver
 from kvist.transfer import sender as sender_module
-from kvist.transfer import sender_connections
 from kvist.transfer.agents import Write, WriteState
 from kvist.transfer.commands import CancelFetch, TransferLimits, WithdrawOffer
 from kvist.transfer.messages import Extent, Message, ReceiveRequest, encode_message
@@ -72,7 +72,7 @@ def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
         is_request = isinstance(message, ReceiveRequest)
         return encode_message(replace(message, room=Extent(message.room.base, 16)) if is_request else message)
 
-    monkeypatch.setattr(sender_connections, "encode_message", encode)
+    monkeypatch.setattr(receiver, "encode_message", encode)
     source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
     source.assert_hands_over(target, make_prompt())
     assert [rank.service.statistics().bounce.bytes_sent for rank in source.ranks] == [0, 0]
@@ -160,8 +160,8 @@ def test_looking_whether_a_sender_has_died_holds_nobody_up(
         assert go_on.wait(60)
         return has_ended(endpoint)
 
-    has_ended = sender_connections.has_process_ended
-    monkeypatch.setattr(sender_connections, "has_process_ended", has_process_ended)
+    has_ended = receiver.has_process_ended
+    monkeypatch.setattr(receiver, "has_process_ended", has_process_ended)
     dead, source, target = open_worker(1), open_worker(1), open_worker(1)
     (rank,) = target.ranks
     dead.ranks[0].service.close()
@@ -182,13 +182,13 @@ def test_who_is_gone_is_not_dialled_for_ever(
     open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[str] = []
-    drop = sender_connections.SenderConnections.drop
+    drop = receiver.SenderConnections.drop
 
-    def note(self: sender_connections.SenderConnections, sender: sender_connections.SenderConnection) -> None:
+    def note(self: receiver.SenderConnections, sender: receiver.SenderConnection) -> None:
         dropped.append(sender.endpoint)
         drop(self, sender)
 
-    monkeypatch.setattr(sender_connections.SenderConnections, "drop", note)
+    monkeypatch.setattr(receiver.SenderConnections, "drop", note)
     dead, source, target = open_worker(1), open_worker(1), open_worker(1)
     dead.ranks[0].service.close()
     prompt, (rank,) = make_prompt(0), target.ranks

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,12 +31,63 @@ from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, Engine
 from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Job, read_body, read_chat, read_completion, read_tokenize
-from kvist.engine.server.metrics import EngineCollector
 from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.errors import InvalidValueError, KvistError
+from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.responses import Model, ModelList
 from kvist.openai.tokenization import ChatTokenizer
+
+
+class EngineCollector(Collector):
+    """Everything `EngineStatistics` counts, under names that begin with `kvist_engine_`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        statistics = self._engine.statistics()
+        scheduler, kv_cache = statistics.scheduler, statistics.kv_cache
+        yield _gauge("requests_running", "Sequences that hold KV blocks.", scheduler.num_running)
+        yield _gauge("requests_waiting", "Sequences queued for their first or next admission.", scheduler.num_waiting)
+        yield _counter("preemptions", "Sequences that gave their blocks back to start over.", scheduler.num_preemptions)
+        yield _counter("output_tokens", "Tokens generated.", statistics.num_output_tokens)
+        yield _counter("failed_steps", "Steps that ended their requests with an error.", statistics.num_failed_steps)
+        yield _counter("refused", "Requests refused because too many were open.", self._engine.num_refused)
+        yield _counter("admitted_tokens", "Tokens of admitted sequences.", kv_cache.num_queried_tokens)
+        yield _counter("cached_tokens", "Those of them that the prefix cache served.", kv_cache.num_hit_tokens)
+        used = _blocks("used", "KV blocks that sequences hold.")
+        scratch = _blocks("scratch", "Those of them that hold, for a step, blocks which slide out of the window in it.")
+        free = _blocks("free", "KV blocks that no sequence holds, cached or not.")
+        cached = _blocks("cached", "KV blocks in the prefix cache, held or not.")
+        for pool in kv_cache.pools:
+            labels = [str(pool.group_id), "full" if pool.window is FULL else str(pool.window)]
+            used.add_metric(labels, pool.num_used)
+            scratch.add_metric(labels, pool.num_scratch)
+            free.add_metric(labels, pool.num_free)
+            cached.add_metric(labels, pool.num_cached)
+        yield from (used, scratch, free, cached)
+        handoffs = statistics.handoffs
+        yield _gauge("prompts_held", "Prompts whose blocks wait to be fetched.", handoffs.num_held)
+        yield _gauge("requests_receiving", "Requests whose blocks are being fetched.", handoffs.num_receiving)
+        yield _gauge("fetches_abandoned", "Fetches whose blocks may still be written to.", handoffs.num_abandoned)
+        yield _counter("prompts_offered", "Prompts held for another worker.", handoffs.num_offered)
+        yield _counter("prompts_fetched", "Prompts fetched from another worker.", handoffs.num_fetched)
+        yield _counter("fetches_failed", "Prompts that could not be fetched.", handoffs.num_failed)
+        yield _counter("fallbacks", "Those of them that were computed here instead.", handoffs.num_fallbacks)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"kvist_engine_{name}", text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"kvist_engine_{name}", text, value)
+
+
+def _blocks(state: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvist_engine_kv_blocks_{state}", text, labels=["group", "window"])
+
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 

@@ -4,9 +4,16 @@
 `kvist.transfer.agents.nixl.NixlAgent` reaches other hosts and GPUs, and needs the extra `nixl`. Neither imports torch.
 """
 
-from kvist.transfer.agents.base import PeerUnreachableError, RegionId, TransferAgent
+from kvist.transfer.agents.base import (
+    AgentStatistics,
+    PeerId,
+    PeerUnreachableError,
+    RegionId,
+    TransferAgent,
+    Write,
+    WriteState,
+)
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
-from kvist.transfer.agents.writes import AgentStatistics, PeerId, Write, WriteState
 
 __all__ = [
     "AgentStatistics",

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.transfer.agents import base
-from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
+from kvist.transfer.agents.base import PeerId, Steps, WriteFailedError
 
 try:
     from nixl import _bindings

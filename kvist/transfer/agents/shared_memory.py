@@ -19,7 +19,7 @@ import numpy as np
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import base
-from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
+from kvist.transfer.agents.base import PeerId, Steps, WriteFailedError
 
 # What a peer writes to is memory of an agent's, and never any other file of its user's.
 _FILE_PREFIX = "kvist-"

@@ -15,7 +15,7 @@ import pytest
 
 from kvist.cli import main
 from kvist.cli._rank_transfers import RankTransfers
-from kvist.cli._serve_config import ServeConfig
+from kvist.cli.serve import ServeConfig
 from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.engine.models.checkpoint_fields import shared_sources
+from kvist.engine.models.checkpoint_config import shared_sources
 from kvist.errors import InvalidValueError
 
 S, F = "sliding_attention", "full_attention"

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvist.engine.models.checkpoint_fields import rope
+from kvist.engine.models.checkpoint_config import rope
 from kvist.engine.models.config import RopeConfig
 from kvist.engine.models.layers import RotaryTable, apply_rotary, rope_frequencies
 

@@ -16,8 +16,7 @@ from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.engine_events import EngineStored
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint
-from kvist.publisher.sidecar import AnsweringPublication
-from kvist.publisher.sidecar_feed import SidecarFeed
+from kvist.publisher.sidecar import AnsweringPublication, SidecarFeed
 
 
 class VirtualSidecar:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState, writes
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState, base
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -187,7 +187,7 @@ def test_closing_ends_every_write_under_way_and_refuses_later_ones(new_agent: Ne
 def test_writes_beyond_the_queue_are_rejected_at_once(
     new_agent: NewAgent, new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writes, "MAX_PENDING_WRITES", 1)
+    monkeypatch.setattr(base, "MAX_PENDING_WRITES", 1)
     peer, agent = new_peer(size_bytes=8 * MIB), new_agent("writer")
     source = random_memory(agent, 8 * MIB)
     offsets = np.arange(8 * MIB // 1024) * 1024
