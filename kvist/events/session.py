@@ -1,28 +1,9 @@
 """The subscriber's judgement of one stream: what to apply, what to drop, when to ask again. No I/O, no clock.
 
 `Session` follows an (epoch, sequence) numbering and says, step by step, what becomes of the subscriber's copy:
-
-    message                         copy                              question asked
-    next in sequence                apply                             -
-    already seen                    -                                 -
-    ahead of sequence               hold back                         from the first one missing
-    heartbeat ahead of sequence     -                                 from the first one missing
-    heartbeat, another digest       clear                             from 0
-    heartbeat, and partial          -                                 from 0, ever more rarely
-    the last again, and partial     -                                 likewise, if there are snapshots
-    later epoch                     clear, then as above              -
-    epoch earlier or left before    -, unless the current is silent   -
-    range fills the gap             apply it, then what was held      -
-    snapshot, range behind it       replace, then as above            -
-    answer lacks the beginning      -                                 again; an engine is not asked again
-    and does so repeatedly          clear, apply the rest: partial    -
-    no answer, repeatedly           clear, apply what was held        -
-    the peer is gone                -                                 -; not trusted until heard again
-    the next peer has no such rank  clear: partial                    -
-
-Engines' own streams have neither epoch nor heartbeat nor snapshots: `kvist.events.restarts` gives them an epoch. An
-answer of a new one is another process's, of which the stream need not be yet: what it goes on with is held back and
-asked about until an answer has it, too.
+docs/recovery.md has the table. Engines' own streams have neither epoch nor heartbeat nor snapshots:
+`kvist.events.restarts` gives them an epoch. An answer of a new one is another process's, of which the stream need not
+be yet: what it goes on with is held back and asked about until an answer has it, too.
 """
 
 from __future__ import annotations

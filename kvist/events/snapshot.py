@@ -110,9 +110,9 @@ class SnapshotAssembly:
     def add(self, part: SnapshotPart) -> None:
         """Take a part; raises MalformedMessageError when it is another snapshot's."""
         first = self._first = self._first or part
-        if _identity(part) != _identity(first):
-            found = f"a part of snapshot {_identity(part)}"
-            raise MalformedMessageError(self._source, f"{found}, expected one of {_identity(first)}")
+        if identity(part) != identity(first):
+            found = f"a part of snapshot {identity(part)}"
+            raise MalformedMessageError(self._source, f"{found}, expected one of {identity(first)}")
         if part.part_idx in self._slices:
             return
         held = HeldBlocks(
@@ -138,5 +138,6 @@ class SnapshotAssembly:
         return Snapshot(first.epoch, first.sequence, published, slices)
 
 
-def _identity(part: SnapshotPart) -> tuple[int, ...]:
+def identity(part: SnapshotPart) -> tuple[int, ...]:
+    """Return what all parts of a snapshot say alike."""
     return part.rank, part.epoch, part.sequence, part.num_parts, part.num_blocks, part.digest

@@ -149,8 +149,8 @@ def find_engines(proc: Path = Path("/proc")) -> list[EngineProcess]:
     """Return the engines that publish events, oldest first; of the processes of one engine, the first."""
     found = []
     for pid, words in sorted(_command_lines(proc)):
-        engine, config_json = _engine_of(words), _config_of(words)
-        if engine is not None and config_json is not None:
+        engine = _engine_of(words)
+        if engine is not None and (config_json := _config_of(words)) is not None:
             found.append(EngineProcess(pid, engine, config_json, *_ranks_of(engine, words)))
     return list(dict.fromkeys(found))  # processes that an engine forks keep its command line
 

@@ -16,7 +16,7 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, cut
+from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, cut, identity
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import Holding, SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
@@ -51,7 +51,7 @@ class SnapshotCollector:
             part = decode_snapshot_part(message.payload, source)
             rank = part.source
             begun = self._begun.setdefault(rank, {})
-            if begun and _identity(next(iter(begun.values()))[0]) != _identity(part):
+            if begun and identity(next(iter(begun.values()))[0]) != identity(part):
                 begun.clear()
             begun.setdefault(part.part_idx, (part, message))
             if len(begun) < part.num_parts:
@@ -66,10 +66,6 @@ class SnapshotCollector:
             return None
         heartbeat = Batch(*rank, part.epoch, part.sequence, part.block_size, 0.0, events)
         return RecordedSnapshot(heartbeat, snapshot, tuple(message for _, message in begun.values()))
-
-
-def _identity(part: SnapshotPart) -> SnapshotPart:
-    return replace(part, part_idx=0, hashes=b"", depths=b"", tiers=b"")
 
 
 class Change(NamedTuple):

@@ -12,9 +12,10 @@ import msgspec
 
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, RawBatch, is_canonical, is_snapshot_part
+from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
-from kvist.events.types import NonNegative, Positive, Rank, RankEnvelope
+from kvist.events.types import NonNegative, Positive, RankEnvelope
 
 _HEARTBEAT_START = b"\xa9heartbeat"
 
@@ -45,14 +46,6 @@ class SnapshotEnvelope(RankEnvelope, tag="kvist-snapshot", array_like=True, froz
     def is_last(self) -> bool:
         """Return whether no part follows: a recording that was cut off has none that is."""
         return self.part_idx == self.num_parts - 1
-
-
-class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An engine's own batch around its events."""
-
-    timestamp_s: float
-    events: list[msgspec.Raw]
-    rank: Rank | None = None
 
 
 Envelope: TypeAlias = CanonicalEnvelope | SnapshotEnvelope | EngineEnvelope

@@ -4,7 +4,7 @@ vLLM and SGLang send msgpack batches over ZeroMQ (`block_events`); TensorRT-LLM 
 (`trtllm`). One malformed event never costs the others.
 """
 
-from kvist.events.dialects.block_events import decode_block_events
+from kvist.events.dialects.block_events import EngineEnvelope, decode_block_events
 from kvist.events.engine_events import DecodedEngineBatch
 
-__all__ = ["DecodedEngineBatch", "decode_block_events"]
+__all__ = ["DecodedEngineBatch", "EngineEnvelope", "decode_block_events"]

@@ -95,7 +95,9 @@ class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rank: Rank | None = None
 
 
-class _UnreadBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An engine's batch around its events."""
+
     timestamp_s: float
     events: list[msgspec.Raw]
     rank: Rank | None = None
@@ -109,7 +111,7 @@ class _Unusable(Enum):
 
 
 _batch_decoder = msgspec.msgpack.Decoder(_Batch)
-_unread_batch_decoder = msgspec.msgpack.Decoder(_UnreadBatch)
+_unread_batch_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 _event_decoder: msgspec.msgpack.Decoder[_RawEvent] = msgspec.msgpack.Decoder(_RawEvent)
 _any_decoder = msgspec.msgpack.Decoder()
 
@@ -117,7 +119,7 @@ _any_decoder = msgspec.msgpack.Decoder()
 def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngineBatch:
     """Return the batch's events, by a key of `FIELD_ORDERS`; raises MalformedMessageError if it is none."""
     try:
-        batch: _Batch | _UnreadBatch = _batch_decoder.decode(payload)
+        batch: _Batch | EngineEnvelope = _batch_decoder.decode(payload)
     except DECODE_ERRORS:
         batch = _read_envelope(payload, source)
     if not math.isfinite(batch.timestamp_s):
@@ -136,7 +138,7 @@ def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngi
     return DecodedEngineBatch(batch.timestamp_s, batch.rank, tuple(events), num_ignored, num_malformed)
 
 
-def _read_envelope(payload: bytes, source: str) -> _UnreadBatch:
+def _read_envelope(payload: bytes, source: str) -> EngineEnvelope:
     try:
         return _unread_batch_decoder.decode(payload)
     except DECODE_ERRORS as error:

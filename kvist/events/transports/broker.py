@@ -1,16 +1,6 @@
 """Streams on a broker: the URL that names one, and how its parts are written as subjects and topics.
 
-nats://[user:password@|token@]host:port[,host:port]/MODEL[/WORKER]     nats+tls:// with TLS
-mqtt://[user:password@]host:port/MODEL[/WORKER]                        mqtts:// with TLS
-?tls_ca=FILE                  whom to trust, in place of the system's authorities
-?tls_cert=FILE&tls_key=FILE   what to show to a broker that asks for a certificate
-?creds=FILE  ?nkey=FILE       NATS: a credentials file, or the seed of an nkey
-?jetstream=STREAM             NATS: the publisher keeps its events in this stream too, at most `max_age_s` and
-&max_age_s=N&max_bytes=N      `max_bytes` of them, and a subscriber that gets no answer from it reads them there
-?deliver=all                  NATS: a subscriber gets everything the stream has, from its beginning
-?engine=vllm|sglang           the dialect of an engine's own events, should they come this way
-
-A slash in a name is %2F: nats://broker/meta-llama%2FLlama-3.1-8B. A publisher's URL may leave WORKER out.
+docs/transports.md specifies both. A slash in a name is %2F: nats://broker/meta-llama%2FLlama-3.1-8B.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """The endpoints, straight on `kvist.http`: a query is read, matched and answered in one step of the event loop.
 
-    POST /register        follow a stream: {instance_id, endpoint, model_name, block_size, dp_rank?, replay_endpoint?}
-    POST /unregister      forget an instance: {instance_id, model_name, dp_rank?}
-    GET  /workers         every instance, how well its blocks are known, and what its streams did; ?model_name=…
-    POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?, whole_prompt?}
-    POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
-    GET  /dump            every index, for another service to start from
-    GET  /readiness       200: before the index has joined, the service answers 503 in this module's place
-    GET  /health          200 while the service serves; how what was loaded from disk fared, and how saving goes
-    GET  /metrics         Prometheus text
-
-Bodies may name a `routing_group`, "default" without one. Registering makes the service dial an endpoint, so that and
-what hands out a whole index is for administrators (`--admin-key`, or loopback). Queries and the list of workers need
-the API key or that of administrators, if `--api-key` is set; the last two above are open.
+docs/index-service.md has them. Registering makes the service dial an endpoint, so that and what hands out a whole index
+is for administrators (`--admin-key`, or loopback). Queries and the list of workers need the API key or that of
+administrators, if `--api-key` is set; health, readiness and metrics are open.
 
 This module needs compiled code, so that `service` imports it late.
 """

@@ -1,12 +1,6 @@
 """What the index knows, as the API says it: tokens rather than blocks, by instance, tiers cumulative.
 
-{"scores": {"1": {"0": 128}},                    tokens on the GPU by instance and rank, if any
- "frequencies": [],                              nothing; clients expect it
- "instances": {"1": {"longest_matched": 160,     in any tier, of the rank that holds most
-                     "gpu": 128,                 likewise on the GPU …
-                     "dp": {"0": 128},           … and of each rank that holds anything
-                     "cpu": 128,                 on the GPU or in host memory
-                     "disk": 160}}}              or on any storage
+docs/index-service.md has an answer. `frequencies` are empty: clients expect the field.
 """
 
 from __future__ import annotations

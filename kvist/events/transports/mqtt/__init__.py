@@ -1,9 +1,4 @@
-"""Streams through an MQTT 3.1.1 broker, at least once (QoS 1).
-
-    kvist/MODEL/WORKER               who publishes there: a retained JSON object
-    kvist/MODEL/WORKER/RANK          the rank's batches
-    kvist-ask/MODEL/WORKER           questions for a replay, and
-    kvist-answer/MODEL/WORKER/ID     their answers (`kvist.events.transports.broker_replay`)
+"""Streams through an MQTT 3.1.1 broker, at least once (QoS 1): docs/transports.md has the topics.
 
 A publisher's last will, and the end of a clean one, is an announcement that it is gone.
 """

@@ -1,10 +1,7 @@
 """The publisher's end of a stream through an MQTT broker, and what it announces of itself.
 
-That is one retained JSON object for each worker, which people can read as well:
-
-    {"worker":"pod-1","model":"m","state":"alive","publication_id":"00…2a","epoch":7,"block_size":16,"ranks":[0,1]}
-
-`epoch` and `block_size` are those of its latest batches, null before the first and for an engine's own events.
+That is one retained JSON object for each worker, which people can read as well (docs/transports.md). `epoch` and
+`block_size` are those of its latest batches, null before the first and for an engine's own events.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Streams over NATS: live events on core subjects, replays paged over subjects of their own, history in JetStream.
 
-    kvist.MODEL.WORKER.RANK              live events, and what a JetStream stream keeps
-    kvist-ask.MODEL.WORKER               questions for a replay
-    kvist-answer.MODEL.WORKER.QUESTION   an answer, one question's
-
-`link` keeps a connection, `publication` and `subscription` are the two ends, `history` reads and sets up streams.
+docs/transports.md has the subjects. `link` keeps a connection, `publication` and `subscription` are the two ends,
+`history` reads and sets up streams.
 """
 
 from __future__ import annotations
