@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from kvist.cli._terminal import finish, on_signal
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint
-from kvist.publisher.engine_config import EngineProcess, find_engines
 
 if TYPE_CHECKING:
     from kvist.events.engine_events import KnownWindow
+    from kvist.publisher.engine_config import EngineProcess
     from kvist.publisher.sidecar import Sidecar
 
 _logger = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
 
 def _running_engine(engine: str | None) -> EngineProcess | None:
     """Return the engine whose command line says where its events are, None if there is none that does."""
+    from kvist.publisher.engine_config import find_engines
+
     found = [each for each in find_engines() if engine in (None, each.engine)]
     if len(found) > 1:
         listed = "; ".join(f"pid {each.pid}: {each.engine} {each.config_json}" for each in found)

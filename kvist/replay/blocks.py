@@ -15,11 +15,12 @@ from msgspec.structs import replace
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, encode_snapshot_part
+from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, cut, identity
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import Holding, SnapshotPart
-from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 

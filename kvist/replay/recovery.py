@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvist.errors import MalformedMessageError
 from kvist.events import Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch, encode_snapshot_part, is_snapshot_part
+from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
@@ -24,7 +25,6 @@ from kvist.events.types import MAX_RANKS, Holding, SnapshotPart
 from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector
 from kvist.replay.envelope import (
     CanonicalEnvelope,
-    EngineEnvelope,
     Envelope,
     SnapshotEnvelope,
     SourceNumbering,

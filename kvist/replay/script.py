@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvist.errors import InvalidValueError
+from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
-from kvist.replay.envelope import EngineEnvelope, read_envelope
+from kvist.replay.envelope import read_envelope
 from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record, RecordedSource
 

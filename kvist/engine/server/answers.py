@@ -1,19 +1,21 @@
-"""From the engine's outputs to response bodies, whole or as server-sent events."""
+"""From the engine's outputs to response bodies, as OpenAI spells them, whole or as server-sent events."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvist.engine.async_engine import Generation
-from kvist.engine.request import RequestOutput, TokenLogprobs
+from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
-from kvist.openai import responses as api
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import KvTransferParams
+from kvist.openai.responses import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
+
+Body: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,78 +31,80 @@ class Heading:
 class Shape(ABC):
     """How one endpoint spells an answer."""
 
+    kind = kind_of_chunk = "text_completion"
+
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
         self._heading = heading
-        self._head: dict[str, Any] = {"id": heading.id, "created": heading.created, "model": heading.model}
         self._tokenizer = tokenizer
 
-    def opening(self, index: int) -> api.ChatCompletionChunk | api.Completion | None:  # noqa: ARG002
+    def opening(self, index: int) -> Body | None:  # noqa: ARG002
         """Return the chunk that comes before a choice's first token, if there is one."""
         return None
 
-    @abstractmethod
-    def chunk(self, index: int, output: RequestOutput) -> api.ChatCompletionChunk | api.Completion:
+    def chunk(self, index: int, output: RequestOutput) -> Body:
         """Return the chunk that adds an output to a choice."""
+        return self._body(self.kind_of_chunk, [self._addition(index, output)])
 
-    @abstractmethod
-    def usage_chunk(self, usage: api.Usage) -> api.ChatCompletionChunk | api.Completion:
+    def usage_chunk(self, usage: Body) -> Body:
         """Return the last chunk of a stream that wants its usage."""
+        return self._body(self.kind_of_chunk, [], usage)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
+        """Return the body for all choices, each as one output.
+
+        It has what another worker needs to go on, if its blocks are kept for one.
+        """
+        body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
+        if outputs[0].remote_request_id is not None:
+            body["kv_transfer_params"] = KvTransferParams(
+                do_remote_prefill=True,
+                remote_endpoints=list(self._heading.kv_transfer_endpoints),
+                remote_request_id=outputs[0].remote_request_id,
+                num_tokens=usage["prompt_tokens"],
+                first_token_ids=list(outputs[0].token_ids),
+            )
+        return body
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.ChatCompletion | api.Completion:
-        """Return the body for all choices, each as one output."""
+    def _choice(self, index: int, output: RequestOutput) -> Body:
+        """Return a choice as a whole answer has it."""
 
-    def _ending(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> dict[str, Any]:
-        """Return what ends a body: usage, and what another worker needs to go on, if its blocks are kept for one."""
-        if outputs[0].remote_request_id is None:
-            return {"usage": usage}
-        params = KvTransferParams(
-            do_remote_prefill=True,
-            remote_endpoints=list(self._heading.kv_transfer_endpoints),
-            remote_request_id=outputs[0].remote_request_id,
-            num_tokens=usage.prompt_tokens,
-            first_token_ids=list(outputs[0].token_ids),
-        )
-        return {"usage": usage, "kv_transfer_params": params}
+    def _addition(self, index: int, output: RequestOutput) -> Body:
+        """Return what an output adds to a choice, as a chunk has it."""
+        return self._choice(index, output)
+
+    def _body(self, kind: str, choices: list[Body], usage: Body | None = None) -> Body:
+        head = self._heading
+        ids = {"id": head.id, "created": head.created, "model": head.model}
+        return {**ids, "choices": choices, "usage": usage, "object": kind}
 
 
 class ChatShape(Shape):
     """Answers of /v1/chat/completions."""
 
-    def opening(self, index: int) -> api.ChatCompletionChunk:
-        choice = api.ChatChunkChoice(index, api.ChatDelta(role="assistant", content=""))
-        return api.ChatCompletionChunk(**self._head, choices=[choice])
+    kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
 
-    def chunk(self, index: int, output: RequestOutput) -> api.ChatCompletionChunk:
-        delta, logprobs = api.ChatDelta(content=output.text or None), self._logprobs(output.logprobs)
-        return api.ChatCompletionChunk(
-            **self._head, choices=[api.ChatChunkChoice(index, delta, output.finish_reason, logprobs)]
-        )
+    def opening(self, index: int) -> Body:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
 
-    def usage_chunk(self, usage: api.Usage) -> api.ChatCompletionChunk:
-        return api.ChatCompletionChunk(**self._head, choices=[], usage=usage)
+    def _choice(self, index: int, output: RequestOutput) -> Body:
+        message = {"content": output.text, "role": "assistant"}
+        return {"index": index, "message": message, **self._ending(output)}
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.ChatCompletion:
-        choices = [
-            api.ChatChoice(
-                index, api.ChatMessage(output.text), output.finish_reason or "abort", self._logprobs(output.logprobs)
-            )
-            for index, output in enumerate(outputs)
+    def _addition(self, index: int, output: RequestOutput) -> Body:
+        return {"index": index, "delta": {"content": output.text} if output.text else {}, **self._ending(output)}
+
+    def _ending(self, output: RequestOutput) -> Body:
+        content = [
+            {**self._entry(sampled), "top_logprobs": [self._entry(entry) for entry in top]}
+            for sampled, top in output.logprobs
         ]
-        return api.ChatCompletion(**self._head, choices=choices, **self._ending(outputs, usage))
+        return {"finish_reason": output.finish_reason, "logprobs": {"content": content} if content else None}
 
-    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> api.ChatLogprobs | None:
-        if not logprobs:
-            return None
-        content = []
-        for sampled, top in logprobs:
-            one, most_likely = self._entry(*sampled), [self._entry(*entry) for entry in top]
-            content.append(api.ChatTokenLogprob(one.token, one.logprob, one.bytes, most_likely))
-        return api.ChatLogprobs(content)
-
-    def _entry(self, token_id: int, logprob: float) -> api.TokenLogprob:
-        text = self._tokenizer.token_text(token_id)
-        return api.TokenLogprob(text, logprob, list(text.encode()))
+    def _entry(self, entry: LogprobEntry) -> Body:
+        text = self._tokenizer.token_text(entry.token_id)
+        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
 class CompletionShape(Shape):
@@ -110,32 +114,21 @@ class CompletionShape(Shape):
         super().__init__(heading, tokenizer)
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, index: int, output: RequestOutput) -> api.Completion:
-        return api.Completion(**self._head, choices=[self._choice(index, output)])
+    def _choice(self, index: int, output: RequestOutput) -> Body:
+        logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
+        return {"index": index, "text": output.text, "finish_reason": output.finish_reason, "logprobs": logprobs}
 
-    def usage_chunk(self, usage: api.Usage) -> api.Completion:
-        return api.Completion(**self._head, choices=[], usage=usage)
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.Completion:
-        choices = [self._choice(*each) for each in enumerate(outputs)]
-        return api.Completion(**self._head, choices=choices, **self._ending(outputs, usage))
-
-    def _choice(self, index: int, output: RequestOutput) -> api.CompletionChoice:
-        return api.CompletionChoice(index, output.text, output.finish_reason, self._logprobs(index, output.logprobs))
-
-    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> api.CompletionLogprobs | None:
-        if not logprobs:
-            return None
-        tokens = [self._tokenizer.token_text(each.sampled.token_id) for each in logprobs]
-        tops = [
-            {self._tokenizer.token_text(entry.token_id): entry.logprob for entry in (*each.top, each.sampled)}
-            for each in logprobs
-        ]
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Body:
+        """Return log probabilities in four parallel lists."""
+        text_of = self._tokenizer.token_text
+        tokens = [text_of(each.sampled.token_id) for each in logprobs]
+        tops = [{text_of(entry.token_id): entry.logprob for entry in (*top, sampled)} for sampled, top in logprobs]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(token)
-        return api.CompletionLogprobs(tokens, [each.sampled.logprob for each in logprobs], tops, offsets)
+        sampled = [each.sampled.logprob for each in logprobs]
+        return {"tokens": tokens, "token_logprobs": sampled, "top_logprobs": tops, "text_offset": offsets}
 
 
 class UsageCounter:
@@ -153,11 +146,13 @@ class UsageCounter:
         if choice == 0:
             self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], output.num_cached_tokens)
 
-    def usage(self) -> api.Usage:
-        return api.Usage.of(sum(map(len, self._job.prompts)), self._num_output_tokens, sum(self._num_cached_tokens))
+    def usage(self) -> Body:
+        num_prompt, num_output = sum(map(len, self._job.prompts)), self._num_output_tokens
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)}}
 
 
-async def collect(generation: Generation, job: Job, shape: Shape) -> api.ChatCompletion | api.Completion | RequestError:
+async def collect(generation: Generation, job: Job, shape: Shape) -> Body | RequestError:
     """Return the whole answer once every choice is finished, or the refusal if the engine failed."""
     counter = UsageCounter(job)
     answers: dict[int, RequestOutput] = {}
@@ -180,12 +175,12 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break
         if index not in opened and (opening := shape.opening(index)) is not None:
-            yield api.encode_event(opening)
+            yield encode_event(opening)
         opened.add(index)
         counter.add(index, output)
         if output.text or output.logprobs or output.is_last:
-            yield api.encode_event(shape.chunk(index, output))
+            yield encode_event(shape.chunk(index, output))
     else:
         if job.has_stream_usage:
-            yield api.encode_event(shape.usage_chunk(counter.usage()))
-    yield api.DONE
+            yield encode_event(shape.usage_chunk(counter.usage()))
+    yield DONE

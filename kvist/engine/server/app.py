@@ -35,7 +35,6 @@ from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
-from kvist.openai.responses import Model, ModelList
 from kvist.openai.tokenization import ChatTokenizer
 
 
@@ -205,10 +204,9 @@ class _Server:
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": spelt})
 
     async def _models(self, _: Request) -> Response:
-        limit = self._model.max_model_len
-        return _json(
-            ModelList([Model(id=name, created=self._created, max_model_len=limit) for name in self._model.names])
-        )
+        about = {"created": self._created, "owned_by": "kvist", "max_model_len": self._model.max_model_len}
+        models = [{"id": name, **about, "object": "model"} for name in self._model.names]
+        return _json({"data": models, "object": "list"})
 
     async def _health(self, _: Request) -> Response:
         if not self._engine.is_alive:
