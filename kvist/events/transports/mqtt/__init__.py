@@ -6,8 +6,7 @@ A publisher's last will, and the end of a clean one, is an announcement that it 
 from kvist.errors import MissingExtraError
 
 try:
-    from kvist.events.transports.mqtt.publication import MqttPublication
-    from kvist.events.transports.mqtt.subscription import MqttSubscription
+    from kvist.events.transports.mqtt.stream import MqttPublication, MqttSubscription
 except ModuleNotFoundError as error:
     raise MissingExtraError("mqtt", str(error.name)) from error
 

@@ -1,7 +1,7 @@
 """Streams over NATS: live events on core subjects, replays paged over subjects of their own, history in JetStream.
 
-docs/transports.md has the subjects. `link` keeps a connection, `publication` and `subscription` are the two ends,
-`history` reads and sets up streams.
+docs/transports.md has the subjects. `link` keeps a connection, `stream` has the two ends, `history` reads and sets up
+streams.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("nats", str(error.name)) from error
 
-from kvist.events.transports.nats.publication import NatsPublication
-from kvist.events.transports.nats.subscription import NatsSubscription
+from kvist.events.transports.nats.stream import NatsPublication, NatsSubscription
 
 __all__ = ["NatsPublication", "NatsSubscription"]

@@ -6,7 +6,7 @@ import pytest
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared
 from kvist.events.codec import encode_batch
-from kvist.events.transports.mqtt.publication import Announcement, decode_announcement
+from kvist.events.transports.mqtt.stream import Announcement, decode_announcement
 
 FRESH = Announcement("pod-1", "org/model", "alive", "000000000000002a")
 
