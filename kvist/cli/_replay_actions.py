@@ -65,10 +65,10 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
     """Print who held a prompt, and how much of it."""
     from kvist.events.hashing import block_hashes
     from kvist.openai.tokenization import ChatTokenizer
-    from kvist.router.prompts import PromptReader
+    from kvist.router.prompts import OneModel, PromptReader
 
-    tokenizer = None if args.model_path is None else ChatTokenizer.load(Path(args.model_path))
-    ask = asyncio.run(PromptReader(tokenizer).read(None, args.prompt.read_bytes()))
+    model = OneModel(None if args.model_path is None else ChatTokenizer.load(Path(args.model_path)))
+    ask = asyncio.run(PromptReader(model).read(None, args.prompt.read_bytes()))
     if ask.token_ids is None:
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)

@@ -52,7 +52,9 @@ _GROUPS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
     sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
-    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources}, _GROUPS)
+    model = {"flag": "--model", "action": "append", "metavar": "NAME=DIRECTORY"}
+    alias = {"flag": "--alias", "action": "append", "metavar": "NAME=MODEL[@SHARE]"}
+    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources, "models": model, "aliases": alias}, _GROUPS)
     parser.add_argument("--part", help=argparse.SUPPRESS)  # what a supervisor tells the processes it starts
 
 
@@ -135,14 +137,31 @@ def _stamp(path: Path | None) -> _Stamp:
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
-    return read_config(args, RouterConfig, {_EVENT_SOURCES: _event_sources})
+    return read_config(args, RouterConfig, {_EVENT_SOURCES: _event_sources, "models": _models, "aliases": _aliases})
 
 
 def _event_sources(texts: list[str]) -> dict[str, list[str]]:
     sources: dict[str, list[str]] = {}
-    for text in texts:
-        url, found, endpoint = text.partition("=")
-        if not found:
-            raise InvalidValueError("kv-event-source", redacted(text), "URL=ENDPOINT")
+    for url, endpoint in _pairs("kv-event-source", "URL=ENDPOINT", texts):
         sources.setdefault(url, []).append(endpoint)
     return sources
+
+
+def _models(texts: list[str]) -> dict[str, dict[str, str]]:
+    return {name: {"path": path} for name, path in _pairs("model", "NAME=DIRECTORY", texts)}
+
+
+def _aliases(texts: list[str]) -> dict[str, dict[str, str]]:
+    aliases: dict[str, dict[str, str]] = {}
+    for name, text in _pairs("alias", "NAME=MODEL[@SHARE]", texts):
+        model, _, share = text.rpartition("@") if "@" in text else (text, "", "1")
+        aliases.setdefault(name, {})[model] = share
+    return aliases
+
+
+def _pairs(flag: str, expected: str, texts: list[str]) -> list[tuple[str, str]]:
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, found, value) in zip(texts, pairs, strict=True):
+        if not (name and found and value):
+            raise InvalidValueError(flag, redacted(text), expected)
+    return [(name, value) for name, _, value in pairs]

@@ -106,6 +106,11 @@ class ServeConfig(EngineConfig):
         """Return what requests may call the model."""
         return self.served_model_name or (str(self.model_dir),)
 
+    @property
+    def model_path(self) -> str:
+        """Return where the model's files are, for whoever reads prompts on this machine."""
+        return str(self.model_dir.absolute())
+
 
 def _check_endpoint(endpoint: str) -> None:
     """Raise InvalidValueError for an address that cannot be bound, or that no other worker could reach."""
@@ -236,6 +241,7 @@ async def _serve(
         num_blocks = max(pool.num_blocks for pool in engine.statistics().kv_cache.pools)
         model = ServedModel(
             names=config.names,
+            path=config.model_path,
             block_size=config.block_size,
             max_model_len=loaded.core.limits.max_model_len,
             max_total_num_tokens=num_blocks * config.block_size if config.has_prefix_cache else 0,

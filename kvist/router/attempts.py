@@ -15,8 +15,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
@@ -293,12 +291,7 @@ class AnswerAttempt(_Attempt):
             self.exchange.close()
             self.on_head(beside.status, beside.headers)
         elif self._is_whole:
-            held, self._held = bytes(self._held or b""), None
-            try:
-                answer = with_input_logprobs(held, answer)
-            except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
-                logger.warning("log probabilities not merged request_id=%s reason=%r", self.owner.request_id, error)
-                answer = held
+            answer, self._held = with_input_logprobs(bytes(self._held or b""), answer), None
             self.headers = [field for field in self.headers if field[0] != b"content-length"]
         else:
             return

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
@@ -47,11 +48,25 @@ RELOADED = frozenset(
         *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
         *("api_key", "admin_key", "worker_api_key", "worker_api_keys"),
         *("cors_origins", "debug_headers"),
-        *("policy", "max_local_prefill_tokens", "prefill_dialect", "max_attempts", "tier_credits"),
+        *("policy", "max_local_prefill_tokens", "prefill_dialect", "max_attempts", "tier_credits", "models", "aliases"),
         *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
     }
 )
 """What may change while the router runs. The rest is in what was built of it."""
+
+
+TierCredits: TypeAlias = Annotated[
+    tuple[Annotated[float, Meta(ge=0, le=1)], ...], Meta(min_length=len(Tier), max_length=len(Tier))
+]
+
+
+class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """What counts for one model, and its adapters, in the place of what counts for all."""
+
+    path: str | None = None
+    policy: PolicyName | None = None
+    tier_credits: TierCredits | None = None
+    max_local_prefill_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +124,19 @@ class RouterConfig:
     ] = DEFAULT_TIME_TO_LIVE_S
     model_path: Annotated[
         str | None,
-        Meta(description="directory of the tokenizer and chat template; without it, only token ids are matched"),
+        Meta(
+            description="directory of tokenizer and chat template, of all models that are not named by themselves; "
+            "without it, where workers say that theirs is, if that is on this machine"
+        ),
     ] = None
+    models: Annotated[
+        dict[str, ModelSettings],
+        Meta(description="where single models' tokenizer and template are; in [models.NAME] of a file also policy, …"),
+    ] = field(default_factory=dict)
+    aliases: Annotated[
+        dict[str, dict[str, Annotated[float, Meta(gt=0)]]],
+        Meta(description="other names of models; of several of one name each gets its share of the conversations"),
+    ] = field(default_factory=dict)
     state_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="kv: folder to keep what is known of the caches in, for the next start; of one process alone"),
@@ -192,12 +218,8 @@ class RouterConfig:
     ] = 3
 
     tier_credits: Annotated[
-        tuple[float, ...],
-        Meta(
-            min_length=len(Tier),
-            max_length=len(Tier),
-            description="kv: share of its computation that a block spares on GPU, host, disk, external storage",
-        ),
+        TierCredits,
+        Meta(description="kv: share of its computation that a block spares on GPU, host, disk, external storage"),
     ] = DEFAULT_TIER_CREDITS
 
     health_interval_s: Annotated[float, Meta(gt=0, description="time between health checks of a worker")] = 10.0
@@ -284,8 +306,12 @@ class RouterConfig:
             check_traces_endpoint(self.otlp_traces_endpoint)
         if self.state_dir is not None and self.policy != "kv":
             raise InvalidValueError("state_dir", self.state_dir, f"none, as policy {self.policy} keeps no index")
-        if min(self.tier_credits) < 0 or max(self.tier_credits) > 1:
-            raise InvalidValueError("tier_credits", self.tier_credits, "numbers from 0 to 1")
+        for name, model in self.models.items():
+            if model.policy == "kv" != self.policy:
+                raise InvalidValueError(f"models.{name}.policy", "kv", "another, unless the fleet's policy is kv")
+        for name, shares in self.aliases.items():
+            if not shares or shares.keys() & self.aliases.keys():
+                raise InvalidValueError(f"aliases.{name}", shares, "models, which are no aliases")
 
     def changed_to(self, other: RouterConfig) -> tuple[RouterConfig, list[str], list[str]]:
         """Return this configuration with what may change taken from another, which fields did, and which could not."""
@@ -316,6 +342,13 @@ class RouterConfig:
         if url in self.prefill_worker_urls:
             return Role.PREFILL
         return Role.DECODE if url in self.decode_worker_urls else None
+
+    def of(self, model: str | None) -> RouterConfig:
+        """Return what counts for a model."""
+        own = self.models.get(model or "")
+        values = {} if own is None else {name: value for name, value in asdict(own).items() if value is not None}
+        path = values.pop("path", self.model_path)
+        return replace(self, **values, model_path=path, models={}, aliases={}, state_dir=None) if own else self
 
     def make_policy(self, alpha: float = DEFAULT_ALPHA) -> Policy | PriceSettings:
         """Return the chosen policy, or what that of the name `kv` weighs: `alpha` is the model's."""

@@ -51,7 +51,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.releases import Releases
-from kvist.router.prompts import Ask, PromptReader
+from kvist.router.prompts import Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
@@ -228,19 +228,20 @@ class Forwarding:
             return
         self._reading = None
         try:
-            self._on_read(reading.result())
+            ask = reading.result()
         except RequestError as error:
             self._reading_step.end(error)
             self._refuse(error)
-        except BaseException:
-            self._fail()
-            raise
+        else:
+            self._take(self._on_read, ask)
 
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
         self.body = without_field(self.request.body, ask.fields, *REPORT_MODE)
         if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
             self.body = without_field(self.body, ask.fields, "priority")
+        if ask.is_renamed:
+            self.body = with_model(self.body, ask.model)
         self._reading_step.end()
         router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)
@@ -261,11 +262,7 @@ class Forwarding:
     def on_room(self) -> None:
         """Go on, with caches and loads as they are now."""
         self._waiting_step.end()
-        try:
-            self._match()
-        except BaseException:
-            self._fail()
-            raise
+        self._take(self._match)
 
     def on_refused(self, error: RequestError) -> None:
         """Tell the client that the wait was in vain."""
@@ -282,19 +279,12 @@ class Forwarding:
         with self.trace.step("match"):
             prefix = self.router.routing.prefix(self.ask)
         if prefix is None and num_left:
-            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again, num_left - 1)
+            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._take, self._look, num_left - 1)
             return
         if prefix is None:
             self.router.metrics.unmatched()
         self.prefix = prefix or Prefix()
         self._ask_next()
-
-    def _look_again(self, num_left: int) -> None:
-        try:
-            self._look(num_left)
-        except BaseException:
-            self._fail()
-            raise
 
     # Choose and send.
 
@@ -461,6 +451,14 @@ class Forwarding:
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 
     # The end.
+
+    def _take(self, step: Callable[..., None], *arguments: object) -> None:
+        """Take a step that others than the client's socket begin, and end the request if it fails."""
+        try:
+            step(*arguments)
+        except BaseException:
+            self._fail()
+            raise
 
     def _fail(self) -> None:
         """End a request that a fault of ours has stopped, which the loop logs."""

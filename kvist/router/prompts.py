@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -79,7 +79,8 @@ FORM_BYTES_PER_TOKEN = 320
 class Ask:
     """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
 
-    `fields` is the whole body, but for a prompt that is in `token_ids` alone. `chat` is what was rendered, all of it;
+    `fields` is the whole body, but for a prompt that is in `token_ids` alone; `is_renamed` says that the body names an
+    alias of the model. `chat` is what was rendered, all of it;
     `worker` has what the request goes on with, and no other has; `obstacle` is a word for why the tokens are not all of
     the prompt's, or not known.
     """
@@ -94,6 +95,7 @@ class Ask:
     chat: ChatCompletionRequest | None = None
     worker: str | None = None
     obstacle: str | None = None
+    is_renamed: bool = False
 
     @property
     def outcome(self) -> str:
@@ -103,20 +105,54 @@ class Ask:
         return "tokens" if self.obstacle is None else "partly"
 
 
+class KnownModels(Protocol):
+    """What models there are, as far as reading prompts needs it."""
+
+    @property
+    def inline_body_bytes(self) -> int:
+        """How long a body may be that is read on the event loop, whatever its model."""
+
+    def tokenizer(self, model: str | None) -> ChatTokenizer | None:
+        """Return the model's tokeniser, None where its text cannot be read."""
+
+    def target(self, fields: Fields) -> str | None:
+        """Return the model that a request is for if it names an alias."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """A `KnownModels` where all prompts are of one model, which may have no tokeniser here."""
+
+    only: ChatTokenizer | None
+
+    @property
+    def inline_body_bytes(self) -> int:
+        """Return what its tokeniser says."""
+        return INLINE_BODY_BYTES if self.only is None else self.only.inline_body_bytes
+
+    def tokenizer(self, _: str | None) -> ChatTokenizer | None:
+        """Return its tokeniser."""
+        return self.only
+
+    def target(self, _: Fields) -> str | None:
+        """Know no alias."""
+        return None
+
+
 class PromptReader:
     """Turns request bodies into what routing needs; refuses only what no worker would accept."""
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer | None,
+        models: KnownModels,
         has_index: Callable[[], bool] = lambda: False,
         needs_tokens: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read with this model's tokeniser, where someone `needs_tokens`; else only prompts of token ids are known.
+        """Read with each model's tokeniser, where someone `needs_tokens`; else only prompts of token ids are known.
 
         Compiled code as the index's reads those where that `has_index`.
         """
-        self._tokenizer = tokenizer
+        self._models = models
         self._has_index = has_index
         self._needs_tokens = needs_tokens
         self.conversations = Conversations()
@@ -134,8 +170,7 @@ class PromptReader:
         """Return what `read` does, or None where that would hold the event loop up: then await `read`."""
         if path in FORM_PATHS:
             return self._read(path, body) if len(body) <= INLINE_FORM_BYTES else None
-        limit = INLINE_BODY_BYTES if self._tokenizer is None else self._tokenizer.inline_body_bytes
-        if len(body) <= limit:
+        if len(body) <= self._models.inline_body_bytes:
             return self._read(path, body)
         return self._read_tokenized(path, body) if len(body) <= INLINE_TOKENIZED_BODY_BYTES else None
 
@@ -146,6 +181,18 @@ class PromptReader:
         if tokenized is not None:
             return tokenized
         fields = _client_fields(body)
+        is_renamed = self._rename(fields)
+        ask = self._read_fields(path, fields, len(body))
+        return replace(ask, is_renamed=True) if is_renamed else ask
+
+    def _rename(self, fields: Fields) -> bool:
+        """Put the model in the place of an alias of it."""
+        target = self._models.target(fields)
+        if target is not None:
+            fields["model"] = target
+        return target is not None
+
+    def _read_fields(self, path: str | None, fields: Fields, num_bytes: int) -> Ask:
         if path is None:
             if fields.get("token_ids") is not None:
                 return _read_tokens(fields)
@@ -153,14 +200,31 @@ class PromptReader:
         if path == COMPLETION_PATH:
             return self._read_completion(path, fields, fields)
         if path == GENERATE_PATH:
-            return self._read_generate(fields, len(body))
+            return self._read_generate(fields, num_bytes)
         if path.startswith(RESPONSES_PATH + "/"):
             kept = self.conversations.get(path.split("/")[3])
-            return _read_other(fields, len(body), worker=None if kept is None else kept.worker)
-        return self._read_chat(path, fields, len(body)) if path in APIS else _read_other(fields, len(body))
+            return _read_other(fields, num_bytes, worker=None if kept is None else kept.worker)
+        return self._read_chat(path, fields, num_bytes) if path in APIS else _read_other(fields, num_bytes)
 
     def _read_tokenized(self, path: str | None, body: bytes) -> Ask | None:
-        return _read_tokenized_completion(body) if path == COMPLETION_PATH and self._has_index() else None
+        """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
+        if path != COMPLETION_PATH or not self._has_index():
+            return None
+        from kvist.indexer.compiled.json_tokens import split_integer_array
+
+        split = split_integer_array(body, b"prompt", np.uint32, placeholder=b"[0]")
+        if split is None or len(split[0]) == 0:
+            return None
+        token_ids, rest = split
+        try:
+            fields = _client_fields(rest)
+            is_renamed = self._rename(fields)
+            _check_is_plain(COMPLETION_PATH, fields)
+            request = decode_completion_request(fields)
+        except RequestError:  # that of the whole body says where
+            return None
+        salt = request.cache_salt
+        return Ask(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
 
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Ask:
         chat = decode_chat_request(fields) if api == CHAT_PATH else None
@@ -169,7 +233,7 @@ class PromptReader:
         worker = None if kept is None else kept.worker
         try:
             _check_is_plain(api, fields)
-            tokenizer = self._loaded_tokenizer()
+            tokenizer = self._loaded_tokenizer(fields)
             chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, kept))
             token_ids = tokenizer.tokenize_chat(chat)
         except RequestError as error:
@@ -197,7 +261,7 @@ class PromptReader:
             if isinstance(longest, list):
                 token_ids = np.array(longest, np.uint32)
             else:
-                tokenizer = self._loaded_tokenizer()
+                tokenizer = self._loaded_tokenizer(asked)
                 token_ids = tokenizer.tokenize_text(longest, add_special_tokens=request.add_special_tokens)
         except RequestError as error:
             reason, obstacle = error.message, error.code
@@ -205,12 +269,20 @@ class PromptReader:
         salt, num_prompts = request.cache_salt, len(prompts)
         return Ask(request.model, num_tokens, token_ids, salt, reason, num_prompts, fields, None, None, obstacle)
 
-    def _loaded_tokenizer(self) -> ChatTokenizer:
-        if self._tokenizer is None:
-            raise RequestError(400, "the router has no model path, so text is not tokenised", code="no_tokenizer")
+    def _loaded_tokenizer(self, fields: Fields) -> ChatTokenizer:
+        model = fields.get("model")
+        tokenizer = self._models.tokenizer(model if isinstance(model, str) else None)
+        if tokenizer is None:
+            raise RequestError(400, "the router has no tokeniser of the model", code="no_tokenizer")
         if not self._needs_tokens():
             raise RequestError(400, "the policy looks at no prompt, so text is not tokenised", code="not_needed")
-        return self._tokenizer
+        return tokenizer
+
+
+def with_model(body: bytes, model: str | None) -> bytes:
+    """Return the body as one for this model."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(fields | {"model": model})
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -226,23 +298,6 @@ def _read_tokens(fields: Fields) -> Ask:
         raise RequestError(400, f"body: {error}") from None
     token_ids = np.array(prompt.token_ids, np.uint32)
     return Ask(prompt.model, len(token_ids), token_ids, prompt.cache_salt, fields=fields)
-
-
-def _read_tokenized_completion(body: bytes) -> Ask | None:
-    """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
-    from kvist.indexer.compiled.json_tokens import split_integer_array
-
-    split = split_integer_array(body, b"prompt", np.uint32, placeholder=b"[0]")
-    if split is None or len(split[0]) == 0:
-        return None
-    token_ids, rest = split
-    try:
-        fields = _client_fields(rest)
-        _check_is_plain(COMPLETION_PATH, fields)
-        request = decode_completion_request(fields)
-    except RequestError:  # that of the whole body says where
-        return None
-    return Ask(request.model, len(token_ids), token_ids, request.cache_salt, fields=fields)
 
 
 def _client_fields(body: bytes) -> Fields:

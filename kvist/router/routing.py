@@ -19,14 +19,14 @@ from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.openai.errors import RequestError
-from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
-from kvist.router.policy.settings import DEFAULT_ALPHA, FETCH_SCALE, PriceSettings
+from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
 from kvist.router.prefill.handover import DIALECTS, Plan, why_local
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
@@ -55,32 +55,21 @@ class Routing:
 
     def __init__(
         self,
-        config: RouterConfig,
         fleet: Fleet,
+        models: Models,
         load: LoadTracker,
         index: Caches | None,
         random: Random,
         now_s: Callable[[], float],
-        alpha: float = DEFAULT_ALPHA,
     ) -> None:
-        """Decide by the configured policy; `index` is None for policies that do not look at caches.
-
-        `alpha` is the model's, for prices.
-        """
-        self._alpha = alpha
+        """Decide by each model's policy; `index` is None if none of them looks at caches."""
         self._fleet = fleet
+        self._models = models
         self._load = load
         self._index = index
-        self._pricing: dict[int, PricedPolicy] = {}
-        self.reconfigure(config)
+        self._pricing: dict[tuple[str | None, int], PricedPolicy] = {}
         self._random = random
         self._now_s = now_s
-
-    def reconfigure(self, config: RouterConfig) -> None:
-        """Decide by this configuration from now on."""
-        self._policy = config.make_policy(self._alpha)
-        self._max_local_prefill_tokens = config.max_local_prefill_tokens
-        self._prefill_dialect = config.prefill_dialect
 
     def prefix(self, ask: Ask) -> Prefix | None:
         """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
@@ -178,29 +167,32 @@ class Routing:
         Raises RequestError: 404 when no worker has the model, 400 when those that have it do nothing alone and cannot
         do this together, 503 when none can take requests now.
         """
+        if ask.model is None and ask.worker is None and ask.fields and self._fleet.has_several_models:
+            message = f"model: missing, expected one of the models served: {self._model_names()}"
+            raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
             excluded = others
-        workers = self._fleet.routable(ask.model, excluded)
-        if not workers:
+        everyone = self._fleet.routable(ask.model, excluded)
+        if not everyone:
             raise self._refusal(ask.model)
-        workers = [worker for worker in workers if worker.url == ask.worker] or workers
+        workers = [worker for worker in everyone if worker.url == ask.worker] or everyone
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
         answer = self._decide(ask, prefix, whole) if whole else None
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        paired, reason = self._paired(path, ask, workers, excluded)
+        paired, reason = self._paired(path, ask, everyone)
         if answer is None:
             local = local if local in FALLBACKS else reason
         elif local is None:
             obstacle = reason if reason in OBSTACLES else None
-            local = obstacle or why_local(answer, self._max_local_prefill_tokens) or reason
+            local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
         if local is None:
             prefill = self._decide(ask, prefix, paired)
-            decode = self.decode_decision(ask, prefix, prefill.chosen.target.worker, excluded)
+            worker, p = self._side(prefill)
+            decode = self._decide_decode(ask, prefix, worker, everyone)
             assert decode is not None
-            (worker, p), (_, d) = self._side(prefill), self._side(decode)
-            dialect = self._dialect_of(worker)
+            dialect, (_, d) = self._dialect_of(worker), self._side(decode)
             return Plan(decode, prefill, None, dialect, *dialect.begin(path, ask, p, d, self._random))
         if answer is None:
             raise RequestError(
@@ -217,32 +209,32 @@ class Routing:
         worker = self._fleet.get(prefill_worker)
         if worker is None:  # it was removed
             return None
-        others = self._fleet.routable(ask.model, excluded)
-        fetching = [other for other in others if self._goes_on_from(worker, other)]
-        workers = [other for other in fetching if other.role is Role.DECODE] or fetching
-        return self._decide(ask, prefix, workers, FETCH_SCALE) if workers else None
+        return self._decide_decode(ask, prefix, worker, self._fleet.routable(ask.model, excluded))
 
     def _can_do_all(self, path: str, worker: Worker) -> bool:
         return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
 
-    def _paired(
-        self, path: str, ask: Ask, workers: list[Worker], excluded: Collection[str]
-    ) -> tuple[list[Worker], Local | None]:
-        """Return the workers that can compute the prompt for another one that is there, or why there are none."""
+    def _paired(self, path: str, ask: Ask, workers: list[Worker]) -> tuple[list[Worker], Local | None]:
+        """Return those that can compute the prompt for another of them, or why there are none."""
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
-        obstacles = [self._dialect_of(worker).obstacle(path, ask) for worker in prefill_workers]
-        able = [worker for worker, obstacle in zip(prefill_workers, obstacles, strict=True) if obstacle is None]
+        obstacles = {each: each.obstacle(path, ask) for each in set(map(self._dialect_of, prefill_workers))}
+        able = [worker for worker in prefill_workers if obstacles[self._dialect_of(worker)] is None]
         if not able:
-            return [], obstacles[0] if obstacles else Local.NO_PREFILL_WORKER
-        others = self._fleet.routable(ask.model, excluded)
-        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in others)]
+            return [], next(iter(obstacles.values()), Local.NO_PREFILL_WORKER)
+        fetching = [worker for worker in workers if worker.can_fetch]
+        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in fetching)]
         return paired, None if paired else Local.NO_DECODE_WORKER
 
+    def _decide_decode(self, ask: Ask, prefix: Prefix, prefill: Worker, workers: list[Worker]) -> Decision | None:
+        fetching = [worker for worker in workers if worker.can_fetch and self._goes_on_from(prefill, worker)]
+        fetching = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
+        return self._decide(ask, prefix, fetching, FETCH_SCALE) if fetching else None
+
     def _goes_on_from(self, prefill: Worker, other: Worker) -> bool:
-        return other.can_fetch and self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
+        return self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
 
     def _dialect_of(self, worker: Worker) -> Dialect:
-        return DIALECTS.get(worker.engine or "") or DIALECTS[self._prefill_dialect]
+        return DIALECTS.get(worker.engine or "") or DIALECTS[self._models.prefill_dialect]
 
     def _side(self, decision: Decision) -> tuple[Worker, Side]:
         target = decision.chosen.target
@@ -258,7 +250,7 @@ class Routing:
         if decision.prices is None:
             return None
         column = self._load.column(decision.chosen.target)
-        return self._pricing[decision.prompt.block_size].dispatched(
+        return decision.prices.policy.dispatched(
             now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
         )
 
@@ -307,21 +299,23 @@ class Routing:
             for worker in workers
             for rank in self._fleet.ranks(worker)
         ]
-        if isinstance(self._policy, PriceSettings):
-            return self._decide_by_price(self._policy, prompt, prefix, candidates, compute_scale)
-        return decide(self._policy, prompt, candidates, self._load.num_dispatched, self._random)
+        policy = self._models.policy(ask.model).policy
+        if isinstance(policy, PriceSettings):
+            return self._decide_by_price(ask.model, policy, prompt, prefix, candidates, compute_scale)
+        return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
 
     def _decide_by_price(
         self,
+        model: str | None,
         settings: PriceSettings,
         prompt: Prompt,
         prefix: Prefix,
         candidates: list[Candidate],
         compute_scale: float,
     ) -> Decision:
-        pricing = self._pricing.get(prompt.block_size)
+        pricing = self._pricing.get((model, prompt.block_size))
         if pricing is None or pricing.settings != settings:
-            pricing = self._pricing[prompt.block_size] = self._load.pricing(settings, prompt.block_size)
+            pricing = self._pricing[model, prompt.block_size] = self._load.pricing(settings, prompt.block_size)
         columns = np.array([self._load.column(each.target) for each in candidates])
         by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]
         is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
@@ -334,9 +328,7 @@ class Routing:
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
         workers = self._fleet.routable(ask.model, excluded)
-        return any(self._can_do_all(path, each) for each in workers) or bool(
-            self._paired(path, ask, workers, excluded)[0]
-        )
+        return any(self._can_do_all(path, each) for each in workers) or bool(self._paired(path, ask, workers)[0])
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
@@ -353,13 +345,15 @@ class Routing:
     def _adapter_of(self, ask: Ask) -> str | None:
         return ask.model if self._fleet.is_adapter(ask.model) else None
 
+    def _model_names(self) -> str:
+        return ", ".join(entry["id"] for entry in self._models.entries()) or "none"
+
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers
         if workers and not self._fleet.is_known(model):
-            known = ", ".join(served.id for served in self._fleet.models()) or "none"
             return RequestError(
                 HTTPStatus.NOT_FOUND,
-                f"model: got {model!r}, expected one of the models served: {known}",
+                f"model: got {model!r}, expected one of the models served: {self._model_names()}",
                 param="model",
                 code="model_not_found",
             )

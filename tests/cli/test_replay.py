@@ -223,7 +223,7 @@ def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
     prompt.write_text(json.dumps({"model": "m", "prompt": "some text"}))
     code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
     assert code == 2
-    assert "a prompt whose tokens are known (the router has no model path" in err
+    assert "a prompt whose tokens are known (the router has no tokeniser of the model" in err
     code, _, err = run(capsys, recorded, "--at", "2")
     assert (code, "--at" in err) == (2, True)
 

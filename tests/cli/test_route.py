@@ -141,8 +141,20 @@ def test_help_is_in_groups_and_every_key_of_the_file_but_mappings_is_a_flag(caps
     assert {"worker-urls", "kv-event-source"} <= flags["workers"]
     assert {"policy", "tier-credits"} <= flags["routing"]
     assert {"api-key", "client-ca", "worker-ca", "tls-key"} <= flags["security"]
-    keys = {field.name.replace("_", "-") for field in fields(RouterConfig)} - {"worker-api-keys", "kv-event-sources"}
-    assert set().union(*flags.values()) == keys | {"kv-event-source"}
+    keys = {field.name.replace("_", "-") for field in fields(RouterConfig)}
+    mappings = {"worker-api-keys", "kv-event-sources", "models", "aliases"}
+    assert set().union(*flags.values()) == keys - mappings | {"kv-event-source", "model", "alias"}
+
+
+def test_models_and_aliases_are_named_by_flags() -> None:
+    given = config(
+        "--model", "a=/models/a", "--model", "b=/b=c", "--alias", "gpt=a@9", "--alias", "gpt=b", "--alias", "x=b"
+    )
+    assert {name: model.path for name, model in given.models.items()} == {"a": "/models/a", "b": "/b=c"}
+    assert given.aliases == {"gpt": {"a": 9.0, "b": 1.0}, "x": {"b": 1.0}}
+    for flags, field in ((("--model", "a"), "model"), (("--alias", "=b"), "alias"), (("--alias", "a=b@0"), "aliases")):
+        with pytest.raises(InvalidValueError, match=f"^{field}"):
+            config(*flags)
 
 
 def test_a_value_out_of_range_is_an_error() -> None:

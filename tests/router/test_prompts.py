@@ -14,7 +14,7 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, INLINE_FORM_BYTES, PromptReader
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, INLINE_FORM_BYTES, OneModel, PromptReader
 
 WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} end {% endfor %}"
@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} end {% e
 def reader() -> PromptReader:
     tokenizer = Tokenizer(models.WordLevel({word: idx for idx, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PromptReader(ChatTokenizer(tokenizer, ChatTemplate(TEMPLATE, {})))
+    return PromptReader(OneModel(ChatTokenizer(tokenizer, ChatTemplate(TEMPLATE, {}))))
 
 
 def body(**fields: Any) -> bytes:
@@ -46,12 +46,12 @@ async def test_what_takes_long_to_read_is_left_for_a_thread(reader: PromptReader
         empty = len(body(messages=[{"role": "user", "content": ""}]))
         return body(messages=[{"role": "user", "content": "hello ".ljust(num_bytes - empty)}])
 
-    by_ids = PromptReader(None, lambda: True)
-    with_fastokens = PromptReader(ChatTokenizer.load(bundled_model_path()))
+    by_ids = PromptReader(OneModel(None), lambda: True)
+    with_fastokens = PromptReader(OneModel(ChatTokenizer.load(bundled_model_path())))
     for each, path, longest in [
         (reader, CHAT_PATH, chat(2048)),
         (with_fastokens, CHAT_PATH, chat(24 * 1024)),
-        (PromptReader(None), CHAT_PATH, chat(24 * 1024)),
+        (PromptReader(OneModel(None)), CHAT_PATH, chat(24 * 1024)),
         (by_ids, COMPLETION_PATH, body(prompt=[7] * 600_000)),
     ]:
         now = each.read_now(path, longest)
@@ -67,7 +67,7 @@ async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     needs_tokens = False
     template = ChatTemplate("{{ raise_exception('rendered') }}", {})
-    reader = PromptReader(ChatTokenizer(tokenizer, template), needs_tokens=lambda: needs_tokens)
+    reader = PromptReader(OneModel(ChatTokenizer(tokenizer, template)), needs_tokens=lambda: needs_tokens)
     chat = body(messages=[{"role": "user", "content": "hello " * 100}], stream=True)
     ask = await reader.read(CHAT_PATH, chat)
     assert (ask.model, ask.num_tokens, ask.obstacle) == ("m", len(chat) // 4, "not_needed")
@@ -77,7 +77,7 @@ async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
     assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2, 3]))).num_tokens == 3
     with pytest.raises(RequestError, match="kv_transfer_params"):
         await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}], kv_transfer_params={}))
-    without_tokenizer = PromptReader(None, needs_tokens=lambda: False)
+    without_tokenizer = PromptReader(OneModel(None), needs_tokens=lambda: False)
     assert (await without_tokenizer.read(CHAT_PATH, chat)).obstacle == "no_tokenizer"
     needs_tokens = True
     assert (await reader.read(CHAT_PATH, chat)).obstacle == "template_refused"
@@ -86,7 +86,7 @@ async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
 async def test_half_of_a_surrogate_pair_in_the_arguments_of_a_call_costs_the_match_and_not_the_request() -> None:
     tokenizer = ChatTokenizer.load(bundled_model_path())
     source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    reader = PromptReader(ChatTokenizer(tokenizer._tokenizer, ChatTemplate(source, {})))
+    reader = PromptReader(OneModel(ChatTokenizer(tokenizer._tokenizer, ChatTemplate(source, {}))))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"text": "\\ud800"}'}}
     ask = await reader.read(CHAT_PATH, body(messages=[{"role": "assistant", "tool_calls": [call]}]))
     assert (ask.token_ids, ask.obstacle) == (None, "not_unicode")
@@ -113,7 +113,7 @@ async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: A
 )
 async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> None:
     plain, indexed = [
-        await PromptReader(None, lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
+        await PromptReader(OneModel(None), lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
         for has_index in (False, True)
     ]
     for name in ("model", "num_tokens", "cache_salt", "untokenized_reason"):
@@ -129,7 +129,9 @@ async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> No
     errors = []
     for has_index in (False, True):
         with pytest.raises(RequestError) as caught:
-            await PromptReader(None, lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
+            await PromptReader(OneModel(None), lambda has_index=has_index: has_index).read(
+                COMPLETION_PATH, body(**fields)
+            )
         errors.append(caught.value.message)
     assert errors[0] == errors[1]
 
@@ -189,17 +191,18 @@ async def test_a_batch_is_matched_by_its_longest_prompt_and_weighs_all_of_them(r
 
 
 async def test_text_without_a_tokeniser_is_estimated_and_token_ids_still_match() -> None:
-    reader = PromptReader(None)
+    reader = PromptReader(OneModel(None))
     ask = await reader.read(COMPLETION_PATH, body(prompt="x" * 400))
     assert (ask.token_ids, ask.num_tokens) == (None, 101)
-    assert "no model path" in (ask.untokenized_reason or "")
+    assert "no tokeniser of the model" in (ask.untokenized_reason or "")
     assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2]))).token_ids.tolist() == [1, 2]
     assert (await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}]))).token_ids is None
 
 
 async def test_a_template_that_refuses_costs_the_match_and_not_the_request() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    reader = PromptReader(ChatTokenizer(tokenizer, ChatTemplate("{{ raise_exception('roles must alternate') }}", {})))
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    reader = PromptReader(OneModel(ChatTokenizer(tokenizer, template)))
     ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}]))
     assert ask.token_ids is None
     assert "roles must alternate" in (ask.untokenized_reason or "")
@@ -323,8 +326,9 @@ async def test_how_well_a_prompt_is_read_is_said(
 @pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH])
 async def test_without_a_tokeniser_or_a_template_that_is_the_obstacle(path: str) -> None:
     asked = body(messages=[TURN], input="hello")
-    assert (await PromptReader(None).read(path, asked)).obstacle == "no_tokenizer"
+    assert (await PromptReader(OneModel(None)).read(path, asked)).obstacle == "no_tokenizer"
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    assert (await PromptReader(ChatTokenizer(tokenizer, None)).read(path, asked)).obstacle == "no_chat_template"
-    refusing = ChatTokenizer(tokenizer, ChatTemplate("{{ raise_exception('no') }}", {}))
+    plain = OneModel(ChatTokenizer(tokenizer, None))
+    assert (await PromptReader(plain).read(path, asked)).obstacle == "no_chat_template"
+    refusing = OneModel(ChatTokenizer(tokenizer, ChatTemplate("{{ raise_exception('no') }}", {})))
     assert (await PromptReader(refusing).read(path, asked)).obstacle == "template_refused"

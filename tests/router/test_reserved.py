@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.openai.errors import RequestError
-from kvist.router.prompts import PromptReader
+from kvist.router.prompts import OneModel, PromptReader
 from kvist.router.reserved import CONTAINERS, FIELDS
 
-READER = PromptReader(None)
+READER = PromptReader(OneModel(None))
 NAMES = sorted(FIELDS | CONTAINERS)
 
 

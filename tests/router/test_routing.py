@@ -142,7 +142,7 @@ async def test_a_prompt_that_cannot_be_tokenised_says_why(worker, router) -> Non
     async with worker() as one, router(one.url, block_size=16) as front:
         answer = await front.client.post("/route", json={"prompt": "some text", "model": "m"})
         assert answer.json()["rule"] == "price"
-        assert "no model path" in answer.json()["untokenized_reason"]
+        assert "no tokeniser of the model" in answer.json()["untokenized_reason"]
 
 
 @pytest.mark.parametrize(("num_disturbed", "overlap", "unmatched"), [(3, "32", 0), (10**9, "0", 1)])

@@ -112,6 +112,7 @@ class ServedModel:
     """
 
     names: tuple[str, ...]
+    path: str
     block_size: int
     max_model_len: int
     max_total_num_tokens: int
@@ -225,6 +226,7 @@ class _Server:
                 "engine": "kvist",
                 "version": __version__,
                 "model": self._model.names[0],
+                "model_path": self._model.path,
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
                 "max_total_num_tokens": self._model.max_total_num_tokens,

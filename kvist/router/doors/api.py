@@ -29,6 +29,7 @@ from kvist.router.doors.explain import explain_load, explain_readiness, explain_
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership, WorkerConflictError
+from kvist.router.fleet.models import Models
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Regret
@@ -66,6 +67,7 @@ class AdminApi:
     """The endpoints over one fleet."""
 
     fleet: Fleet
+    models: Models
     membership: Membership
     load: LoadTracker
     index: FleetIndex | None
@@ -111,11 +113,11 @@ class AdminApi:
         return json_answer(health)
 
     def _readiness(self, question: Question) -> Answer:
-        page = explain_readiness(self.fleet, self.index, is_draining=question.is_draining)
+        page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _list_workers(self, _: Question) -> Answer:
-        explained = [explain_worker(worker, self.load, self.index) for worker in self.fleet.workers]
+        explained = [explain_worker(worker, self.load, self.index, self.now_s()) for worker in self.fleet.workers]
         return json_answer({"workers": explained})
 
     def _add_worker(self, question: Question) -> Answer:

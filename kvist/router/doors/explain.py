@@ -11,6 +11,7 @@ from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingState
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
@@ -113,12 +114,13 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
     }
 
 
-def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) -> dict[str, Any]:
+def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None, now_s: float) -> dict[str, Any]:
     """Return a worker's state and what it follows from."""
     identity = worker.identity
     return {
         "url": worker.url,
         "state": worker.state.value,
+        "takes_nothing_as": _why_nothing(worker, now_s),
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
@@ -142,6 +144,17 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
     }
 
 
+def _why_nothing(worker: Worker, now_s: float) -> str | None:
+    """Return why the worker is given no request now, None if it may be."""
+    if worker.state is not WorkerState.HEALTHY:
+        return f"it is {worker.state}: {worker.last_failure or 'no verdict yet'}"
+    if not worker.breaker.allows(now_s):
+        return f"its circuit is open: {worker.breaker.failures_in_a_row} requests failed in a row"
+    if worker.capacity.paused_until_s > now_s:
+        return f"it asked to be spared for {worker.capacity.paused_until_s - now_s:.1f} s more"
+    return "it names no model" if worker.model_ids == frozenset() else None
+
+
 def _explain_source(source: SourceStatistics) -> dict[str, Any]:
     condition, reason = condition_of(source)
     return {
@@ -159,7 +172,7 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
     }
 
 
-def explain_readiness(fleet: Fleet, index: FleetIndex | None, *, is_draining: bool) -> dict[str, Any]:
+def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *, is_draining: bool) -> dict[str, Any]:
     """Return whether requests can be taken, why not, and which event streams are not as they should be.
 
     `ready` means that some worker is healthy and the router is not about to end. Streams have no say in it, nor has an
@@ -173,6 +186,7 @@ def explain_readiness(fleet: Fleet, index: FleetIndex | None, *, is_draining: bo
         "ready": is_ready,
         "reason": "draining" if is_draining else None if is_ready else _why_not_ready(workers),
         "workers": {state.value: states.count(state) for state in WorkerState},
+        "models": models.explain(),
     }
     renderings = [(worker.url, worker.rendering) for worker in workers if worker.rendering is not None]
     if renderings:

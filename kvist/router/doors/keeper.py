@@ -5,7 +5,6 @@ It is part of a router that is one process (`service`), and a process of its own
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Protocol, Self
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -29,11 +27,10 @@ from kvist.router.doors.api import AdminApi, Answer, Question
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
-from kvist.router.policy.attention import costs_of
-from kvist.router.policy.settings import DEFAULT_ALPHA
 from kvist.router.regret import Regret, Routed
 
 _RESIZE_S = 1.0
@@ -44,6 +41,7 @@ class FleetKnowledge(Protocol):
     """What a router needs to know of its fleet, from a keeper in its own process or in another."""
 
     fleet: Fleet
+    models: Models
     load: LoadTracker
 
     @property
@@ -55,9 +53,6 @@ class FleetKnowledge(Protocol):
 
     def on_routed(self, request: Routed) -> None:
         """Take what came of a request, for `GET /regret`."""
-
-    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
-        """Tell apart from now on what is rendered in ways of its own."""
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""
@@ -101,23 +96,28 @@ class Keeper:
                 descriptor=descriptor,
             )
         self.fleet = Fleet(config.block_size, self.index, now_s)
-        self.membership = Membership(config, pool, self.fleet, load, self.index, now_s, on_removed)
+        self.models = Models(config, self.fleet, self._on_tokenizer)
+        self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
         own = FleetGauges(self.fleet, load, self.index, now_s)
         page = MetricsPage(lambda: chain(own.collect(), gauges()), registry)
         self._speeds = None
         if config.state_dir is not None:
             self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
-        self._api = AdminApi(self.fleet, self.membership, load, self.index, page, self._regret, started_s, now_s)
+        self._api = AdminApi(
+            self.fleet, self.models, self.membership, load, self.index, page, self._regret, started_s, now_s
+        )
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as exits:
+            await exits.enter_async_context(self.models)  # reads while workers are asked who they are
             if self.index is not None:
                 await exits.enter_async_context(self.index)
             if self._speeds is not None:
                 await exits.enter_async_context(self._speeds)
             await exits.enter_async_context(self.membership)
+            await self.models.configured()
             self._exits = exits.pop_all()
         return self
 
@@ -136,29 +136,16 @@ class Keeper:
             self._capacity_blocks, self._sized_at_s = sum(rank.num_blocks for rank in ranks), now_s
         self._regret.add(now_s, [request], self._capacity_blocks)
 
-    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
-        """Have each worker's tokens compared with this model's, from now on."""
-        self.fleet.renderings.start(tokenizer)
-        self.membership.check_renderings(tokenizer)
+    def _on_tokenizer(self, tokenizer: ChatTokenizer) -> None:
+        """Have the tokens of the model's workers compared with these from now on."""
+        if self.index is not None:
+            self.fleet.renderings.start(tokenizer)
+            self.membership.check_renderings()
 
     def connect(self, conversations: Conversations, admission: Admission) -> None:
         """There are no others."""
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""
+        self.models.reconfigure(config)
         self.membership.reconfigure(config)
-
-
-def load_alpha(model_path: str | None) -> float:
-    """Return what attention costs the model of a directory, or an 8B model where its `config.json` does not say."""
-    try:
-        config = msgspec.json.decode((Path(model_path or "") / "config.json").read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return DEFAULT_ALPHA
-    costs = costs_of(config)
-    return DEFAULT_ALPHA if costs is None else costs.alpha
-
-
-async def load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
-    """Return the tokenizer of a model's directory, if there is one."""
-    return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))

@@ -58,7 +58,7 @@ from kvist.router.doors.auth import (
     require_client,
 )
 from kvist.router.doors.explain import explain_plan
-from kvist.router.doors.keeper import FleetKnowledge, Keeper, load_alpha, load_tokenizer
+from kvist.router.doors.keeper import FleetKnowledge, Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.forward import Forwarder, forwarded_headers
@@ -144,7 +144,6 @@ class RouterService:
         self._certificates.renew(renewed)
         self._config = renewed
         self.known.reconfigure(self._config)
-        self._forwarder.routing.reconfigure(self._config)
         self._forwarder = replace(self._forwarder, config=self._config)
         logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
         if fixed:
@@ -152,15 +151,12 @@ class RouterService:
 
     async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
-        tokenizer = asyncio.ensure_future(load_tokenizer(config.model_path))  # while workers are asked who they are
-        exits.callback(tokenizer.cancel)
         self._metrics = RouterMetrics()
         pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
         fleet, load, index = known.fleet, known.load, known.index
         self.fleet = fleet
-        alpha = await asyncio.to_thread(load_alpha, config.model_path)
-        routing = Routing(config, fleet, load, index, Random(), now_s, alpha)
+        routing = Routing(fleet, known.models, load, index, Random(), now_s)
         admission = Admission(
             fleet,
             load,
@@ -181,13 +177,11 @@ class RouterService:
             exits.push_async_callback(asyncio.to_thread, recorder.close)
         self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), access_log, recorder)
         reader = PromptReader(
-            await tokenizer,
+            known.models,
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
         )
         known.connect(reader.conversations, admission)
-        if index is not None and (model := tokenizer.result()) is not None:
-            known.start_renderings(model)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = Releases(pool, self._metrics.released)
         self._forwarder = Forwarder(
@@ -360,7 +354,7 @@ class RouterService:
 
     def _show_models(self, model_id: str, responder: Responder) -> None:
         """Answer with the model of this id, or a list of all where it is empty."""
-        entries = [model.entry for model in self.fleet.models() if model_id in ("", model.id)]
+        entries = [entry for entry in self.known.models.entries() if model_id in ("", entry["id"])]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"
             raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")

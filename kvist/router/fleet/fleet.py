@@ -10,7 +10,7 @@ from math import gcd
 from typing import NamedTuple
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.discovery import ServedModel
+from kvist.router.fleet.identity import ServedModel
 from kvist.router.fleet.rendering import Renderings
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import Caches, RankStatus
@@ -52,6 +52,8 @@ class Fleet:
         """Is called when some worker may have room that had none."""
         self.on_paused: Callable[[Worker], None] = lambda _: None
         """Is called when a worker has asked to be spared."""
+        self.on_models: Callable[[], None] = lambda: None
+        """Is called when there are other models than there were."""
         self.renderings = Renderings()
 
     def put(self, worker: Worker) -> None:
@@ -70,8 +72,16 @@ class Fleet:
         """Take in what some worker says that it serves."""
         self._sizes_of_models.clear()
         nothing = frozenset[str | None]()
+        earlier = self._model_ids, self._adapters
         self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
         self._model_ids = nothing.union(*(each.model_ids or nothing for each in self._workers.values()))
+        if earlier != (self._model_ids, self._adapters):
+            self.on_models()
+
+    @property
+    def has_several_models(self) -> bool:
+        """Return whether workers serve models that are not one and its adapters, so that requests must say which."""
+        return len(self._model_ids) - len(self._adapters) > 1
 
     def block_sizes(self, model: str | None) -> BlockSizes:
         """Return the tokens per block of the workers that serve the model."""

@@ -16,13 +16,13 @@ from typing import Self
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
 from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
-from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.fleet.capacity import Capacity, read_report
-from kvist.router.fleet.discovery import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
@@ -56,6 +56,7 @@ class Membership:
         config: RouterConfig,
         pool: UpstreamPool,
         fleet: Fleet,
+        models: Models,
         load: LoadTracker,
         index: FleetIndex | None,
         now_s: Callable[[], float],
@@ -72,7 +73,7 @@ class Membership:
         self._reports: dict[str, asyncio.Task[None]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
-        self._renderings = RenderingChecks(config, pool, fleet.renderings, now_s)
+        self._renderings = RenderingChecks(config, pool, fleet.renderings, models, now_s)
         self._now_s = now_s
 
     async def __aenter__(self) -> Self:
@@ -91,9 +92,8 @@ class Membership:
                 task.cancel()
         await leave_group(self._tasks, error)
 
-    def check_renderings(self, tokenizer: ChatTokenizer) -> None:
-        """Have each worker's tokens compared with this model's, from now on."""
-        self._renderings.start(tokenizer)
+    def check_renderings(self) -> None:
+        """Have workers asked whose model has a tokeniser now."""
         for worker in self._fleet.workers:
             if worker.was_checked.is_set():
                 self._renderings.on_health_check(worker, self._tasks)

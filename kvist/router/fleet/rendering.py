@@ -23,8 +23,9 @@ from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, TokenId, is_text_part
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.discovery import fetch
+from kvist.router.fleet.identity import fetch
 from kvist.router.fleet.worker import Worker
+from kvist.router.prompts import KnownModels
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,8 @@ class Renderings:
         self._special_starts: frozenset[str] = frozenset()
 
     def start(self, tokenizer: ChatTokenizer) -> None:
-        """Tell chats apart by what this model's special tokens begin with."""
-        self._special_starts = frozenset(token[0] for token in _special_tokens(tokenizer)) | {"<", "["}
+        """Tell chats apart by what this model's special tokens begin with, too."""
+        self._special_starts |= frozenset(token[0] for token in _special_tokens(tokenizer)) | {"<", "["}
 
     def learn(self, url: str, num_same_tokens: Mapping[Kind, int]) -> None:
         """Take how many tokens of each kind that a worker renders otherwise are the same."""
@@ -172,29 +173,32 @@ class Renderings:
 class RenderingChecks:
     """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
 
-    def __init__(self, config: RouterConfig, pool: UpstreamPool, known: Renderings, now_s: Callable[[], float]) -> None:
-        """Make known what is found."""
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: UpstreamPool,
+        known: Renderings,
+        models: KnownModels,
+        now_s: Callable[[], float],
+    ) -> None:
+        """Compare with the tokeniser of a worker's first model, and make known what is found."""
         self.config, self._pool, self._known, self._now_s = config, pool, known, now_s
-        self._tokenizer: ChatTokenizer | None = None
-        self._probes: dict[Kind, dict[str, Any]] = {}
+        self._models = models
         self._asked_at_s: dict[str, float] = {}
         self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, tokenizer: ChatTokenizer) -> None:
-        """Compare with this model from now on."""
-        self._tokenizer, self._probes = tokenizer, _make_probes(_special_tokens(tokenizer))
-
     def on_health_check(self, worker: Worker, tasks: asyncio.TaskGroup) -> None:
         """Have a worker that answers asked in a task of its own, if it is time."""
         url, now_s = worker.url, self._now_s()
+        tokenizer = self._models.tokenizer(_model_of(worker)) if self.config.policy == "kv" else None
         if worker.last_failure is not None:
             self.expire(url)
-        elif self._tokenizer is None or url in self.tasks or worker.is_draining:
+        elif tokenizer is None or url in self.tasks or worker.is_draining:
             return
         elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
             self._asked_at_s[url] = now_s
-            task = tasks.create_task(self._ask(worker, self._tokenizer), name=f"kvist-rendering {url}")
+            task = tasks.create_task(self._ask(worker, tokenizer), name=f"kvist-rendering {url}")
             self.tasks[url] = task
             task.add_done_callback(lambda ended: self.tasks.get(url) is ended and self.tasks.pop(url))
 
@@ -219,8 +223,8 @@ class RenderingChecks:
             logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
 
     async def _compare(self, worker: Worker, tokenizer: ChatTokenizer) -> Rendering:
-        probes, models = self._probes, worker.identity.models
-        named = {"model": models[0].id} if models else {}
+        probes, model = _make_probes(_special_tokens(tokenizer)), _model_of(worker)
+        named = {} if model is None else {"model": model}
         here = await asyncio.to_thread(lambda: {kind: _tokens_here(tokenizer, probes[kind]) for kind in probes})
         differences: dict[Kind, Difference] = {}
         refused = []
@@ -260,6 +264,12 @@ class RenderingChecks:
         if told.count != len(told.tokens):
             raise MalformedMessageError(f"{url}/tokenize", f"{len(told.tokens)} tokens, and count {told.count}")
         return told.tokens
+
+
+def _model_of(worker: Worker) -> str | None:
+    """Return the first model that the worker says it serves."""
+    models = worker.identity.models
+    return models[0].id if models else None
 
 
 def _special_tokens(tokenizer: ChatTokenizer) -> list[str]:

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.router.fleet.capacity import Capacity
-from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.identity import Identity
 from kvist.router.policy.decision import Role
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class Worker:
     def fits(self, other: Worker) -> bool:
         """Return whether the blocks of one can be the other's, by what both say: their models, sizes and types."""
         ours, theirs = self.identity.cache_block, other.identity.cache_block
-        if any(pair[0] != pair[1] and _UNKNOWN.isdisjoint(pair) for pair in zip(ours, theirs, strict=True)):
+        if ours != theirs and any(
+            pair[0] != pair[1] and _UNKNOWN.isdisjoint(pair) for pair in zip(ours, theirs, strict=True)
+        ):
             return False
         return self.model_ids is None or other.model_ids is None or not self.model_ids.isdisjoint(other.model_ids)
 

@@ -39,7 +39,7 @@ class Prices(NamedTuple):
     load: Work
     num_tokens: int
     marks: Marks
-    settings: PriceSettings
+    policy: PricedPolicy
 
     def terms_s(self) -> dict[str, list[float]]:
         """Return what costs add up from, in seconds: by term, one number a candidate."""
@@ -48,8 +48,8 @@ class Prices(NamedTuple):
             "wait": self.load.wait_s,
             "compute": compute_s,
             "price_of_computing": self.price * compute_s,
-            "running": self.settings.context_scale * self.load.context_tokens * unit_s,
-            "recent": self.settings.recent_scale * self.load.recent * unit_s,
+            "running": self.policy.settings.context_scale * self.load.context_tokens * unit_s,
+            "recent": self.policy.settings.recent_scale * self.load.recent * unit_s,
             "cost": self.cost_s,
         }
         return {name: each.tolist() for name, each in terms.items()}
@@ -158,7 +158,7 @@ class PricedPolicy:
         price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
         load = settings.context_scale * work.context_tokens + settings.recent_scale * work.recent
         cost_s = work.wait_s + ((1.0 + price) * compute + load) * work.unit_s
-        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks, settings)
+        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks, self)
 
     def _work_of(self, num_tokens: Any) -> Any:
         """Return the work of a prompt's first tokens, of one number or many."""

@@ -23,7 +23,6 @@ from kvist import __version__
 from kvist.errors import leave_group
 from kvist.http import UpstreamPool
 from kvist.openai.errors import RequestError
-from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
@@ -33,6 +32,7 @@ from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, CircuitState, HealthGauge
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
@@ -100,6 +100,7 @@ class RemoteKeeper:
         self.load = load
         self.index = SharedIndex(self._tell, time.monotonic) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, time.monotonic)
+        self.models = Models(config, self.fleet, self.fleet.renderings.start)
         self.fleet.on_paused = lambda worker: self._tell(messages.Paused(worker.url, worker.capacity.paused_until_s))
         self._conversations: Conversations | None = None
         self._link: Link | None = None
@@ -122,8 +123,10 @@ class RemoteKeeper:
         self._bell.bind(str(path))
         asyncio.get_running_loop().add_reader(self._bell, self._on_bell)
         self._running = [self._tasks.create_task(self._follow()), self._tasks.create_task(self._note_heard())]
+        await self.models.__aenter__()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._was_told.wait(), FIRST_NEWS_S)
+        await self.models.configured()
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -131,6 +134,7 @@ class RemoteKeeper:
         self._bell.close()
         for task in self._running:
             task.cancel()
+        await self.models.__aexit__(None, error, None)
         await leave_group(self._tasks, error)
 
     async def answer(self, question: Question) -> Answer:
@@ -158,7 +162,7 @@ class RemoteKeeper:
         return self._own_readiness(away) if is_readiness else refusal(_away(away))
 
     def _own_readiness(self, away: str | None, *, is_draining: bool = False) -> Answer:
-        page = explain_readiness(self.fleet, None, is_draining=is_draining)
+        page = explain_readiness(self.fleet, self.models, None, is_draining=is_draining)
         page["index"] = None if away is None else f"away: the process that follows the fleet {away}"
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -167,12 +171,9 @@ class RemoteKeeper:
         if len(self._ended) < MAX_ENDED:
             self._ended.append(request)
 
-    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
-        """Tell apart from now on what is rendered in ways of its own; the keeper says by whom."""
-        self.fleet.renderings.start(tokenizer)
-
     def reconfigure(self, config: RouterConfig) -> None:
-        """The keeper reads its configuration itself."""
+        """Go by another configuration from now on; the keeper reads its own itself."""
+        self.models.reconfigure(config)
 
     def connect(self, conversations: Conversations, admission: Admission) -> None:
         """Have other fronts know of responses and of room, and this one of theirs."""

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
-from kvist.router.doors.keeper import Keeper, load_tokenizer
+from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
@@ -80,9 +80,6 @@ class KeeperProcess:
                 )
             )
             self._keeper.fleet.on_room = self._on_change
-            tokenizer = await load_tokenizer(self._config.model_path)
-            if tokenizer is not None and self._keeper.index is not None:
-                self._keeper.start_renderings(tokenizer)
             await exits.enter_async_context(self._tasks)
             exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
             exits.callback(self._tasks.create_task(self._hand_out_index(), name="kvist-index").cancel)

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import msgspec
 
 from kvist.router.doors.api import Answer, Question
-from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker
+from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role

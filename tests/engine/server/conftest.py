@@ -57,6 +57,7 @@ def served() -> Iterator[Served]:
     async def serve() -> None:
         model = ServedModel(
             names=("tiny", "alias"),
+            path=str(bundled_model_path()),
             block_size=16,
             max_model_len=8192,
             max_total_num_tokens=8192,

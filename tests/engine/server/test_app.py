@@ -227,6 +227,7 @@ def test_the_server_says_what_it_is(served) -> None:
     assert info == {
         "engine": "kvist",
         "model": "tiny",
+        "model_path": str(bundled_model_path()),
         "block_size": 16,
         "max_model_len": 8192,
         "max_total_num_tokens": 8192,

@@ -96,7 +96,9 @@ async def serve(trace_collector: Any) -> Any:
         spans = WorkerSpans(tracing, "tiny", asyncio.get_running_loop())
         async with AsyncEngine(core, max_num_open=40) as engine:
             tokenizer = ChatTokenizer.load(bundled_model_path())
-            model = ServedModel(names=("tiny",), block_size=16, max_model_len=8192, max_total_num_tokens=8192)
+            model = ServedModel(
+                names=("tiny",), path="/m", block_size=16, max_model_len=8192, max_total_num_tokens=8192
+            )
             app = create_app(engine, tokenizer, model, collectors=[tracing], spans=spans)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:

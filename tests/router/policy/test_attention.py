@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvist.router.config import RouterConfig
-from kvist.router.doors.keeper import load_alpha
+from kvist.router.fleet.models import read_alpha
 from kvist.router.policy.attention import costs_of
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
 
@@ -57,13 +57,13 @@ def test_what_does_not_say_enough(config: dict[str, Any]) -> None:
 
 
 def test_a_models_directory_decides_what_is_weighed(tmp_path: Any) -> None:
-    assert load_alpha(None) == load_alpha(str(tmp_path)) == DEFAULT_ALPHA
+    assert read_alpha(str(tmp_path)) == DEFAULT_ALPHA
     (tmp_path / "config.json").write_text("[]")
-    assert load_alpha(str(tmp_path)) == DEFAULT_ALPHA
+    assert read_alpha(str(tmp_path)) == DEFAULT_ALPHA
     (tmp_path / "config.json").write_text(
         '{"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8}'
     )
-    assert load_alpha(str(tmp_path)) == pytest.approx(16 / (4 * 64 + 3 * 64))
+    assert read_alpha(str(tmp_path)) == pytest.approx(16 / (4 * 64 + 3 * 64))
     settings = RouterConfig().make_policy(0.5)
     assert isinstance(settings, PriceSettings)
     assert settings.alpha == 0.5

@@ -57,6 +57,8 @@ class Identity(msgspec.Struct, frozen=True):
     started_s: float | None = None
     cache_block: tuple[int | None, str | None] = (None, None)
     bootstrap_port: int | None = None
+    model_paths: tuple[str, ...] = ()
+    """Where it says that its tokeniser is, or its model: directories, or names on the Hugging Face Hub."""
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether this is another process than the one that said so earlier, by what both said."""
@@ -149,12 +151,12 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         answer = None  # another engine's page
     if not isinstance(answer, dict):
         return Identity()
-    num_tokens = _num_cache_tokens(answer)
+    known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=_model_paths(answer))
     try:
         if "disaggregation_mode" in answer:
-            return _sglang_identity(answer, num_tokens)
+            return _sglang_identity(answer, known)
         if answer.get("engine") != "kvist":
-            return Identity(num_cache_tokens=num_tokens)
+            return known
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
@@ -162,20 +164,27 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
     size = info.data_parallel_size
     identity = Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
-    return msgspec.structs.replace(identity, num_cache_tokens=num_tokens, cache_block=(info.block_size, None))
+    told = {"num_cache_tokens": known.num_cache_tokens, "model_paths": known.model_paths}
+    return msgspec.structs.replace(identity, cache_block=(info.block_size, None), **told)
 
 
-def _sglang_identity(said: Mapping[str, Any], num_cache_tokens: int | None) -> Identity:
+def _sglang_identity(said: Mapping[str, Any], known: Identity) -> Identity:
     mode = said["disaggregation_mode"]
     values = {
         "engine": "sglang",
         "version": said.get("version"),
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
-        "num_cache_tokens": num_cache_tokens,
+        "num_cache_tokens": known.num_cache_tokens,
+        "model_paths": known.model_paths,
         "cache_block": [said.get("page_size"), said.get("kv_cache_dtype")],
         "bootstrap_port": said.get("disaggregation_bootstrap_port"),
     }
     return msgspec.convert(values, Identity)
+
+
+def _model_paths(server_info: dict[str, Any]) -> tuple[str, ...]:
+    paths = [server_info.get(name) for name in ("tokenizer_path", "model_path")]
+    return tuple(path for path in paths if isinstance(path, str) and path)
 
 
 def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool
-from kvist.router.fleet.discovery import MAX_ANSWER_BYTES, Identity, event_endpoint, probe
+from kvist.router.fleet.identity import MAX_ANSWER_BYTES, Identity, event_endpoint, probe
 
 KVIST = {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": {"endpoint": "tcp://127.0.0.1:5557"}}
 
