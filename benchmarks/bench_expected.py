@@ -33,8 +33,7 @@ from _common import report, table
 from kvist.cli import up
 from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
-from kvist.simulate.fleet import Simulation, at_load
-from kvist.simulate.index import LateIndex
+from kvist.simulate.fleet import Conditions, Simulation, at_load
 from kvist.simulate.peers import POLICIES
 from kvist.simulate.trace import Trace, conversations, read_trace, tool_agents
 from kvist.simulate.worker import Machine
@@ -125,16 +124,16 @@ def simulated(trace: Trace, cache_tokens: int, load: float) -> dict[str, float]:
     machines = [Machine(cache_tokens=cache_tokens)] * NUM_WORKERS
     paced = at_load(trace, machines, load, seed=1)
 
-    def cached(index: LateIndex | None) -> float:
+    def cached(num_silent: int, factor: float = 1.0) -> float:
         driver = POLICIES["kv-blocks"](num_workers=NUM_WORKERS, block_size=trace.block_size, seed=1)
-        return Simulation(paced, machines, driver, index).run().cached
+        simulation = Simulation(paced, machines, driver, Conditions(num_silent=num_silent))
+        for expected in simulation.index.expected.values():
+            expected.capacity = int(expected.capacity * factor)
+        return simulation.run().cached
 
-    found = {"events": cached(None)}
+    found = {"events": cached(0)}
     for factor in (1.0, 0.25, 0.5, 2.0, 8.0):
-        capacity = int(cache_tokens // trace.block_size * factor)
-        found[f"expected, {factor:g} of its cache"] = cached(
-            LateIndex(NUM_WORKERS, silent=dict.fromkeys(range(NUM_WORKERS), capacity))
-        )
+        found[f"expected, {factor:g} of its cache"] = cached(NUM_WORKERS, factor)
     return found
 
 

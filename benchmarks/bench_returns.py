@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from _common import report, table
 
-from kvist.simulate.driver import Counts, Hashes, PricedDriver
+from kvist.simulate.driver import Counts, Depths, Hashes, PricedDriver
 from kvist.simulate.fleet import Outcome, Simulation, at_load
 from kvist.simulate.trace import Request, Trace, tool_agents
 from kvist.simulate.worker import Machine
@@ -87,9 +87,11 @@ class ReturnsDriver(PricedDriver):
         request_id: Hashable,
         block_hashes: Hashes,
         num_tokens: int,
-        depths: Counts,
+        depths: Depths,
         held_blocks: Counts,
         among: Sequence[int] | None = None,  # noqa: ARG002
+        *,
+        is_fetched: bool = False,  # noqa: ARG002
     ) -> int:
         while self._ended and not self._variant.is_known and self._ended[0][0] <= now_s - KEPT_S:
             ended_s, name = self._ended.popleft()
@@ -97,12 +99,13 @@ class ReturnsDriver(PricedDriver):
                 self._end(name)
         turn_before = next((block for block in reversed(block_hashes) if block in self._leases), None)
         lease = None if turn_before is None else self._end(int(turn_before))
-        prices = self._policy.weigh(now_s, num_tokens, block_hashes, np.asarray(depths))
+        on_gpu = np.asarray(depths)[:, 0]
+        prices = self._policy.weigh(now_s, num_tokens, block_hashes, on_gpu)
         cost_s = prices.cost_s.copy()
         if not (self._variant.is_for_first_turns and lease is not None):
             cost_s += self._variant.context * self._leased_tokens * prices.load.unit_s
         if self._variant.evictions:
-            lost = [self._num_evicted(idx, block_hashes, num_tokens, int(depths[idx])) for idx in range(NUM_WORKERS)]
+            lost = [self._num_evicted(idx, block_hashes, num_tokens, int(on_gpu[idx])) for idx in range(NUM_WORKERS)]
             price = self._variant.evictions * (1.0 + prices.price) * self._block_size
             cost_s += price * np.array(lost) * prices.load.unit_s
         chosen: int = self._policy.choose(prices._replace(cost_s=cost_s), list(held_blocks), self._random)
@@ -134,10 +137,10 @@ class ReturnsDriver(PricedDriver):
 
     def _num_evicted(self, idx: int, blocks: Hashes, num_tokens: int, depth: int) -> int:
         """Return how many blocks of returning sessions a worker would evict for a prompt, by looking into it."""
-        worker, own = self.simulation._workers[idx], set(blocks[:depth])
-        used = len(worker._pinned) + len(worker._idle) + worker._num_own_blocks
-        num = used + -(-num_tokens // self._block_size) + ANSWER_BLOCKS - depth - worker._capacity
-        lost = [block for block in islice(worker._idle, max(0, num)) if block not in own]
+        (pool,), own = self.simulation._workers[idx]._pools, set(blocks[:depth])
+        used = len(pool.pinned) + len(pool.idle) + pool.num_own
+        num = used + -(-num_tokens // self._block_size) + ANSWER_BLOCKS - depth - pool.num_blocks
+        lost = [block for block in islice(pool.idle, max(0, num)) if block not in own]
         return sum(isinstance(block, int) and self._leased_blocks[block] > 0 for block in lost)
 
 

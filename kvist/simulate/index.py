@@ -38,7 +38,7 @@ class LateIndex:
         self._delay_s, self._lost, self._random = delay_s, lost, Random(f"lost {seed}")
         self._windows, self._block_size, self._tiers = windows, block_size, tiers
         self._silent = silent or {}
-        self._expected = {idx: ExpectedBlocks(capacity, inf) for idx, capacity in self._silent.items()}
+        self.expected = {idx: ExpectedBlocks(capacity, inf) for idx, capacity in self._silent.items()}
         self._held: list[list[list[set[Hashable]]]] = [
             [[set() for _ in tiers] for _ in windows] for _ in range(num_workers)
         ]
@@ -59,7 +59,7 @@ class LateIndex:
 
     def answered(self, worker_idx: int, request: Request, now_s: float) -> None:
         """Take note of a first token: a silent worker should hold that prompt now."""
-        if (expected := self._expected.get(worker_idx)) is not None:
+        if (expected := self.expected.get(worker_idx)) is not None:
             forgotten = expected.use(request.blocks, now_s)
             for by_tier in self._held[worker_idx]:
                 by_tier[Tier.GPU].update(request.blocks)
@@ -72,7 +72,7 @@ class LateIndex:
             for held in by_tier:
                 held.clear()
         if worker_idx in self._silent:
-            self._expected[worker_idx] = ExpectedBlocks(self._silent[worker_idx], inf)
+            self.expected[worker_idx] = ExpectedBlocks(self._silent[worker_idx], inf)
 
     def depths(self, blocks: Sequence[Hashable], now_s: float) -> list[tuple[int, ...]]:
         """Return how many leading blocks each worker holds by what is known now, by tier, with the faster ones."""
