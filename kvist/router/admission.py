@@ -106,8 +106,9 @@ class Admission:
 
     def has_room(self, worker: Worker) -> bool:
         """Return whether the worker may be given one more request."""
-        bound, num_running = worker.capacity.max_requests, self.load.running_requests(worker.url)
-        if worker.capacity.paused_until_s > self.now_s() or (bound is not None and num_running >= bound):
+        capacity, num_running = worker.capacity, self.load.running_requests(worker.url)
+        bound = capacity.bound(0 if capacity.warms_from is None else self.load.num_steps(worker.url))
+        if capacity.paused_until_s > self.now_s() or (bound is not None and num_running >= bound):
             return False
         most = self.max_prefill_tokens
         return most is None or num_running == 0 or self.load.prefill_tokens(worker.url) < most

@@ -26,6 +26,7 @@ from stand_ins import Answer, Connection, StandIn, port_of, read, stand_ins, unt
 
 from kvist.cli.up import Child, ProcessGroup
 from kvist.publisher import KvEventPublisher, PublisherLimits
+from kvist.router.fleet.capacity import WARM_UP_REQUESTS
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
 
@@ -256,6 +257,24 @@ async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[S
         assert (await running).status == 200
 
         await until_gone(router, added)
+
+
+async def test_fronts_let_a_worker_that_joins_in_by_what_they_gave_it_together(fleet: list[StandIn]) -> None:
+    async with stand_ins(1) as (new,), routing("--policy", "least-loaded", "--worker-urls", fleet[0].url) as router:
+        held = [(await router.ask(front, f"hold early {front}"))[1] for front in FRONTS for _ in range(4)]
+        await until_came(fleet, "hold early 0", "hold early 1")
+        assert (await router.call(0, "/workers", {"url": new.url}))[0] == 201
+
+        async def is_warming() -> bool:
+            return (await router.workers(1))[new.url]["warming"]
+
+        await until(is_warming)
+        for idx in range(12):
+            held.append((await router.ask(idx % 2, f"hold late {idx}"))[1])
+            await until_came([*fleet, new], f"hold late {idx}")
+        assert len(await new.prompts()) == WARM_UP_REQUESTS
+        await release([*fleet, new])
+        assert {answer.status for answer in await asyncio.gather(*held)} == {200}
 
 
 async def test_a_worker_that_is_removed_and_comes_back_at_once_is_counted_by_all(

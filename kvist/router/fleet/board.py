@@ -49,9 +49,10 @@ class Cell(IntEnum):
     PREFILL = 1
     DECODE = 2
     ENDED = 3
-    RECENT = 4
-    RECENT_AT = 5
-    HEARD_AT = 6
+    ANSWERED = 4
+    RECENT = 5
+    RECENT_AT = 6
+    HEARD_AT = 7
 
 
 class Whole(IntEnum):

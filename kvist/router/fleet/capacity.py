@@ -4,6 +4,7 @@
     it has hardly one            the bound grows by a quarter, until it bounds nothing: the worker may take more
     it has nothing to do         the bound is forgotten
     it never reports             no bound, but a fixed one
+    it is new among busy others  it warms up: a few requests at first, and one more for each first byte and each end
 
 The reserve stands in the worker's own queue; all beyond it waits at the router, where it is decided late.
 """
@@ -19,6 +20,9 @@ RESERVE_SHARE = 8
 """The reserve is at least so small a part of what runs …"""
 RESERVES_A_SECOND = 10
 """… and what ends in so small a part of a second: the router needs that long to make up for many that end at once."""
+WARM_UP_REQUESTS = 4
+WARM_UP_STEPS = 512
+"""What a worker may have at first, and after how many first bytes and ends it is warm."""
 _FAR = 4
 """A bound of so many times what is in flight bounds nothing."""
 _PEAK_KEPT = 0.9
@@ -51,11 +55,15 @@ def read_report(page: bytes) -> Report | None:
 
 @dataclass(slots=True)
 class Capacity:
-    """A worker's bound, None where there is none; `paused_until_s` is set while it has asked to be spared."""
+    """A worker's bound, None where there is none; `paused_until_s` is set while it has asked to be spared.
+
+    `warms_from` is how many steps (`LoadTracker.num_steps`) it had taken when it came, None where it is warm.
+    """
 
     fixed_requests: int | None = None
     learnt_requests: int | None = None
     paused_until_s: float = 0.0
+    warms_from: int | None = None
     _num_running: int = 0
     _peak_running: float = 0.0
     _num_ended: int = 0
@@ -64,6 +72,14 @@ class Capacity:
     def max_requests(self) -> int | None:
         """Return how many requests the worker is given at a time."""
         return self.learnt_requests if self.fixed_requests is None else self.fixed_requests
+
+    def bound(self, num_steps: int) -> int | None:
+        """Return how many requests it is given at a time now that it has taken so many steps."""
+        most = self.max_requests
+        if self.warms_from is None:
+            return most
+        let_in = WARM_UP_REQUESTS + max(0, num_steps - self.warms_from)  # a front that died takes its count along
+        return let_in if most is None else min(most, let_in)
 
     def learn(self, report: Report, num_in_flight: int, num_ended: int = 0) -> None:
         """Take a report that came while so many of the router's requests were in flight, and so many had ended so far.

@@ -30,7 +30,7 @@ from kvist.router.policy.work import WorkRows
 _IDLE_INTERVAL_S = 0.05
 _HALF_LIFE_S = 60.0
 _ALIVE_S = 1.0
-_RUNNING, _PREFILL, _DECODE, _ENDED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
+_RUNNING, _PREFILL, _DECODE, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
 
 
 class ActiveRequest:
@@ -61,6 +61,7 @@ class ActiveRequest:
         """Take the first byte of the answer: its prefill is done."""
         if self._cell is not None:
             self._tracker.ints[self._cell + _PREFILL] -= self._prefill_tokens
+            self._tracker.ints[self._cell + _ANSWERED] += 1
             self._prefill_tokens = 0
             self._tracker.on_freed()
 
@@ -156,6 +157,10 @@ class LoadTracker:
     def ended_requests(self, worker: str) -> int:
         """Return how many requests of the worker have ended so far."""
         return self._sum(worker, _ENDED)
+
+    def num_steps(self, worker: str) -> int:
+        """Return how many answers of the worker have begun so far and how many have ended, together."""
+        return self._sum(worker, _ANSWERED) + self._sum(worker, _ENDED)
 
     def heard(self, worker: str, at_s: float) -> None:
         """Note when this process last had a byte from the worker."""

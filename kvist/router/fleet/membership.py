@@ -17,7 +17,7 @@ from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, l
 from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
-from kvist.router.fleet.capacity import Capacity, read_report
+from kvist.router.fleet.capacity import WARM_UP_STEPS, Capacity, read_report
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
@@ -191,6 +191,9 @@ class Membership:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
+            warms_from = worker.capacity.warms_from
+            if warms_from is not None and self._load.num_steps(worker.url) - warms_from >= WARM_UP_STEPS:
+                worker.capacity.warms_from = None
             if not self._load.running_requests(worker.url):
                 worker.capacity.forget()
                 continue
@@ -245,6 +248,8 @@ class Membership:
         worker.last_failure = failure
         worker.was_checked.set()
         if worker.health.record(failure is None):
+            if failure is None:
+                self._warm_up(worker)
             logger.log(
                 logging.INFO if failure is None else logging.WARNING,
                 "worker is %s url=%s reason=%s",
@@ -252,6 +257,17 @@ class Membership:
                 worker.url,
                 failure or "health check passed",
             )
+
+    def _warm_up(self, worker: Worker) -> None:
+        """Let a worker in by what it takes where others like it are busy: as it is empty, it would get everything."""
+        models = worker.model_ids or (None,)
+        if any(
+            other is not worker and other.role is worker.role and self._load.running_requests(other.url)
+            for other in self._fleet.workers
+            if any(map(other.serves, models))
+        ):
+            worker.capacity.warms_from = self._load.num_steps(worker.url)
+            self._fleet.bounded.add(worker.url)
 
     def _identified(self, worker: Worker, identity: Identity) -> None:
         has_restarted = identity.has_restarted(worker.identity)

@@ -279,7 +279,7 @@ class RemoteKeeper:
         worker.configured_event_sources, worker.configured_role = news.event_sources, news.configured_role
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
-        worker.capacity = Capacity(news.max_requests, paused_until_s=news.paused_until_s)
+        worker.capacity = Capacity(news.max_requests, paused_until_s=news.paused_until_s, warms_from=news.warms_from)
         worker.identify(news.identity)
         self.fleet.put(worker)
         if news.is_bounded:

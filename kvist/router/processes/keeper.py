@@ -161,6 +161,7 @@ class KeeperProcess:
             worker.breaker,
             worker.capacity.max_requests,
             worker.capacity.paused_until_s,
+            worker.capacity.warms_from,
             worker.url in fleet.bounded,
             worker.num_given_up,
             ranks,

@@ -47,6 +47,7 @@ class WorkerNews(Message, frozen=True):
     circuit: CircuitBreaker
     max_requests: int | None
     paused_until_s: float
+    warms_from: int | None
     is_bounded: bool
     num_given_up: int
     ranks: list[RankStatus]
