@@ -8,6 +8,7 @@ import hmac
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -37,7 +38,7 @@ _MAX_REMEMBERED_BYTES = 2048
 """The longest head kept, for each connection, to be recognised when it comes again."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, dict=True):
     """A whole request, whose headers the next one may share: they are not to be changed.
 
     `target` is in origin form (or `*`), ASCII, still percent-encoded.
@@ -52,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
     is_keep_alive: bool = True
     """Whether the client will read another response on this connection."""
 
-    @property
+    @cached_property
     def path(self) -> str:
         return self.target.partition("?")[0]
 

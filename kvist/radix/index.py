@@ -185,7 +185,7 @@ class RadixIndex:
             hashes = _contiguous(hashes)
             num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
-        if is_half_full(self._core):
+        if num_holders and is_half_full(self._core):
             self.touch(hashes)
         return Match(self._slots.ranks, holder_ids, depths, num_usable)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -91,7 +91,7 @@ class RouterMetrics:
         text = (
             "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
         )
-        self._readings = counter("readings", text, ["api", "outcome", "obstacle"])
+        self._readings = cache(counter("readings", text, ["api", "outcome", "obstacle"]).labels)
         text = "Requests routed by load, as the index was being written to whenever it was looked at"
         self._unmatched = counter("unmatched", text)
         self._refusals = counter("refusals", "Requests the router answered itself", ["status"])
@@ -138,7 +138,7 @@ class RouterMetrics:
 
     def read(self, path: str, ask: Ask) -> None:
         """Count a request by how much of its prompt is known."""
-        self._readings.labels(APIS.get(path, "other"), ask.outcome, ask.obstacle or "").inc()
+        self._readings(APIS.get(path, "other"), ask.outcome, ask.obstacle or "").inc()
 
     def unmatched(self) -> None:
         """Count a request that was routed by load though the index is there."""

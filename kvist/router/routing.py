@@ -24,7 +24,17 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps
-from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
+from kvist.router.policy.decision import (
+    NO_LOAD,
+    Candidate,
+    Decision,
+    Prompt,
+    Role,
+    Weighing,
+    decide,
+    draw,
+    usable_blocks,
+)
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
@@ -287,11 +297,12 @@ class Routing:
 
     def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:
         prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
-        now_s = self._now_s()
+        policy, now_s = self._models.policy(ask.model).policy, self._now_s()
+        is_priced = isinstance(policy, PriceSettings)
         candidates = [
             Candidate(
                 rank.target,
-                self._load.load(rank.target, now_s),
+                NO_LOAD if is_priced else self._load.load(rank.target, now_s),
                 prefix.overlaps.get(rank.target, ()),
                 rank.num_blocks,
                 rank.is_approximate,
@@ -299,7 +310,6 @@ class Routing:
             for worker in workers
             for rank in self._fleet.ranks(worker)
         ]
-        policy = self._models.policy(ask.model).policy
         if isinstance(policy, PriceSettings):
             return self._decide_by_price(ask.model, policy, prompt, prefix, candidates, compute_scale)
         return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)

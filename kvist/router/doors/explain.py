@@ -58,17 +58,17 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
     return condition, _REASONS.get(condition)
 
 
-def explain_plan(plan: Plan, ask: Ask) -> dict[str, Any]:
+def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Return who answers the request and, in a fleet that has prefill workers, who computes its prompt."""
-    page = explain_decision(plan.answer, ask)
+    page = explain_decision(plan.answer, ask, load, now_s)
     if plan.prefill is not None:
-        page["prefill"] = explain_decision(plan.prefill, ask)
+        page["prefill"] = explain_decision(plan.prefill, ask, load, now_s)
     elif plan.local is not None:
         page["local"] = plan.local.value
     return page
 
 
-def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
+def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Return who takes the request, by which rule, and what every candidate would have cost."""
     page: dict[str, Any] = {
         "worker": decision.chosen.target.worker,
@@ -79,7 +79,11 @@ def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
         "prompt_tokens": decision.prompt.num_tokens,
         "block_size": decision.prompt.block_size,
         "untokenized_reason": ask.untokenized_reason,
-        "candidates": list(map(_explain_candidate, decision.candidates, decision.weighing.probabilities)),
+        "candidates": [
+            explain_load(candidate.target, load.load(candidate.target, now_s))
+            | _explain_candidate(candidate, probability)
+            for candidate, probability in zip(decision.candidates, decision.weighing.probabilities, strict=True)
+        ],
     }
     if decision.prices is not None:
         page |= {"utilisation": decision.prices.load.utilisation, "price_of_computing": decision.prices.price}
@@ -94,7 +98,6 @@ def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
 def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, Any]:
     depths = candidate.overlap_blocks or (0,) * len(Tier)
     return {
-        **explain_load(candidate.target, candidate.load),
         "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
         "cached_blocks": candidate.num_cached_blocks,
         "approximate": candidate.is_approximate,

@@ -321,7 +321,8 @@ class RouterService:
             plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
         except RequestError as error:
             return refusal(error)
-        return json_answer(explain_plan(plan, ask) | {"queued": admission.would_wait(ask.model)})
+        explained = explain_plan(plan, ask, self.known.load, time.monotonic())
+        return json_answer(explained | {"queued": admission.would_wait(ask.model)})
 
     def _named_worker(self, request: Request) -> str:
         """Return the URL of the worker that an administrator's request is for."""

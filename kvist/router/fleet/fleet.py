@@ -46,6 +46,8 @@ class Fleet:
         self._model_ids: frozenset[str | None] = frozenset()
         self._sizes_seen: Mapping[str, int] = {}
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
+        self.has_prefill_workers = False
+        """Whether some worker, in whatever state, is there to compute prompts for others."""
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
@@ -71,6 +73,7 @@ class Fleet:
     def identified(self) -> None:
         """Take in what some worker says that it serves."""
         self._sizes_of_models.clear()
+        self.has_prefill_workers = any(worker.role is Role.PREFILL for worker in self._workers.values())
         nothing = frozenset[str | None]()
         earlier = self._model_ids, self._adapters
         self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
@@ -123,11 +126,6 @@ class Fleet:
             and worker.url not in skipped
             and worker.serves(model)
         ]
-
-    @property
-    def has_prefill_workers(self) -> bool:
-        """Return whether some worker, in whatever state, is there to compute prompts for others."""
-        return any(worker.role is Role.PREFILL for worker in self._workers.values())
 
     def is_known(self, model: str | None) -> bool:
         """Return whether some worker, in whatever state, serves the model."""

@@ -40,16 +40,19 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     recent_prefill_tokens: float = 0.0
 
 
+NO_LOAD = Load()
+
+
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A rank that may take the request.
 
     `overlap_blocks[tier]` counts the leading blocks of the prompt held in this tier or a faster one, so it never falls.
     `num_cached_blocks` is all that the rank holds. Both are an expectation, not what the worker told, where
-    `is_approximate`.
+    `is_approximate`. `load` is only there for policies that look at it.
     """
 
     target: WorkerRank
-    load: Load = Load()
+    load: Load = NO_LOAD
     overlap_blocks: tuple[int, ...] = ()
     num_cached_blocks: int = 0
     is_approximate: bool = False
