@@ -41,6 +41,14 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _MAX_PORT = 65_535
 _OF_TRANSFERS = ("role", "kv_transfer_agent", "kv_transfer_bounce_mib", "kv_transfer_timeout", "kv_transfer_fallback")
 """What says something with `kv_transfer` alone."""
+HELP = "serve a model with the bundled engine"
+_DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
+_RANK_LOSS_EXIT_S = 10.0  # longer than closing in order takes: a GPU may wait for a lost rank for ever
+_SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvist-decode"}
+"""What traces call the worker, by its role."""
+_SWITCHES = ("prefix_cache", "swa_scratch", "cuda_graphs")
+_GROUPS = {"model_dir": "engine", "served_model_name": "service", "kv_transfer": "transfers between workers"}
+"""Titles of the help, from these keys on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +134,8 @@ def _check_endpoint(endpoint: str) -> None:
         raise InvalidValueError("kv_transfer", endpoint, f"a host with an IPv4 address ({error})") from None
 
 
-HELP = "serve a model with the bundled engine"
-
 # Together below the 5 s that whoever sends SIGTERM should have to wait.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
-_DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
-
-_RANK_LOSS_EXIT_S = 10.0  # longer than closing in order takes: a GPU may wait for a lost rank for ever
-
-_SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvist-decode"}
-"""What traces call the worker, by its role."""
-
-_SWITCHES = ("prefix_cache", "swa_scratch", "cuda_graphs")
-_GROUPS = {"model_dir": "engine", "served_model_name": "service", "kv_transfer": "transfers between workers"}
-"""Titles of the help, from these keys on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,6 +48,29 @@ _SHUTDOWN_TIMEOUT_S = "2"
 """Less than what a child gets to end in."""
 _DEMO_LOCAL_TOKENS = "64"
 """Conversations of the demo grow by some hundred tokens a turn, so that most turns are handed over."""
+_NUM_ROUNDS = 2
+_NUM_CLIENTS = 4
+_MAX_TOKENS = 24
+_REQUEST_TIMEOUT_S = 120.0
+_SETTLE_TIMEOUT_S = 10.0
+_MAX_QUOTE_CHARS = 240
+_open = build_opener(ProxyHandler({})).open  # of this machine, whatever proxy the environment names
+_RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
+exception, name the exception and the condition. When an argument has a default value, state the default value. When the
+behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
+module, a function or an argument. Prefer the simplest function of the standard library that does the job."""
+_FILES = f"You are an assistant for people who work with files and paths in Python. {_RULES}"
+_TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
+_CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
+# Six conversations over three system prompts: the user asks about one function after the other.
+_CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
+    (_FILES, (os.path.join, os.path.abspath, os.walk, os.makedirs, os.path.split)),
+    (_TEXT, (re.compile, re.findall, re.sub, str.split, str.replace)),
+    (_CONCURRENCY, (threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep)),
+    (_FILES, (shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which)),
+    (_TEXT, (str.strip, str.join, str.format, re.escape, re.split)),
+    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -270,35 +293,6 @@ class ProcessGroup:
         except TimeoutError:
             raise ProcessStartError(name, f"not ready after {_START_TIMEOUT_S:g} s") from None
         raise ProcessStartError(name, f"ended with exit code {await process.wait()} before it was ready")
-
-
-_NUM_ROUNDS = 2
-_NUM_CLIENTS = 4
-_MAX_TOKENS = 24
-_REQUEST_TIMEOUT_S = 120.0
-_SETTLE_TIMEOUT_S = 10.0
-_MAX_QUOTE_CHARS = 240
-
-_open = build_opener(ProxyHandler({})).open  # of this machine, whatever proxy the environment names
-
-_RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
-exception, name the exception and the condition. When an argument has a default value, state the default value. When the
-behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
-module, a function or an argument. Prefer the simplest function of the standard library that does the job."""
-
-_FILES = f"You are an assistant for people who work with files and paths in Python. {_RULES}"
-_TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
-_CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
-
-# Six conversations over three system prompts: the user asks about one function after the other.
-_CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
-    (_FILES, (os.path.join, os.path.abspath, os.walk, os.makedirs, os.path.split)),
-    (_TEXT, (re.compile, re.findall, re.sub, str.split, str.replace)),
-    (_CONCURRENCY, (threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep)),
-    (_FILES, (shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which)),
-    (_TEXT, (str.strip, str.join, str.format, re.escape, re.split)),
-    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
 from kvist.publisher.stream import RankState, RankStream, topic_of
 
+_logger = logging.getLogger(__name__)
+
 _NUM_FINGERPRINTS = 256
 """Messages by which a saved stream is known again; the last one alone decides nearly always."""
 MAX_WAITING_EVENTS = 4096
@@ -38,6 +40,16 @@ MAX_WAITING_EVENTS = 4096
 and the engine keeps the rest, up to its high-water mark."""
 _WAIT_S = 0.001
 """How long the publisher's thread has the interpreter to itself before it is looked for room again."""
+LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
+"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
+
+Nobody waits for its interpreter lock either: offered every 8 events, it costs 2 of 11 µs a block.
+"""
+FAILURE_CHECK_INTERVAL_S = 0.5
+SAVE_INTERVAL_S = 2.0
+"""How long after a save the next begins, if anything changed …"""
+SAVE_COST_FACTOR = 20
+"""… but at least so many times as long as that save took: 1 s for a million blocks, which are 40 MB."""
 
 
 class SidecarFeed:
@@ -252,22 +264,6 @@ def _forget_groups(streams: Mapping[int, RankStream], *, ranks: Sequence[int]) -
     for rank in ranks:
         if rank in streams:
             streams[rank].forget_groups()
-
-
-_logger = logging.getLogger(__name__)
-
-LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
-"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
-
-Nobody waits for its interpreter lock either: offered every 8 events, it costs 2 of 11 µs a block.
-"""
-
-FAILURE_CHECK_INTERVAL_S = 0.5
-
-SAVE_INTERVAL_S = 2.0
-"""How long after a save the next begins, if anything changed …"""
-SAVE_COST_FACTOR = 20
-"""… but at least so many times as long as that save took: 1 s for a million blocks, which are 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)

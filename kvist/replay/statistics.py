@@ -28,6 +28,7 @@ from kvist.replay.recording import Record, RecordedSource
 MAX_SPANS = 512
 MIN_SPAN_S = 0.01
 _HELD_BEFORE = -1  # in place of when a block was stored: a snapshot does not tell
+_MAX_RANKS_SHOWN = 32
 
 
 class Span(NamedTuple):
@@ -305,9 +306,6 @@ class StatisticsCollector:
         statistics.num_removed += len(change.gone) if is_counted else 0
         statistics.num_live = rank.blocks.num_blocks
         statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
-
-
-_MAX_RANKS_SHOWN = 32
 
 
 def statistics_text(statistics: RecordingStatistics) -> str:

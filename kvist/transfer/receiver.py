@@ -22,6 +22,8 @@ from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
 
+logger = logging.getLogger(__name__)
+
 _MAX_SENDERS = 256
 _MAX_PROBES = 16
 _PROBE_TIMEOUT_S = 0.2
@@ -145,9 +147,6 @@ def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
     dealer.disable_monitor()
     monitor.close()
     dealer.close()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ PER_LAYER_INPUTS = {"per_layer_inputs": "", "per_layer_gate": ""}
 Raw: TypeAlias = dict[str, Any]
 PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 PositiveNumber: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+_Value = TypeVar("_Value", int, float)
 
 
 def _by_name(*kinds: tuple[Any, str]) -> dict[str, Any]:
@@ -226,9 +227,6 @@ def shared_sources(layer_types: Sequence[str], num_shared: int) -> list[int | No
         expected = f"few enough that a layer before the shared ones has the type {orphaned[0]}"
         raise InvalidValueError("num_kv_shared_layers", num_shared, expected)
     return [None] * num_owners + [last_owner[kind] for kind in layer_types[num_owners:]]
-
-
-_Value = TypeVar("_Value", int, float)
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:

@@ -37,6 +37,10 @@ from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 
+DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+ReadJob = Callable[[bytes, ChatTokenizer, tuple[str, ...]], Awaitable[Job]]
+MakeShape = Callable[[Heading, ChatTokenizer], Shape]
+
 
 class EngineCollector(Collector):
     """Everything `EngineStatistics` counts, under names that begin with `kvist_engine_`."""
@@ -86,12 +90,6 @@ def _counter(name: str, text: str, value: float) -> Metric:
 
 def _blocks(state: str, text: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"kvist_engine_kv_blocks_{state}", text, labels=["group", "window"])
-
-
-DEFAULT_MAX_BODY_BYTES = 32 * 2**20
-
-ReadJob = Callable[[bytes, ChatTokenizer, tuple[str, ...]], Awaitable[Job]]
-MakeShape = Callable[[Heading, ChatTokenizer], Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

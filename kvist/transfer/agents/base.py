@@ -25,6 +25,11 @@ Steps: TypeAlias = Generator[bool, None, None]
 
 MAX_PENDING_WRITES = 1024
 _IDLE_WAIT_S = 0.0002  # between polls of a library that moves the bytes by itself
+RegionId = NewType("RegionId", int)
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+# What a peer may say: the end of any piece is still an int64.
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 
 
 class WriteState(Enum):
@@ -197,12 +202,7 @@ class WriteThread:
         running.write.end(state, reason)
 
 
-RegionId = NewType("RegionId", int)
 Int64s: TypeAlias = npt.NDArray[np.int64]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-# What a peer may say: the end of any piece is still an int64.
-Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 
 
 class PeerUnreachableError(KvistError):

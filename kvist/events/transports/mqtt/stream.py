@@ -34,6 +34,7 @@ WINDOW = 64
 PAGE_BYTES = 64 << 10
 """Bytes in a page of an answer: AWS IoT takes no message above 128 KiB."""
 FAREWELL_TIMEOUT_S = 0.5
+UNSUBSCRIBE_TIMEOUT_S = 1.0
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -182,9 +183,6 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
 
     async def _send_page(self, client: aiomqtt.Client, name: str, page: bytes) -> None:
         await client.publish(name, page, QOS)
-
-
-UNSUBSCRIBE_TIMEOUT_S = 1.0
 
 
 class MqttSubscription:

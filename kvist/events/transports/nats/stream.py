@@ -25,6 +25,8 @@ from kvist.events.transports.received import MalformedCounter, MessageQueue
 _logger = logging.getLogger(__name__)
 
 _PAGE_OVERHEAD_BYTES = 256
+HISTORY_TIMEOUT_S = 60.0
+_MAX_KNOWN_PUBLICATIONS = 8
 
 
 class NatsPublication(BrokerPublication[Client]):
@@ -87,11 +89,6 @@ class NatsPublication(BrokerPublication[Client]):
 
     async def _send_page(self, client: Client, name: str, page: bytes) -> None:
         await client.publish(name, page)
-
-
-HISTORY_TIMEOUT_S = 60.0
-
-_MAX_KNOWN_PUBLICATIONS = 8
 
 
 class NatsSubscription:
