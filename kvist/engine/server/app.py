@@ -129,49 +129,42 @@ def create_app(
     spans: WorkerSpans | None = None,
 ) -> ASGIApp:
     """Return the application over a running engine; `collectors` add their metrics to /metrics, `spans` trace."""
-    app = _Server(engine, tokenizer, model, collectors, max_body_bytes, spans).app
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)  # with the time of its start, by which a restart shows
+    for collector in (EngineCollector(engine), *collectors):
+        registry.register(collector)
+    server = _Server(engine, tokenizer, model, max_body_bytes, registry, Timings(registry, spans), int(time.time()))
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/v1/completions", server.completion, methods=["POST"]),
+            Route("/tokenize", server.tokenize, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics),
+            Route("/server_info", server.server_info),
+            Route("/flush_cache", server.flush_cache, methods=["POST"]),
+            Route("/kv_transfer/{remote_request_id}", server.withdraw, methods=["DELETE"]),
+        ],
+        exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
+    )
     return app if spans is None else spans.wrap(app)
 
 
+@dataclass(frozen=True, slots=True)
 class _Server:
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        tokenizer: ChatTokenizer,
-        model: ServedModel,
-        collectors: Iterable[Collector],
-        max_body_bytes: int,
-        spans: WorkerSpans | None,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._model = model
-        self._max_body_bytes = max_body_bytes
-        self._created = int(time.time())
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)  # with the time of its start, by which a restart shows
-        for collector in (EngineCollector(engine), *collectors):
-            self._registry.register(collector)
-        self._timings = Timings(self._registry, spans)
-        self.app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._completion, methods=["POST"]),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/server_info", self._server_info),
-                Route("/flush_cache", self._flush_cache, methods=["POST"]),
-                Route("/kv_transfer/{remote_request_id}", self._withdraw, methods=["DELETE"]),
-            ],
-            exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
-        )
+    _engine: AsyncEngine
+    _tokenizer: ChatTokenizer
+    _model: ServedModel
+    _max_body_bytes: int
+    _registry: CollectorRegistry
+    _timings: Timings
+    _created: int
 
-    async def _chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         return await self._answer(request, read_chat, ChatShape, "chatcmpl")
 
-    async def _completion(self, request: Request) -> Response:
+    async def completion(self, request: Request) -> Response:
         return await self._answer(request, read_completion, CompletionShape, "cmpl")
 
     async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
@@ -195,29 +188,29 @@ class _Server:
             raise answer
         return _json(answer)
 
-    async def _tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response:
         """Answer as vLLM does, so that who renders a chat elsewhere can see whether that gives the same tokens."""
         body = await read_body(request, self._max_body_bytes)
         tokens, spelt = await read_tokenize(body, self._tokenizer, self._model.names)
         limit = self._model.max_model_len
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": spelt})
 
-    async def _models(self, _: Request) -> Response:
+    async def models(self, _: Request) -> Response:
         about = {"created": self._created, "owned_by": "kvist", "max_model_len": self._model.max_model_len}
         models = [{"id": name, **about, "object": "model"} for name in self._model.names]
         return _json({"data": models, "object": "list"})
 
-    async def _health(self, _: Request) -> Response:
+    async def health(self, _: Request) -> Response:
         if not self._engine.is_alive:
             raise EngineStoppedError
         if self._model.transfers is not None and not self._model.transfers.is_alive():
             raise RequestError(503, "transfers have stopped", code="unavailable")
         return _json({"status": "ok"})
 
-    async def _metrics(self, _: Request) -> Response:
+    async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _server_info(self, _: Request) -> Response:
+    async def server_info(self, _: Request) -> Response:
         endpoint, transfers = self._model.kv_events_endpoint, self._model.transfers
         return _json(
             {
@@ -238,14 +231,14 @@ class _Server:
             }
         )
 
-    async def _withdraw(self, request: Request) -> Response:
+    async def withdraw(self, request: Request) -> Response:
         """Let a held prompt be fetched no more: whoever asked for it knows that nobody will come."""
         remote_request_id = request.path_params["remote_request_id"]
         if not await self._engine.withdraw(remote_request_id):
             raise RequestError(404, f"remote_request_id: got {remote_request_id!r:.100}, expected a prompt held here")
         return Response(status_code=204)
 
-    async def _flush_cache(self, _: Request) -> Response:
+    async def flush_cache(self, _: Request) -> Response:
         await self._engine.flush_cache()
         return _json({"status": "ok"})
 
