@@ -278,8 +278,6 @@ class Routing:
         if adapter is not None or ask.cache_salt is not None:
             plain_hashes = self._hashes_of(Ask(None, 0), block_size)(ask.token_ids)
             variant = crc32(repr((adapter, ask.cache_salt)).encode())  # the same in every process
-        worker = self._fleet.get(target.worker)
-        states = [rank.state for rank in self._fleet.ranks(worker) if rank.target == target] if worker else []
         routed = decision.overlap_tokens if prices is None else int(prices.cached_tokens[decision.chosen_idx])
         return Routed(
             model,
@@ -289,7 +287,7 @@ class Routing:
             routed=routed,
             in_flight=routed - decision.overlap_tokens,
             reported=None if usage is None else usage.cached_tokens,
-            is_exact=SourceState.LIVE in states,
+            is_exact=decision.chosen.is_exact,
             block_size=block_size,
             sampled=sample_of(plain_hashes),
             variant=variant,
@@ -306,6 +304,7 @@ class Routing:
                 prefix.overlaps.get(rank.target, ()),
                 rank.num_blocks,
                 rank.is_approximate,
+                rank.state is SourceState.LIVE,
             )
             for worker in workers
             for rank in self._fleet.ranks(worker)

@@ -56,6 +56,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     overlap_blocks: tuple[int, ...] = ()
     num_cached_blocks: int = 0
     is_approximate: bool = False
+    is_exact: bool = False
+    """Whether all that the rank holds is known."""
 
 
 class Weighing(msgspec.Struct, frozen=True, gc=False):
