@@ -77,7 +77,7 @@ class SharedIndex:
         found = reader.match(hashes, len(hashes) if num_usable is None else num_usable)
         if found is None:
             return None
-        if reader.wants_uses:
+        if found and reader.wants_uses:
             self._tell(Used(hashes.tobytes()))
         return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
 
