@@ -64,10 +64,13 @@ def run(args: argparse.Namespace) -> int:
     config = make_config(args)
     if args.part is not None:
         return _run_part(args, config, stamp, started_s)
+    from kvist.router.fleet.replicas import num_replicas
     from kvist.router.processes.supervisor import Supervisor, num_fronts
 
     if (number := num_fronts(config.processes)) > 1:
-        supervisor = Supervisor([sys.executable, "-m", "kvist", *sys.argv[1:]], config.host, config.port, number)
+        supervisor = Supervisor(
+            [sys.executable, "-m", "kvist", *sys.argv[1:]], config.host, config.port, number, num_replicas(config)
+        )
         url = config.url_at(supervisor.port)
         return supervisor.run(lambda: print(f"{_ready_line(config, url)} processes={number}", flush=True))
     from kvist.router.doors.service import RouterService

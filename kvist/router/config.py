@@ -151,6 +151,13 @@ class RouterConfig:
             "many as there are cores but one"
         ),
     ] = 1
+    replicas: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="where routers beside this one are met, which are told what it has in flight and tell it: "
+            "nats://host:port/FLEET/routers, or mqtt://"
+        ),
+    ] = None
     tls_certificate: Annotated[
         str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
     ] = None
@@ -300,6 +307,8 @@ class RouterConfig:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidValueError("cors_origins", origin, "* or scheme://host[:port] in small letters")
+        if self.replicas is not None:
+            check_event_source(self.replicas, "replicas")
         if self.client_ca is not None and self.tls_certificate is None:
             raise InvalidValueError("client_ca", self.client_ca, "none without tls_certificate")
         if self.otlp_traces_endpoint is not None:
@@ -376,11 +385,9 @@ def check_worker_url(name: str, url: str) -> None:
         raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
 
 
-def check_event_source(endpoint: str) -> None:
+def check_event_source(endpoint: str, name: str = "kv_event_sources") -> None:
     """Raise InvalidValueError unless the endpoint is the URL of an event stream."""
     try:
         Endpoint.parse(endpoint)
     except ValueError as error:
-        raise InvalidValueError(
-            "kv_event_sources", redacted(endpoint), f"the URL of an event stream ({error})"
-        ) from None
+        raise InvalidValueError(name, redacted(endpoint), f"the URL of an event stream ({error})") from None

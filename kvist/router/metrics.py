@@ -23,6 +23,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.rendering import RenderingState
+from kvist.router.fleet.replicas import Replicas
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
@@ -259,12 +260,15 @@ class FleetGauges:
     fleet: Fleet
     load: LoadTracker
     index: FleetIndex | None
+    replicas: Replicas | None
     now_s: Callable[[], float]
 
     def collect(self) -> Iterator[Metric | None]:
         """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
         yield from self._states()
         yield from self._loads()
+        if self.replicas is not None:
+            yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", self.replicas.num_heard)
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)

@@ -30,6 +30,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership, WorkerConflictError
 from kvist.router.fleet.models import Models
+from kvist.router.fleet.replicas import Replicas
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Regret
@@ -73,6 +74,7 @@ class AdminApi:
     index: FleetIndex | None
     metrics: MetricsPage
     regret: Regret
+    replicas: Replicas | None
     started_s: float
     now_s: Callable[[], float]
 
@@ -114,6 +116,8 @@ class AdminApi:
 
     def _readiness(self, question: Question) -> Answer:
         page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
+        if self.replicas is not None:
+            page["replicas"] = self.replicas.described()
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _list_workers(self, _: Question) -> Answer:

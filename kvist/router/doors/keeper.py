@@ -22,12 +22,13 @@ from kvist.metrics_page import MetricsPage
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
-from kvist.router.conversations import Conversations
+from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.api import AdminApi, Answer, Question
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.models import Models
+from kvist.router.fleet.replicas import Replicas
 from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
@@ -98,14 +99,24 @@ class Keeper:
         self.fleet = Fleet(config.block_size, self.index, now_s)
         self.models = Models(config, self.fleet, self._on_tokenizer)
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
-        own = FleetGauges(self.fleet, load, self.index, now_s)
+        self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
+        own = FleetGauges(self.fleet, load, self.index, self.replicas, now_s)
         page = MetricsPage(lambda: chain(own.collect(), gauges()), registry)
         self._speeds = None
         if config.state_dir is not None:
             self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._api = AdminApi(
-            self.fleet, self.models, self.membership, load, self.index, page, self._regret, started_s, now_s
+            self.fleet,
+            self.models,
+            self.membership,
+            load,
+            self.index,
+            page,
+            self._regret,
+            self.replicas,
+            started_s,
+            now_s,
         )
         self._exits = AsyncExitStack()
 
@@ -118,6 +129,8 @@ class Keeper:
                 await exits.enter_async_context(self._speeds)
             await exits.enter_async_context(self.membership)
             await self.models.configured()
+            if self.replicas is not None:
+                await exits.enter_async_context(self.replicas)
             self._exits = exits.pop_all()
         return self
 
@@ -142,8 +155,12 @@ class Keeper:
             self.fleet.renderings.start(tokenizer)
             self.membership.check_renderings()
 
-    def connect(self, conversations: Conversations, admission: Admission) -> None:
-        """There are no others."""
+    def connect(self, conversations: Conversations, admission: Admission) -> None:  # noqa: ARG002
+        """There are no others here, but may be other routers."""
+        if self.replicas is not None:
+            replicas = self.replicas
+            conversations.on_kept = lambda response_id, kept: replicas.relayed(response_id, kept.worker)
+            replicas.on_response = lambda response_id, worker: conversations.keep(response_id, Kept(worker, None))
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""

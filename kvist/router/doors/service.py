@@ -60,7 +60,9 @@ from kvist.router.doors.auth import (
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.keeper import FleetKnowledge, Keeper
 from kvist.router.doors.tls import Certificates
+from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.replicas import num_replicas
 from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.healing import Healer
 from kvist.router.metrics import DoorGauges, RouterMetrics
@@ -227,7 +229,7 @@ class RouterService:
     def _own_keeper(
         self, pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
     ) -> Keeper:
-        load = LoadTracker()
+        load = LoadTracker(LoadBoard(num_replicas=num_replicas(self._config)))
         return Keeper(
             self._config,
             pool,

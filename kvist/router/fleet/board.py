@@ -6,6 +6,7 @@
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
     queues          how many wait for the models of each number
 
+Routers beside this one (`replicas`) have rows behind those of its fronts, which the keeper writes as it hears them.
 Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
 sum, or the greatest, is what one process would have. Who follows the fleet names the columns, and nobody else. All of
 it is in memory that outlives each of them, but not the router; a row is cleared before another process takes it over.
@@ -14,6 +15,7 @@ it is in memory that outlives each of them, but not the router; a row is cleared
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -71,36 +73,49 @@ class Whole(IntEnum):
     ALIVE_AT = 6
 
 
-def board_bytes(num_fronts: int) -> int:
+def board_bytes(num_rows: int) -> int:
     """Return how much memory a board of so many rows is in, which is taken as it is written to."""
-    return _ROWS_AT + num_fronts * _ROW_WORDS * _WORD
+    return _ROWS_AT + num_rows * _ROW_WORDS * _WORD
 
 
-def clear_row(memory: mmap.mmap, front: int) -> None:
-    """Take back all that a front which is gone said."""
-    start, size_bytes = _ROWS_AT + front * _ROW_WORDS * _WORD, _ROW_WORDS * _WORD
+def clear_row(memory: mmap.mmap, row: int) -> None:
+    """Take back all that a front which is gone said, or another router."""
+    start, size_bytes = _ROWS_AT + row * _ROW_WORDS * _WORD, _ROW_WORDS * _WORD
     memory[start : start + size_bytes] = bytes(size_bytes)
 
 
 class LoadBoard:
     """A board as one process sees it. All rows but those of `front`, if it is one, are for reading."""
 
-    def __init__(self, memory: mmap.mmap | None = None, *, num_fronts: int = 1, names_columns: bool = True) -> None:
-        """Share what is in `memory`, of `board_bytes(num_fronts)`; by default this process is all there is."""
-        memory = mmap.mmap(-1, board_bytes(num_fronts)) if memory is None else memory
-        self.num_fronts, self._names_columns = num_fronts, names_columns
-        self._memory = memory
+    def __init__(
+        self,
+        memory: mmap.mmap | None = None,
+        *,
+        num_fronts: int = 1,
+        num_replicas: int = 0,
+        names_columns: bool = True,
+    ) -> None:
+        """Share what is in `memory`, of `board_bytes` of all rows; by default this process is all there is."""
+        num_rows = num_fronts + num_replicas
+        memory = mmap.mmap(-1, board_bytes(num_rows)) if memory is None else memory
+        self.num_fronts, self.num_rows, self._names_columns = num_fronts, num_rows, names_columns
+        self.memory = memory
         self.ints, self.floats = memoryview(memory).cast("q"), memoryview(memory).cast("d")
         start = _ROWS_AT // _WORD
-        self.wholes = range(start, start + num_fronts * _ROW_WORDS, _ROW_WORDS)
-        """Where each front's own cell begins in `ints` and `floats`, front by front."""
+        self.wholes = range(start, start + num_rows * _ROW_WORDS, _ROW_WORDS)
+        """Where each row's own cell begins in `ints` and `floats`, those of fronts first."""
         strides, work_at = (_ROW_WORDS * _WORD,), _ROWS_AT + _CELLS_WORDS * _WORD
         self.work: NDArray[np.float64] = np.ndarray(
-            (num_fronts, NUM_FIELDS, MAX_COLUMNS), float, memory, work_at, (*strides, MAX_COLUMNS * _WORD, _WORD)
+            (num_rows, NUM_FIELDS, MAX_COLUMNS), float, memory, work_at, (*strides, MAX_COLUMNS * _WORD, _WORD)
         )
         self.in_flight: NDArray[np.void] = np.ndarray(
-            (num_fronts, NUM_SLOTS), SLOT, memory, work_at + _WORK_WORDS * _WORD, (*strides, SLOT.itemsize)
+            (num_rows, NUM_SLOTS), SLOT, memory, work_at + _WORK_WORDS * _WORD, (*strides, SLOT.itemsize)
         )
+        self.cell_ints: NDArray[np.int64] = np.ndarray(
+            (num_rows, 1 + MAX_COLUMNS, _CELL_WORDS), np.int64, memory, _ROWS_AT, (*strides, _CELL_WORDS * _WORD, _WORD)
+        )
+        """All cells, that of the row as a whole first; `cell_floats` are the same."""
+        self.cell_floats = self.cell_ints.view(float)
         self.learnt_before: dict[WorkerRank, LearntSpeed] = {}
         """What a rank begins with that is named from now on."""
         self._columns: dict[WorkerRank, int] = {}
@@ -122,6 +137,11 @@ class LoadBoard:
                 self._read_names()
                 column = self._columns.get(target)
         return column
+
+    @property
+    def columns(self) -> Mapping[WorkerRank, int]:
+        """Return the columns that are named, as far as this process knows."""
+        return self._columns
 
     def learnt(self) -> dict[WorkerRank, tuple[float, float]]:
         """Return the seconds that each rank took for what it computed, and how much that was, in units of work."""
@@ -171,15 +191,15 @@ class LoadBoard:
     def _write_name(self, column: int, name: bytes) -> None:
         start = _NAMES_AT + column * MAX_NAME_BYTES
         first, *rest = name.ljust(MAX_NAME_BYTES, b"\0")
-        self._memory[start] = 0  # who reads meanwhile finds no name, not a part of one
-        self._memory[start + 1 : start + MAX_NAME_BYTES] = bytes(rest)
-        self._memory[start] = first
+        self.memory[start] = 0  # who reads meanwhile finds no name, not a part of one
+        self.memory[start + 1 : start + MAX_NAME_BYTES] = bytes(rest)
+        self.memory[start] = first
 
     def _read_names(self) -> None:
         self._columns, self._free = {}, []
         for column in range(self.ints[0]):
             start = _NAMES_AT + column * MAX_NAME_BYTES
-            name = self._memory[start : start + MAX_NAME_BYTES].partition(b"\0")[0]
+            name = self.memory[start : start + MAX_NAME_BYTES].partition(b"\0")[0]
             if name:
                 rank, _, worker = name.decode().partition(" ")
                 self._columns[WorkerRank(worker, int(rank))] = column

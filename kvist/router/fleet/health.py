@@ -91,6 +91,10 @@ class CircuitBreaker:
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.OPEN
 
+    def doubt(self) -> None:
+        """Open at the next failure: requests of another router fail there, which may be its own fault."""
+        self.failures_in_a_row = max(self.failures_in_a_row, self.num_failures - 1)
+
     def take(self, what: str, now_s: float) -> None:
         """Take what another process told of a request: the name of the method that it called."""
         match what:

@@ -25,10 +25,9 @@ from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import PricedPolicy
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.policy.work import WorkRows
+from kvist.router.policy.work import RECENT_HALF_LIFE_S, WorkRows
 
 _IDLE_INTERVAL_S = 0.05
-_HALF_LIFE_S = 60.0
 _ALIVE_S = 1.0
 _RUNNING, _PREFILL, _DECODE, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
 
@@ -247,7 +246,7 @@ class LoadTracker:
         recent = self._floats[cell + _RECENT]
         if recent == 0.0:
             return 0.0
-        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / _HALF_LIFE_S)
+        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / RECENT_HALF_LIFE_S)
 
     def _cells_of(self, target: WorkerRank) -> range | None:
         cells = self._cells.get(target)

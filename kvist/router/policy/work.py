@@ -141,6 +141,24 @@ def read_rows(
     return window_s, given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks)
 
 
+def merged(rows: Floats) -> Floats:
+    """Return one row that says what all of these do, `[NUM_FIELDS, num_ranks]`; a window is taken for `WINDOW_S`."""
+    row: Floats = rows.sum(0)
+    if len(rows) == 1:
+        return row
+    at_s, num_learnt = rows[:, GIVEN_AT].max(0), row[NUM_LEARNT]
+    decay = LEARNT_DECAY ** np.maximum(num_learnt - rows[:, LEARNT_AT], 0.0)
+    since_s = rows[:, GIVEN_AT] - at_s
+    row[LEARNT_S], row[LEARNT] = ((rows[:, field] * decay).sum(0) for field in (LEARNT_S, LEARNT))
+    row[RECENT] = (rows[:, RECENT] * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
+    row[GIVEN_S] = (rows[:, GIVEN_S] * np.exp(since_s / WINDOW_S)).sum(0)
+    row[LEARNT_AT], row[GIVEN_AT] = num_learnt, at_s
+    row[ANSWERED_AT], row[BUSY_UNTIL] = rows[:, ANSWERED_AT].max(0), rows[:, BUSY_UNTIL].max(0)
+    started_at_s = np.where(rows[:, STARTED_AT] > 0, rows[:, STARTED_AT], np.inf).min(0)
+    row[STARTED_AT] = np.where(np.isinf(started_at_s), 0.0, started_at_s)
+    return row
+
+
 class WorkRows:
     """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
 

@@ -80,6 +80,8 @@ class KeeperProcess:
                 )
             )
             self._keeper.fleet.on_room = self._on_change
+            if self._keeper.replicas is not None:
+                self._keeper.replicas.on_response = self._on_response
             await exits.enter_async_context(self._tasks)
             exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
             exits.callback(self._tasks.create_task(self._hand_out_index(), name="kvist-index").cancel)
@@ -103,6 +105,9 @@ class KeeperProcess:
         self._certificates.renew(renewed)
         self._config = renewed
         self._keeper.reconfigure(renewed)
+
+    def _on_response(self, response_id: str, worker: str) -> None:
+        self._tell_all(encode(messages.Said(response_id, worker, None)))
 
     # What is told.
 
@@ -199,6 +204,8 @@ class KeeperProcess:
                 index.computed(url, np.frombuffer(hashes, np.uint64))
             case messages.Said():
                 self._tell_all(encode(message), but=link)
+                if self._keeper.replicas is not None:
+                    self._keeper.replicas.relayed(message.response_id, message.worker)
             case messages.Ended(requests):
                 for request in requests:
                     self._keeper.on_routed(request)

@@ -31,7 +31,8 @@ def make_part(
 ) -> RouterService | KeeperProcess:
     """Return what this process has to run."""
     is_keeper, directory = part.front == KEEPER, Path(part.directory)
-    board = LoadBoard(mmap.mmap(part.board, 0), num_fronts=part.num_fronts, names_columns=is_keeper)
+    rows = {"num_fronts": part.num_fronts, "num_replicas": part.num_replicas}
+    board = LoadBoard(mmap.mmap(part.board, 0), **rows, names_columns=is_keeper)
     load = LoadTracker(board, max(0, part.front))
     if is_keeper:
         return KeeperProcess(config, directory, load, started_s)

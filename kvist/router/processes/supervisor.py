@@ -49,6 +49,7 @@ class Part(msgspec.Struct, frozen=True):
     board: int
     """A descriptor."""
     port: int
+    num_replicas: int = 0
 
 
 def num_fronts(processes: int | str) -> int:
@@ -71,18 +72,18 @@ class _Child:
 class Supervisor:
     """`run` returns when all has ended. While it runs it passes signals on: SIGTERM, SIGINT and SIGHUP."""
 
-    def __init__(self, command: Sequence[str], host: str, port: int, number: int) -> None:
+    def __init__(self, command: Sequence[str], host: str, port: int, number: int, num_replicas: int = 0) -> None:
         """Start `command`, with an option that says which part it is, for each of so many fronts and the keeper.
 
         Raises OSError if somebody else listens on the port.
         """
-        self._command, self._num_fronts = [*command], number
+        self._command, self._num_fronts, self._num_replicas = [*command], number, num_replicas
         self._sockets = _reserve(host, port)
         self._directory = tempfile.mkdtemp(prefix="kvist-route-")
         self._descriptor = os.memfd_create("kvist-board")
-        os.ftruncate(self._descriptor, board_bytes(number))
+        os.ftruncate(self._descriptor, board_bytes(number + num_replicas))
         self._memory = mmap.mmap(self._descriptor, 0)
-        self._board = LoadBoard(self._memory, num_fronts=number)
+        self._board = LoadBoard(self._memory, num_fronts=number, num_replicas=num_replicas)
         self._recording = Beginning()
         self._children: dict[int, _Child] = {}
         self._due_s: dict[int, float] = {}
@@ -134,7 +135,7 @@ class Supervisor:
         now_s = time.monotonic()
         for front in [front for front, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[front]
-            part = Part(front, self._num_fronts, self._directory, self._descriptor, self.port)
+            part = Part(front, self._num_fronts, self._directory, self._descriptor, self.port, self._num_replicas)
             process = subprocess.Popen(
                 [*self._command, "--part", msgspec.json.encode(part).decode()],
                 stdin=subprocess.PIPE,  # has one line; its end tells a child that this process is gone
@@ -148,7 +149,7 @@ class Supervisor:
             self._children[front] = _Child(front, process)
 
     def _do_all_listen(self) -> bool:
-        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes)
+        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes[: self._num_fronts])
 
     def _look_after(self, *, may_restart: bool) -> int:
         """Have those that died started anew; return what one ended with that never could start."""

@@ -1,0 +1,222 @@
+"""Routers beside each other: each decides as if it were the only one, by what all of them have in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.router.config import RouterConfig
+from kvist.router.fleet.board import Cell, LoadBoard, Whole
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.replicas import SILENT_S, Listener, Summary, Teller
+from kvist.router.policy.decision import Prompt
+from kvist.router.policy.settings import PriceSettings
+
+RANKS = [WorkerRank(f"http://w{idx}", rank) for idx in range(3) for rank in range(2)]
+BLOCK = 16
+
+
+class Router:
+    """A router's board, of one front or more, and what it tells and hears."""
+
+    def __init__(self, num_fronts: int = 1, num_replicas: int = 3, ranks: list[WorkerRank] = RANKS) -> None:
+        self.board = LoadBoard(num_fronts=num_fronts, num_replicas=num_replicas)
+        self.fronts = [LoadTracker(self.board, front) for front in range(num_fronts)]
+        for rank in ranks:
+            self.fronts[0].name(rank)
+        self.policies = [front.pricing(PriceSettings(), BLOCK) for front in self.fronts]
+        self.teller = Teller(self.board)
+        self.listener = Listener(self.board, lambda url: any(rank.worker == url for rank in ranks))
+
+    def view(self, now_s: float, hashes: np.ndarray) -> dict[WorkerRank, tuple[float, ...]]:
+        """Return what this router thinks of each rank, whatever its column is."""
+        ranks = [*self.board.columns]
+        columns = np.array([self.board.columns[rank] for rank in ranks])
+        prices = self.policies[0].weigh(now_s, 4000, hashes, np.zeros(len(ranks), int), columns)
+        loads = [self.fronts[0].load(rank, now_s) for rank in ranks]
+        return {
+            rank: (
+                load.running_requests,
+                load.prefill_tokens,
+                load.decode_blocks,
+                round(load.recent_prefill_tokens, 4),
+                round(float(prices.cost_s[idx]), 6),
+                int(prices.cached_tokens[idx]),
+            )
+            for idx, (rank, load) in enumerate(zip(ranks, loads, strict=True))
+        }
+
+
+class Client:
+    """Sends requests by one front, and ends them; the same to a router that does all, as the oracle."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.running: list[list[Any]] = []
+
+    def step(self, now_s: float, ours: tuple[Router, int], oracle: tuple[Router, int]) -> None:
+        if self.running and self.rng.random() < 0.4:
+            self.end(now_s, self.running.pop(self.rng.randrange(len(self.running))))
+            return
+        rank, num_tokens = self.rng.choice(RANKS), self.rng.choice([100, 1000, 5000])
+        hashes = np.arange(num_tokens // BLOCK, dtype=np.uint64) + np.uint64(self.rng.choice([1, 10**6, 10**9]))
+        begun = []
+        for router, front in (ours, oracle):
+            tracker, policy = router.fronts[front], router.policies[front]
+            columns = np.array([tracker.column(each) for each in RANKS])
+            prices = policy.weigh(now_s, num_tokens, hashes, np.zeros(len(RANKS), int), columns)
+            # What is dispatched must not hang on views that are a tick old, nor speeds on when answers come.
+            load = tracker.begin(rank, Prompt(num_tokens, BLOCK), 0, now_s)
+            compute = prices.compute.copy()
+            compute[:] = 200
+            unit_s = prices.load._replace(unit_s=np.full(len(RANKS), 40e-6))
+            prices = prices._replace(compute=compute, load=unit_s)
+            begun.append((load, policy.dispatched(now_s, tracker.column(rank), prices, RANKS.index(rank)), router))
+        self.running.append(begun)
+
+    def end(self, now_s: float, begun: list[Any]) -> None:
+        for load, dispatched, _ in begun:
+            load.end_prefill()
+            dispatched.answered(now_s)
+            dispatched.add_tokens(7)
+            load.add_tokens(7)
+            dispatched.finish(now_s)
+            load.finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int) -> None:
+    """Summaries of changes alone, now and then of all, some of them lost; ranks have other columns everywhere."""
+    rng = random.Random(seed)
+    routers = [Router(num_fronts, ranks=rng.sample(RANKS, len(RANKS))) for _ in range(3)]
+    oracle = Router(3 * num_fronts)
+    clients = [Client(seed * 10 + idx) for idx in range(3 * num_fronts)]
+    now_s = 1000.0
+    last = np.arange(4000 // BLOCK, dtype=np.uint64) + np.uint64(1)
+    for tick in range(120):
+        for idx, client in enumerate(clients):
+            router, front = divmod(idx, num_fronts)
+            if rng.random() < 0.5:
+                client.step(now_s, (routers[router], front), (oracle, idx))
+        now_s += 0.02
+        is_whole = tick % 20 == 0 or tick == 119
+        for idx, router in enumerate(routers):
+            data = msgspec.msgpack.encode(router.teller.summary(now_s, is_whole=is_whole))
+            for other, peer in enumerate(routers):
+                if other != idx and (is_whole or rng.random() < 0.8):
+                    assert peer.listener.take(str(idx), msgspec.msgpack.decode(data, type=Summary), now_s)
+    truth = oracle.view(now_s, last)
+    assert any(running for running, *_ in truth.values())
+    for router in routers:
+        assert sum(router.board.ints[whole + Whole.RUNNING] for whole in router.board.wholes) == sum(
+            running for running, *_ in truth.values()
+        )
+        for rank, (*counts, cost_s, cached) in router.view(now_s, last).items():
+            *true_counts, true_cost_s, true_cached = truth[rank]
+            assert counts[:3] == true_counts[:3]
+            assert cached == true_cached
+            assert math.isclose(counts[3], true_counts[3], rel_tol=1e-6, abs_tol=1e-3)
+            assert math.isclose(cost_s, true_cost_s, rel_tol=0.05, abs_tol=0.02)
+
+
+def test_clocks_of_machines_may_differ() -> None:
+    ours, theirs = Router(), Router()
+    load = theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 5e6)
+    hashes = np.arange(1, 63, dtype=np.uint64)
+    columns = np.arange(len(RANKS))
+    prices = theirs.policies[0].weigh(5e6, 1000, hashes, np.zeros(len(RANKS), int), columns)
+    theirs.policies[0].dispatched(5e6, 0, prices, 0)
+    ours.listener.take("other", theirs.teller.summary(5e6 + 1, is_whole=True), 51.0)
+    assert ours.view(51.0, hashes)[RANKS[0]] == theirs.view(5e6 + 1, hashes)[RANKS[0]]
+    load.finish()
+
+
+def test_who_is_silent_counts_no_more_and_gives_its_row_to_another() -> None:
+    ours, theirs = Router(num_replicas=1), Router()
+    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 1.0)
+    summary = theirs.teller.summary(1.0, is_whole=True)
+    assert ours.listener.take("a", summary, 1.0)
+    assert not ours.listener.take("b", summary, 1.0)
+    assert ours.fronts[0].running_requests(RANKS[0].worker) == 1
+    assert ours.listener.forget_silent(1.0 + SILENT_S) == []
+    assert ours.listener.forget_silent(1.1 + SILENT_S) == ["a"]
+    assert ours.fronts[0].running_requests(RANKS[0].worker) == 0
+    assert not ours.board.cell_ints[1].any()
+    assert not ours.board.in_flight[1]["hash"].any()
+    assert ours.listener.take("b", summary, 4.0)
+
+
+def test_what_is_said_of_others_workers_and_what_is_no_summary_changes_nothing() -> None:
+    ours, theirs = Router(), Router(ranks=[WorkerRank("http://elsewhere", 0), RANKS[1]])
+    theirs.fronts[0].begin(WorkerRank("http://elsewhere", 0), Prompt(1000, BLOCK), 0, 1.0)
+    theirs.fronts[0].begin(RANKS[1], Prompt(1000, BLOCK), 0, 1.0)
+    summary = theirs.teller.summary(1.0, is_whole=True)
+    ours.listener.take("a", summary, 1.0)
+    assert WorkerRank("http://elsewhere", 0) not in ours.board.columns
+    assert ours.fronts[0].load(RANKS[1], 1.0).running_requests == 1
+    with pytest.raises(ValueError, match="bytes of numbers for 2 ranks"):
+        ours.listener.take("a", msgspec.structs.replace(summary, numbers=summary.numbers[8:]), 1.0)
+    assert ours.board.cell_ints[1, 1 + ours.board.columns[RANKS[1]], Cell.RUNNING] == 1
+
+
+async def test_routers_beside_each_other_count_what_the_others_have_in_flight(
+    worker, router, http_bytes, start_nats_server
+) -> None:
+    """Over a real broker, which dies and comes back; one more comes, and goes."""
+    go_on, broker = asyncio.Event(), start_nats_server()
+
+    async def wait(_: Any, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(http_bytes.response(http_bytes.completion()))
+
+    async def until_running(front: Any, number: int) -> None:
+        async def is_so() -> bool:
+            return (await front.workers())[one.url]["running_requests"] == number
+
+        await front.until(is_so)
+
+    async with worker(answer=wait) as one, AsyncExitStack() as stack:
+        url = f"nats://127.0.0.1:{broker.port}/fleet/routers"
+        settings = {"replicas": url, "block_size": 16, "silence_timeout_s": 60.0, "shutdown_timeout_s": 0.1}
+        first, second = [await stack.enter_async_context(router(one.url, **settings)) for _ in range(2)]
+        asked = [asyncio.create_task(front.complete([1] * 64)) for front in (first, first, second)]
+        async with AsyncExitStack() as short:
+            third = await short.enter_async_context(router(one.url, **settings))
+            lost = asyncio.create_task(third.complete([2] * 64))
+            for front in (first, second, third):
+                await until_running(front, 4)
+            assert (await third.client.get("/readiness")).json()["replicas"] == {
+                "heard": 2,
+                "malformed": 0,
+                "problem": None,
+            }
+            assert (await third.metrics())["kvist_router_replicas"] == 2
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+        await until_running(first, 3)
+        broker.kill()  # what was heard counts until it is too old
+        await until_running(first, 2)
+        await until_running(second, 1)
+        broker.start()
+        for front in (first, second):
+            await until_running(front, 3)
+        go_on.set()
+        assert [(await each).status_code for each in asked] == [200, 200, 200]
+        for front in (first, second):
+            await until_running(front, 0)
+
+
+@pytest.mark.parametrize("url", ["http://host/a/b", "nats://host", "nats://host:4222/fleet"])
+def test_where_they_meet_must_be_a_place_on_a_broker(url: str) -> None:
+    with pytest.raises(InvalidValueError, match="replicas"):
+        RouterConfig(replicas=url)
