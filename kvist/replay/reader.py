@@ -151,6 +151,8 @@ class _Part:
             self._is_ours = True
         elif not self._is_ours or (self.about is None and isinstance(record, Chunk | Channel | McapMessage)):
             raise self._damage(f"a record of kind {kind:#x}", f"a header and what {recording.ABOUT} tells before it")
+        elif self._has_data_end and isinstance(record, Chunk | McapMessage):
+            raise self._damage("messages behind the end of the data", "a summary there: some bytes were altered")
         elif isinstance(record, Metadata):
             self.is_end |= record.name == recording.END
             if record.name == recording.ABOUT:

@@ -83,6 +83,18 @@ def test_cut_at_any_byte_every_whole_chunk_is_read_and_the_rest_reported(whole, 
         assert all(each.path == path and each.offset + each.num_bytes == cut for each in torn)
 
 
+def test_what_looks_like_a_message_behind_the_end_of_the_data_is_none(whole, tmp_path):
+    written, records = whole
+    altered = bytearray(written)
+    data_end = next(start for kind, start, _ in records_of(written) if kind == Opcode.DATA_END)
+    in_summary = next(start for kind, start, _ in records_of(written) if kind == Opcode.CHANNEL and start > data_end)
+    altered[in_summary] = Opcode.MESSAGE
+    (tmp_path / "r").write_bytes(altered)
+    read, error = read_up_to_damage(tmp_path / "r")
+    assert read == records
+    assert isinstance(error, RecordingError)
+
+
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_with_any_byte_altered_that_is_an_error_and_what_was_read_before_it_was_written(whole, tmp_path_factory, data):
