@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,6 +22,33 @@ def run(*arguments: str) -> str:
 
 def test_the_embedded_publisher_is_followed_by_an_index() -> None:
     assert "gpu-0 rank 0 holds 3 of 4 blocks" in run(str(EXAMPLES / "embedded_publisher.py"))
+
+
+class Worker(BaseHTTPRequestHandler):
+    """A worker that is healthy, says nothing of itself, and answers each chat alike."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        answer = json.dumps({"choices": [{"message": {"content": "It scatters."}}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+def test_a_gateway_routes_by_itself() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Worker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        printed = run(str(EXAMPLES / "embedded_router.py"), url).splitlines()
+        server.shutdown()
+    assert printed[0].startswith(f"{url} held 0 of ")
+    assert printed[1] == "It scatters."
 
 
 def test_an_engine_reports_from_a_fork_a_thread_and_an_event_loop_and_the_documents_show_how() -> None:

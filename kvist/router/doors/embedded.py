@@ -1,0 +1,151 @@
+"""The router's decisions inside somebody else's gateway, which carries the requests itself.
+
+    async with Router(RouterConfig(worker_urls=(...))) as router:
+        routed = await router.route("/v1/chat/completions", body)
+        with routed:
+            ...  # POST routed.body to routed.worker with routed.headers; routed.answered() at its first byte
+
+It follows streams and workers as `kvist route` does, and listens to nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+from random import Random
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from kvist.openai.requests import without_field
+from kvist.router.attempts import RANK_HEADER
+from kvist.router.config import RouterConfig
+from kvist.router.doors.keeper import Keeper
+from kvist.router.doors.tls import Certificates
+from kvist.router.fleet.board import LoadBoard
+from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.fleet.replicas import num_replicas
+from kvist.router.fleet.worker import Worker
+from kvist.router.healing import REPORT_MODE
+from kvist.router.policy.decision import Decision
+from kvist.router.policy.priced import Dispatched
+from kvist.router.prefill.dialect import Local
+from kvist.router.prompts import PromptReader, with_model
+from kvist.router.routing import Prefix, Routing
+
+
+class RoutedRequest:
+    """A request on its way to a worker, which counts there until `finish`; as a context manager it ends by itself.
+
+    A block that ends with an error counts against the worker, as five in a row open its circuit.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        body: bytes,
+        headers: dict[str, str],
+        worker: Worker,
+        load: ActiveRequest,
+        priced: Dispatched | None,
+        on_answered: Callable[[], None],
+    ) -> None:
+        self.decision = decision
+        """Who was chosen, and from what."""
+        self.worker = decision.chosen.target.worker
+        """Its URL."""
+        self.body, self.headers = body, headers
+        """What to send there: the body without what only a router may say, and headers beside the client's own."""
+        self._worker, self._load, self._priced, self._on_answered = worker, load, priced, on_answered
+        self._is_trial, self._has_ended = worker.breaker.begin(), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.finish(has_failed=isinstance(error, Exception))
+
+    def answered(self) -> None:
+        """Take note of the first byte of a successful answer."""
+        self._load.end_prefill()
+        if self._priced is not None:
+            self._priced.answered(time.monotonic())
+        self._on_answered()
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Take note that a stream grew by so many tokens."""
+        self._load.add_tokens(num_tokens)
+        if self._priced is not None:
+            self._priced.add_tokens(num_tokens)
+
+    def finish(self, *, has_failed: bool = False) -> None:
+        """Take note that the request ended; further calls change nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._load.finish()
+        if self._priced is not None:
+            self._priced.finish(time.monotonic())
+        if has_failed:
+            self._worker.breaker.fail(time.monotonic())
+        else:
+            self._worker.breaker.succeed()
+
+
+class Router:
+    """Decides while its context is open; all methods belong to one event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Go by the same configuration as `kvist route`; what is said there of listening counts for nothing."""
+        self._config = config
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Ask each worker who it is, and begin to follow its stream."""
+        config, now_s = self._config, time.monotonic
+        async with AsyncExitStack() as exits:
+            pool = await exits.enter_async_context(Certificates(config).worker_pool())
+            load = LoadTracker(LoadBoard(num_replicas=num_replicas(config)))
+            keeper = Keeper(config, pool, load, now_s(), registry=CollectorRegistry())
+            self.known = await exits.enter_async_context(keeper)
+            index = keeper.index
+            self._routing = Routing(keeper.fleet, keeper.models, load, index, Random(), now_s)
+            self._reader = PromptReader(
+                keeper.models,
+                has_index=lambda: index is not None and index.has_joined,
+                needs_tokens=lambda: index is not None,
+            )
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+
+    async def route(self, path: str, body: bytes, excluded: Collection[str] = ()) -> RoutedRequest:
+        """Return which worker a request of this endpoint goes to, and count it there; `excluded` are URLs not to take.
+
+        One worker does all of it, also in a fleet with prefill workers. Raises RequestError, whose `status` and message
+        are for the client: 400 for a wrong body, 404 for a model that nobody has, 503 where nobody can take it now.
+        """
+        ask = await self._reader.read(path, body)
+        prefix = self._routing.prefix(ask) or Prefix()
+        decision = self._routing.plan(path, ask, prefix, excluded, local=Local.OTHER_ENDPOINT).answer
+        target, now_s = decision.chosen.target, time.monotonic()
+        worker = self.known.fleet.get(target.worker)
+        assert worker is not None
+        body = without_field(body, ask.fields, *REPORT_MODE)
+        body = with_model(body, ask.model) if ask.is_renamed else body
+        headers = self._config.authorization(target.worker)
+        if self._routing.is_one_of_several_ranks(target):
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        self.known.load.dispatched()
+        return RoutedRequest(
+            decision,
+            body,
+            {name.decode(): value.decode() for name, value in headers},
+            worker,
+            self.known.load.begin(target, decision.prompt, decision.overlap_tokens, now_s),
+            self._routing.dispatched(now_s, decision, is_streamed=ask.fields.get("stream") is True),
+            lambda: self._routing.computed(ask, target.worker),
+        )

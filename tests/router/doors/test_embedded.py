@@ -1,0 +1,65 @@
+"""The router inside somebody else's gateway: the same decisions, and somebody else's requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvist.openai.errors import RequestError
+from kvist.router import Router, RouterConfig
+
+TOKENS = list(range(100, 180))
+PATH = "/v1/completions"
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "m", "prompt": TOKENS} | fields).encode()
+
+
+async def test_requests_go_to_who_holds_their_prefix_and_count_there_until_they_end(worker, engine, until) -> None:
+    async with worker() as one, worker() as other:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            async with Router(RouterConfig(worker_urls=(one.url, other.url), health_interval_s=0.05)) as router:
+                cache.store(TOKENS)
+                await until(
+                    lambda: (
+                        router.known.index.ranks(one.url)[0:1] and router.known.index.ranks(one.url)[0].num_blocks == 5
+                    )
+                )
+                routed = await router.route(PATH, body(stream=True))
+                assert (routed.worker, routed.decision.overlap_tokens) == (one.url, 64)
+                assert (routed.body, routed.headers) == (body(stream=True), {})
+                with routed:
+                    assert router.known.load.running_requests(one.url) == 1
+                    assert router.known.load.prefill_tokens(one.url) == 16
+                    routed.answered()
+                    assert router.known.load.prefill_tokens(one.url) == 0
+                    routed.add_tokens(3)
+                routed.finish()
+                assert router.known.load.running_requests(one.url) == 0
+                assert (await router.route(PATH, body(), {one.url})).worker == other.url
+
+
+async def test_a_worker_that_fails_is_given_nothing_for_a_while(worker) -> None:
+    async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), breaker_failures=2)) as router:
+        for _ in range(2):
+            with pytest.raises(OSError, match="no answer"), await router.route(PATH, body()):
+                raise OSError("no answer")
+        with pytest.raises(RequestError) as refusal:
+            await router.route(PATH, body())
+        assert refusal.value.status == 503
+
+
+async def test_what_is_sent_has_the_models_own_name_and_the_workers_key(worker) -> None:
+    config = {"aliases": {"gpt": {"m": 1}}, "worker_api_key": "k", "policy": "round-robin"}
+    async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **config)) as router:
+        asked = body(model="gpt", vllm_xargs={"kv_cache_report_mode": "full"})
+        routed = await router.route(PATH, asked)
+        assert json.loads(routed.body) == {"model": "m", "prompt": TOKENS, "vllm_xargs": {}}
+        assert routed.headers == {"authorization": "Bearer k"}
+        with pytest.raises(RequestError, match="model: got 'no'"):
+            await router.route(PATH, body(model="no"))
+        with pytest.raises(RequestError, match="body"):
+            await router.route(PATH, b"{")
