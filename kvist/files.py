@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from kvist.errors import InvalidValueError
 
 _logger = logging.getLogger(__name__)
+
+Stamp: TypeAlias = tuple[int, int, int] | None
 
 
 class AtomicFile:
@@ -84,6 +86,15 @@ def set_aside(path: Path, aside: Path, why: Exception) -> None:
         path.replace(aside)
     except OSError as error:
         _logger.error("state cannot be set aside: %s path=%s", error, path)
+
+
+def file_stamp(path: Path | None) -> Stamp:
+    """Return what changes when the file does; None where there is none, or it cannot be looked at."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 async def in_thread(write: Callable[..., object], *arguments: object) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +18,7 @@ from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
+from kvist.files import Stamp, file_stamp
 from kvist.router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ HELP = "route OpenAI requests to the worker that holds their prefix"
 
 _LOOK_S = 1.0
 """How often the file is looked at."""
-
-_Stamp = tuple[int, int, int] | None
 
 _EVENT_SOURCES = "kv_event_sources"
 _GROUPS = {
@@ -60,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; read the settings again at SIGHUP and when their file changes."""
-    stamp, started_s = _stamp(args.config), time.monotonic()
+    stamp, started_s = file_stamp(args.config), time.monotonic()
     config = make_config(args)
     if args.part is not None:
         return _run_part(args, config, stamp, started_s)
@@ -83,7 +81,7 @@ def _ready_line(config: RouterConfig, url: str) -> str:
     return f"kvist route: listening on {url} policy={config.policy} workers={len(config.every_worker_url)}"
 
 
-def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: _Stamp, started_s: float) -> int:
+def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, started_s: float) -> int:
     from kvist.router.processes.parts import ending_with_supervisor, make_part
     from kvist.router.processes.supervisor import Part
     from kvist.router.recording import Beginning
@@ -106,7 +104,7 @@ _Service = TypeVar("_Service", bound=_Reloadable)
 
 
 @asynccontextmanager
-async def _reloading(service: _Service, args: argparse.Namespace, stamp: _Stamp) -> AsyncIterator[_Service]:
+async def _reloading(service: _Service, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[_Service]:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     async with service, asyncio.TaskGroup() as tasks:
@@ -115,27 +113,18 @@ async def _reloading(service: _Service, args: argparse.Namespace, stamp: _Stamp)
         watching.cancel()
 
 
-async def _reload(service: _Reloadable, args: argparse.Namespace, stamp: _Stamp, asked: asyncio.Event) -> None:
+async def _reload(service: _Reloadable, args: argparse.Namespace, stamp: Stamp, asked: asyncio.Event) -> None:
     """Reload whenever asked to, and whenever the file is not the one that had this stamp."""
     while True:
         with suppress(TimeoutError):
             await asyncio.wait_for(asked.wait(), None if args.config is None else _LOOK_S)
-        last, stamp = stamp, _stamp(args.config)
+        last, stamp = stamp, file_stamp(args.config)
         if asked.is_set() or stamp != last:
             asked.clear()
             try:
                 service.reload(make_config(args))
             except InvalidValueError as error:
                 logger.error("settings stay as they were reason=%s", error)
-
-
-def _stamp(path: Path | None) -> _Stamp:
-    """Return what changes when the file does."""
-    try:
-        status = None if path is None else path.stat()
-    except OSError:
-        return None
-    return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def make_config(args: argparse.Namespace) -> RouterConfig:

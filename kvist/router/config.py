@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias, get_args
-from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
-from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.http import Headers, UpstreamLimits
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
@@ -26,6 +24,7 @@ from kvist.router.policy.settings import (
     DEFAULT_TIER_CREDITS,
     PriceSettings,
 )
+from kvist.router.sources import SourceUrl, check_event_source, check_worker_url
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
@@ -44,7 +43,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\?#@\sA-Z]+")
 
 RELOADED = frozenset(
     {
-        *("worker_urls", "prefill_worker_urls", "decode_worker_urls", "kv_event_sources", "allowed_event_networks"),
+        *("worker_urls", "prefill_worker_urls", "decode_worker_urls", "discover"),
+        *("kv_event_sources", "allowed_event_networks"),
         *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
         *("api_key", "admin_key", "worker_api_key", "worker_api_keys"),
         *("cors_origins", "debug_headers"),
@@ -86,6 +86,10 @@ class RouterConfig:
     max_local_prefill_tokens: Annotated[
         int, Meta(ge=0, description="prompts with no more tokens to compute are not handed to a prefill worker")
     ] = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
+    discover: Annotated[
+        tuple[str, ...],
+        Meta(description="where more workers are found: URLs of files, DNS, Kubernetes or NATS (docs/fleet.md)"),
+    ] = field(default=(), repr=False)
     kv_event_sources: Annotated[
         dict[str, tuple[str, ...]],
         Meta(description="where a worker streams its KV events, once a stream; wins over what the worker announces"),
@@ -287,6 +291,8 @@ class RouterConfig:
         for name in ("worker_urls", "prefill_worker_urls", "decode_worker_urls"):
             for url in getattr(self, name):
                 check_worker_url(name, url)
+        for url in self.discover:
+            SourceUrl.parse(url)
         for url in self.worker_api_keys:
             check_worker_url("worker_api_keys", url)
         for url, endpoints in self.kv_event_sources.items():
@@ -372,22 +378,3 @@ class RouterConfig:
                 return RoundRobinPolicy()
             case "random":
                 return RandomPolicy()
-
-
-def check_worker_url(name: str, url: str) -> None:
-    """Raise InvalidValueError unless the URL is that of a worker: no trailing slash, no user, no query."""
-    try:
-        parts = urlsplit(url)
-        has_origin = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        has_origin = False
-    if not has_origin or parts.username is not None or parts.query or parts.fragment or url.endswith("/"):
-        raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
-
-
-def check_event_source(endpoint: str, name: str = "kv_event_sources") -> None:
-    """Raise InvalidValueError unless the endpoint is the URL of an event stream."""
-    try:
-        Endpoint.parse(endpoint)
-    except ValueError as error:
-        raise InvalidValueError(name, redacted(endpoint), f"the URL of an event stream ({error})") from None

@@ -131,7 +131,7 @@ async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are
 def test_the_operators_page_names_what_is_reloaded_and_flags_that_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
     listed = page.partition("\n- workers: ")[2].partition("\n\nThe log")[0]
-    assert set(re.findall(r"`([a-z_]+_[a-z_]+|policy|models|aliases)`", listed)) == RELOADED
+    assert set(re.findall(r"`([a-z_]+_[a-z_]+|policy|models|aliases|discover)`", listed)) == RELOADED
     names, known = set(re.findall(r"`--([a-z-]+)`", page)), {each.name for each in fields(RouterConfig)}
     assert {name.replace("-", "_") for name in names} - {"config", "log_level"} <= known
     (settings,) = re.findall(r"```toml\n(.*?)```", page, re.S)

@@ -32,8 +32,8 @@ from kvist.router.fleet.membership import Membership, WorkerConflictError
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import Replicas
 from kvist.router.index import FleetIndex
-from kvist.router.policy.decision import Role
 from kvist.router.regret import Regret
+from kvist.router.sources import WantedWorker
 
 _WINDOW, _UNITS_S = re.compile(r"([1-9][0-9]{0,3})([smh])"), {"s": 1, "m": 60, "h": 3600}
 
@@ -55,12 +55,6 @@ class Answer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     content_type: str = "application/json"
-
-
-class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
-    url: str
-    kv_event_sources: tuple[str, ...] = ()
-    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +112,8 @@ class AdminApi:
         page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
         if self.replicas is not None:
             page["replicas"] = self.replicas.described()
+        if sources := self.membership.discovery.explain():
+            page["discovery"] = sources
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _list_workers(self, _: Question) -> Answer:
@@ -129,10 +125,10 @@ class AdminApi:
         if question.content_type.partition(";")[0].strip() != "application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
         try:
-            new = msgspec.json.decode(question.body, type=_NewWorker)
+            new = msgspec.json.decode(question.body, type=WantedWorker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
-        worker = self.membership.add(new.url.rstrip("/"), new.kv_event_sources, new.role)
+        worker = self.membership.add(new)
         return json_answer({"url": worker.url, "state": worker.state}, HTTPStatus.CREATED)
 
     def _drain_worker(self, question: Question) -> Answer:
@@ -140,7 +136,7 @@ class AdminApi:
         worker = self.fleet.get(url)
         if worker is None:
             raise RequestError(HTTPStatus.NOT_FOUND, f"url: got {url!r}, expected a known worker", param="url")
-        self.membership.drain(worker)
+        self.membership.remove(worker)
         return json_answer({"url": worker.url, "state": worker.state}, HTTPStatus.ACCEPTED)
 
     def _loads(self, _: Question) -> Answer:

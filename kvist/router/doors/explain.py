@@ -123,6 +123,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None, 
     return {
         "url": worker.url,
         "state": worker.state.value,
+        "wanted_by": list(worker.wanted_by),
         "takes_nothing_as": _why_nothing(worker, now_s),
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,

@@ -101,7 +101,7 @@ class Keeper:
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
         own = FleetGauges(self.fleet, load, self.index, self.replicas, now_s)
-        page = MetricsPage(lambda: chain(own.collect(), gauges()), registry)
+        page = MetricsPage(lambda: chain(own.collect(), self.membership.discovery.metrics(), gauges()), registry)
         self._speeds = None
         if config.state_dir is not None:
             self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)

@@ -1,14 +1,15 @@
 """How workers come, are checked, and go.
 
-Each worker has a task that checks it, learns what it serves and points the indexer at its event stream. A removed
-worker drains: it takes nothing new, and is forgotten when its last request has ended or its time is up.
+Each worker has a task that checks it, learns what it serves and points the indexer at its event stream. A worker is
+there while somebody wants it: settings, an administrator, or a source that they name (`discovery`). Then it drains: it
+takes nothing new, and is forgotten when its last request has ended or its time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Self
@@ -16,8 +17,9 @@ from typing import Self
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
 from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
-from kvist.router.config import RouterConfig, check_event_source, check_worker_url
+from kvist.router.config import RouterConfig
 from kvist.router.fleet.capacity import WARM_UP_STEPS, Capacity, read_report
+from kvist.router.fleet.discovery import Discovery
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
@@ -27,6 +29,7 @@ from kvist.router.fleet.rendering import RenderingChecks
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
+from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,10 @@ REPORT_INTERVAL_S = 1.0
 
 FIRST_CHECKS_S = 1.0
 """How long the router's start waits for workers that say nothing."""
+
+
+SETTINGS, ADMINISTRATOR, EARLIER = "settings", "administrator", "earlier process"
+"""Who may want workers, beside the sources that settings name; what one before another says of a worker counts."""
 
 
 class WorkerConflictError(KvistError):
@@ -69,6 +76,10 @@ class Membership:
         self._load = load
         self._index = index
         self._on_removed = on_removed
+        self._wanted: dict[str, dict[str, WantedWorker]] = {SETTINGS: {}, ADMINISTRATOR: {}}
+        self._removed: set[str] = set()
+        """Those that an administrator does not want until somebody wants them anew."""
+        self.discovery = Discovery(self.want)
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, asyncio.Task[None]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
@@ -78,15 +89,16 @@ class Membership:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        for url in self._config.every_worker_url:
-            self.add(url, self._config.kv_event_sources.get(url, ()), self._config.role_of(url))
+        self.reconfigure(self._config)
         # A router that listened before it had asked anybody would refuse its first requests.
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_CHECKS_S):
+                await self.discovery.tried()
                 await asyncio.gather(*(worker.was_checked.wait() for worker in self._fleet.workers))
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.discovery.end()
         for tasks in (self._checks, self._reports, self._drains, self._renderings.tasks):
             for task in tasks.values():
                 task.cancel()
@@ -98,65 +110,111 @@ class Membership:
             if worker.was_checked.is_set():
                 self._renderings.on_health_check(worker, self._tasks)
 
-    def add(self, url: str, event_sources: Sequence[str] = (), role: Role | None = None) -> Worker:
-        """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError.
+    def add(self, worker: WantedWorker) -> Worker:
+        """Take a worker in that an administrator wants; raises InvalidValueError or WorkerConflictError.
 
         Event sources and a role given here count whatever the worker announces.
         """
-        check_worker_url("url", url)
-        for endpoint in event_sources:
-            check_event_source(endpoint)
-        if (present := self._fleet.get(url)) is not None:
-            raise WorkerConflictError(url, present.state)
+        if (present := self._fleet.get(worker.url)) is not None:
+            raise WorkerConflictError(worker.url, present.state)
+        self._load.name(WorkerRank(worker.url, 0))
+        self.want(ADMINISTRATOR, [*self._wanted[ADMINISTRATOR].values(), worker])
+        added = self._fleet.get(worker.url)
+        assert added is not None
+        return added
+
+    def remove(self, worker: Worker) -> None:
+        """Drain a worker for an administrator, whoever else wants it now."""
+        self._wanted[ADMINISTRATOR].pop(worker.url, None)
+        self._removed.add(worker.url)
+        self._drain(worker)
+
+    def want(self, source: str, workers: Iterable[WantedWorker]) -> None:
+        """Have the workers that this source wants now, in the place of those that it did, and drain whom nobody wants.
+
+        One that an administrator has removed comes back if a source wants it that did not. Raises InvalidValueError
+        for a worker that cannot be had; all others are.
+        """
+        earlier = self._wanted.get(source, {})
+        self._wanted[source] = {worker.url: worker for worker in workers}
+        self._removed -= self._wanted[source].keys() - earlier.keys()
+        every = {url: worker for wanted in reversed(self._wanted.values()) for url, worker in wanted.items()}
+        self._removed &= every.keys()
+        for url in earlier.keys() - every.keys():
+            if (worker := self._fleet.get(url)) is not None:
+                self._drain(worker)
+        refusal = None
+        for url in [url for url in every if url not in self._removed]:
+            if (worker := self._fleet.get(url)) is None:
+                try:
+                    worker = self._start(every[url])
+                except InvalidValueError as error:  # which holds up no others
+                    refusal = error if url in self._wanted[source] else refusal
+                    continue
+            worker.configured_event_sources, worker.configured_role = every[url].kv_event_sources, every[url].role
+            wanting = [each for each, wanted in self._wanted.items() if url in wanted]
+            worker.wanted_by = tuple(map(self.discovery.name_of, wanting))
+            if worker.is_draining:
+                worker.is_draining = False
+                self._drains.pop(url).cancel()
+                self._fleet.on_room()
+        if EARLIER in self._wanted and source != EARLIER and self.discovery.is_complete:
+            self.want(EARLIER, ())
+            del self._wanted[EARLIER]
+        if refusal is not None:
+            raise refusal
+
+    def adopt(self, workers: Iterable[tuple[WantedWorker, Iterable[str]]]) -> None:
+        """Have the workers that a process before this one had, with who wanted each, until it is known who does now."""
+        known = list(workers)
+        self.want(EARLIER, [worker for worker, _ in known])
+        self.want(ADMINISTRATOR, [worker for worker, wanted_by in known if ADMINISTRATOR in wanted_by])
+        urls = {worker.url for worker, _ in known}
+        for worker in self._fleet.workers:
+            if worker.url not in urls and SETTINGS in worker.wanted_by:
+                self.remove(worker)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Go by another configuration from now on; a worker's next health check finds its new event sources."""
+        self._config, self._renderings.config = config, config
+        wanted = [
+            WantedWorker(url, config.kv_event_sources.get(url, ()), config.role_of(url))
+            for url in config.every_worker_url
+        ]
+        self.want(SETTINGS, wanted)
+        self.discovery.follow(config, self._tasks)
+
+    def _start(self, wanted: WantedWorker) -> Worker:
+        """Take a worker in and start checking it; raises InvalidValueError."""
+        url = wanted.url
         self._load.name(WorkerRank(url, 0))
         config = self._config
         worker = Worker(
             url,
-            tuple(event_sources),
+            wanted.kv_event_sources,
             HealthGauge(config.health_failures, config.health_successes),
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
-            configured_role=role,
             capacity=Capacity(config.max_worker_requests),
         )
         if config.max_worker_requests is not None:
             self._fleet.bounded.add(url)
         if self._index is not None:
-            self._index.follow(url, event_sources)
+            self._index.follow(url, wanted.kv_event_sources)
         self._fleet.put(worker)
         self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
         self._reports[url] = self._tasks.create_task(self._attend(worker), name=f"kvist-report {url}")
         logger.info("worker added url=%s", url)
         return worker
 
-    def drain(self, worker: Worker) -> None:
+    def _drain(self, worker: Worker) -> None:
         """Give the worker nothing new, and forget it once its requests have ended or `drain_timeout_s` is over."""
         if not worker.is_draining:
-            worker.is_draining = True
+            worker.is_draining, worker.wanted_by = True, ()
+            if self._index is not None:
+                self._index.forget_expected(worker.url)
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
             self._drains[worker.url] = task
-
-    def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on: drain the workers that it no longer names, take in those it adds.
-
-        What an administrator has added or removed stays so unless this names it and the last one did not. A worker's
-        next health check finds its new event sources.
-        """
-        old, self._config, self._renderings.config = self._config, config, config
-        for url in set(old.every_worker_url).difference(config.every_worker_url):
-            if (worker := self._fleet.get(url)) is not None:
-                self.drain(worker)
-        for url in config.every_worker_url:
-            sources, role = config.kv_event_sources.get(url, ()), config.role_of(url)
-            is_new = url not in old.every_worker_url
-            if (worker := self._fleet.get(url)) is not None:
-                worker.configured_event_sources, worker.configured_role = sources, role
-                if is_new and worker.is_draining:
-                    worker.is_draining = False
-                    self._drains.pop(url).cancel()
-                    self._fleet.on_room()
-            elif is_new:
-                self.add(url, sources, role)
 
     async def _remove_when_idle(self, worker: Worker) -> None:
         try:

@@ -54,6 +54,8 @@ class Worker:
     last_failure: str | None = None
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     configured_role: Role | None = None
+    wanted_by: tuple[str, ...] = ()
+    """Settings, an administrator, or the URLs of sources."""
     rendering: Rendering | None = None
     model_ids: frozenset[str | None] | None = None
     """Those that it says it has, None while it never did."""

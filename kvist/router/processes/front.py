@@ -40,6 +40,7 @@ from kvist.router.processes.index import SharedIndex, open_reader
 from kvist.router.processes.keeper import INDEX_SOCKET, KEEPER_SOCKET, families_of
 from kvist.router.processes.messages import Link, Message, ToFront, encode
 from kvist.router.regret import Routed
+from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
 
@@ -207,9 +208,8 @@ class RemoteKeeper:
             link = Link(reader, writer)
             known = [
                 messages.Known(
-                    worker.url,
-                    worker.configured_event_sources,
-                    worker.configured_role,
+                    WantedWorker(worker.url, worker.configured_event_sources, worker.configured_role),
+                    worker.wanted_by,
                     worker.is_draining,
                     worker.health.is_healthy,
                     worker.identity,
@@ -277,6 +277,7 @@ class RemoteKeeper:
         for field in fields(CircuitBreaker):
             setattr(worker.breaker, field.name, getattr(news.circuit, field.name))
         worker.configured_event_sources, worker.configured_role = news.event_sources, news.configured_role
+        worker.wanted_by = news.wanted_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
         worker.capacity = Capacity(news.max_requests, paused_until_s=news.paused_until_s, warms_from=news.warms_from)

@@ -159,6 +159,7 @@ class KeeperProcess:
             worker.url,
             worker.configured_event_sources,
             worker.configured_role,
+            worker.wanted_by,
             worker.identity,
             worker.health.is_healthy,
             worker.is_draining,
@@ -238,18 +239,16 @@ class KeeperProcess:
 
     def _adopt(self, known: Iterable[messages.Known]) -> None:
         """Have the workers that the keeper before this one had, whatever administrators made of the configured ones."""
-        fleet, membership, urls = self._keeper.fleet, self._keeper.membership, set()
+        fleet, membership, known = self._keeper.fleet, self._keeper.membership, list(known)
+        membership.adopt((each.wanted, each.wanted_by) for each in known)
         for each in known:
-            urls.add(each.url)
-            worker = fleet.get(each.url) or membership.add(each.url, each.event_sources, each.role)
+            if (worker := fleet.get(each.wanted.url)) is None:
+                continue
             if worker.health.is_healthy is None:
                 worker.health.is_healthy = each.is_healthy
                 worker.identify(each.identity)
             if each.is_draining:
-                membership.drain(worker)
-        for worker in fleet.workers:
-            if worker.url not in urls:
-                membership.drain(worker)
+                membership.remove(worker)
 
     async def _answer(self, link: Link, asked: messages.Asked) -> None:
         if asked.question.path == "/metrics":

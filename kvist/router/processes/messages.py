@@ -19,6 +19,7 @@ from kvist.router.fleet.rendering import Kind
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Routed
+from kvist.router.sources import WantedWorker
 
 MAX_UNSENT_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -40,6 +41,7 @@ class WorkerNews(Message, frozen=True):
     url: str
     event_sources: tuple[str, ...]
     configured_role: Role | None
+    wanted_by: tuple[str, ...]
     identity: Identity
     is_healthy: bool | None
     is_draining: bool
@@ -89,11 +91,10 @@ class MetricsWanted(Message, frozen=True):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A worker as an administrator or a configuration had it, and how it was found."""
+    """A worker as it was wanted, and how it was found."""
 
-    url: str
-    event_sources: tuple[str, ...]
-    role: Role | None
+    wanted: WantedWorker
+    wanted_by: tuple[str, ...]
     is_draining: bool
     is_healthy: bool | None
     identity: Identity

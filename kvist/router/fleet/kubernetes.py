@@ -1,0 +1,263 @@
+"""Workers from the API of Kubernetes: the endpoints of a service, or pods by their labels.
+
+They are listed once and watched from there. A watch that ends is gone on with from the last version that was seen, by
+a bookmark too; where the API has forgotten that one (410), all is listed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
+
+from kvist.errors import MissingExtraError
+from kvist.router.sources import SourceUrl, WantedWorker
+
+try:
+    import httpx2
+    import yaml
+    from lightkube.config.client_adapter import AsyncClient, ConnectionParams
+    from lightkube.config.kubeconfig import KubeConfig
+    from lightkube.core.exceptions import ConfigError
+except ModuleNotFoundError as error:
+    raise MissingExtraError("kubernetes", str(error.name)) from error
+
+from kvist.router.fleet.discovery import SourceError
+
+ROLE = "kvist.dev/role"
+"""The label or annotation, of a pod or of a service, that gives workers a role."""
+PAGE_SIZE = 500
+WATCH_S = 300.0
+"""How long a watch is asked for; one from which nothing comes for a tenth longer is cut."""
+TIMEOUT_S = 10.0
+MIN_WATCH_S = 1.0
+"""A watch that ends sooner is not asked for again at once."""
+_GONE = 410
+
+
+class _Struct(msgspec.Struct, frozen=True, rename="camel"):
+    """A part of an object; what the API leaves out or says to be null is None."""
+
+
+class _Metadata(_Struct, frozen=True):
+    name: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    deletion_timestamp: str | None = None
+    continue_: str | None = msgspec.field(name="continue", default=None)
+
+
+class _Port(_Struct, frozen=True):
+    name: str | None = None
+    port: int | None = None
+    container_port: int | None = None
+
+
+class _Conditions(_Struct, frozen=True):
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class _Reference(_Struct, frozen=True):
+    uid: str | None = None
+
+
+class _Endpoint(_Struct, frozen=True):
+    addresses: list[str]
+    conditions: _Conditions = _Conditions()
+    target_ref: _Reference | None = None
+
+
+class _Container(_Struct, frozen=True):
+    ports: list[_Port] | None = None
+
+
+class _Spec(_Struct, frozen=True):
+    containers: list[_Container] | None = None
+
+
+class _Condition(_Struct, frozen=True):
+    type: str
+    status: str
+
+
+class _Status(_Struct, frozen=True):
+    pod_ip: str | None = msgspec.field(name="podIP", default=None)
+    conditions: list[_Condition] | None = None
+
+
+class _Object(_Struct, frozen=True):
+    """An EndpointSlice or a Pod: what either has and the other has not is None."""
+
+    metadata: _Metadata
+    address_type: str | None = None
+    endpoints: list[_Endpoint] | None = None
+    ports: list[_Port] | None = None
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+    @property
+    def role(self) -> str | None:
+        return {**(self.metadata.annotations or {}), **(self.metadata.labels or {})}.get(ROLE)
+
+
+class _List(_Struct, frozen=True):
+    metadata: _Metadata
+    items: list[_Object] | None = None
+
+
+class _Failure(_Struct, frozen=True):
+    code: int | None = None
+    message: str | None = None
+
+
+class _Event(_Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class _GoneError(Exception):
+    """The API has forgotten the version that was asked for."""
+
+
+_Client: TypeAlias = httpx2.AsyncClient
+
+
+class KubernetesSource:
+    """What was listed, kept up to date while `follow` runs."""
+
+    def __init__(self, url: SourceUrl) -> None:
+        self._url = url
+        service = url.path.strip("/")
+        kind = f"apis/discovery.k8s.io/v1/namespaces/{url.host}/endpointslices"
+        self._path = kind if service else f"api/v1/namespaces/{url.host}/pods"
+        selector = f"kubernetes.io/service-name={service}" if service else url.options["selector"]
+        self._selector = {"labelSelector": selector}
+        self._objects: dict[str, _Object] = {}
+        self._version: str | None = None
+
+    async def follow(self, tell: Callable[[Iterable[WantedWorker]], None]) -> NoReturn:
+        """Tell of the workers whenever they change; raises SourceError. Credentials are read anew each time."""
+        client = await asyncio.to_thread(_connect)
+        async with client:
+            try:
+                while True:
+                    began_s = asyncio.get_running_loop().time()
+                    try:
+                        if self._version is None:
+                            await self._list(client)
+                        await self._watch(client, tell)
+                    except _GoneError:
+                        self._version = None
+                    lasted_s = asyncio.get_running_loop().time() - began_s
+                    await asyncio.sleep(max(0.0, MIN_WATCH_S - lasted_s) * random.uniform(0.5, 1.0))
+            except (httpx2.HTTPError, ConfigError) as error:
+                raise SourceError(f"{self._path}: {error or type(error).__name__}") from None
+            except msgspec.DecodeError as error:
+                self._version = None  # what was skipped would be lacking
+                raise SourceError(f"{self._path}: {error}") from None
+
+    async def _list(self, client: _Client) -> None:
+        objects: dict[str, _Object] = {}
+        params = self._selector | {"limit": str(PAGE_SIZE)}
+        while True:
+            answer = await client.get(self._path, params=params)
+            _check(answer.status_code, answer.content)
+            page = msgspec.json.decode(answer.content, type=_List)
+            objects |= {each.metadata.name: each for each in page.items or ()}
+            if not page.metadata.continue_:
+                break
+            params["continue"] = page.metadata.continue_
+        self._objects, self._version = objects, page.metadata.resource_version
+
+    async def _watch(self, client: _Client, tell: Callable[[Iterable[WantedWorker]], None]) -> None:
+        assert self._version is not None
+        params = self._selector | {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": self._version}
+        params["timeoutSeconds"] = str(int(WATCH_S * random.uniform(0.5, 1.0)))
+        timeout = httpx2.Timeout(TIMEOUT_S, read=WATCH_S * 1.1)
+        async with client.stream("GET", self._path, params=params, timeout=timeout) as answer:
+            if answer.status_code != 200:
+                _check(answer.status_code, await answer.aread())
+            tell(self._workers())
+            async for line in _lines(answer):
+                event = msgspec.json.decode(line, type=_Event)
+                if event.type == "ERROR":
+                    failure = msgspec.json.decode(event.object, type=_Failure)
+                    _check(failure.code or 500, event.object)
+                seen = msgspec.json.decode(event.object, type=_Object)
+                self._version = seen.metadata.resource_version
+                if event.type == "BOOKMARK":
+                    continue
+                if event.type == "DELETED":
+                    self._objects.pop(seen.metadata.name, None)
+                else:
+                    self._objects[seen.metadata.name] = seen
+                tell(self._workers())
+
+    def _workers(self) -> Iterable[WantedWorker]:
+        workers: dict[str, WantedWorker] = {}
+        # A pod with addresses of both kinds is one worker.
+        for each in sorted(self._objects.values(), key=lambda each: (each.address_type or "", each.metadata.name)):
+            for name, worker in self._pod(each) if each.address_type is None else self._endpoints(each):
+                workers.setdefault(name, worker)
+        return workers.values()
+
+    def _endpoints(self, slice_: _Object) -> Iterator[tuple[str, WantedWorker]]:
+        port = self._port(slice_.ports or ())
+        for each in slice_.endpoints or () if port is not None else ():
+            if each.addresses and each.conditions.ready is not False and not each.conditions.terminating:
+                name = (each.target_ref and each.target_ref.uid) or each.addresses[0]
+                yield name, self._url.worker(each.addresses[0], port or 0, slice_.role)
+
+    def _pod(self, pod: _Object) -> Iterator[tuple[str, WantedWorker]]:
+        port = self._port([port for each in pod.spec.containers or () for port in each.ports or ()])
+        is_ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+        if is_ready and pod.status.pod_ip and port is not None and pod.metadata.deletion_timestamp is None:
+            yield pod.metadata.name, self._url.worker(pod.status.pod_ip, port, pod.role)
+
+    def _port(self, ports: Iterable[_Port]) -> int | None:
+        """Return the port that is asked for, or the only one; a pod need not name one that is a number."""
+        numbers = {each.name or "": each.port or each.container_port for each in ports}
+        wanted = self._url.options.get("port")
+        if wanted is None:
+            return next(iter(numbers.values())) if len(numbers) == 1 else None
+        if wanted.isdecimal():
+            is_there = "selector" in self._url.options or int(wanted) in numbers.values()
+            return int(wanted) if is_there else None
+        return numbers.get(wanted)
+
+
+def _connect() -> _Client:
+    """Return a client of the cluster that this runs in or, elsewhere, of the one that kubectl would ask."""
+    try:
+        config = KubeConfig.from_env().get()
+        assert config is not None  # it raises where there is none
+        return AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
+    except (ConfigError, yaml.YAMLError, httpx2.InvalidURL, KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"no configuration of a cluster: {error}") from None
+
+
+def _check(status: int, body: Any) -> None:
+    """Raise unless the API did what it was asked to."""
+    if status == _GONE:
+        raise _GoneError
+    if status != 200:
+        try:
+            reason = msgspec.json.decode(body, type=_Failure).message
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            reason = None
+        raise SourceError(f"the API of Kubernetes answered {status}: {reason or 'it does not say why'}")
+
+
+async def _lines(answer: httpx2.Response) -> AsyncIterator[bytes]:
+    """Yield whole lines: what is cut is not one. Texts may have what other ways to split take for an end."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line:
+                yield line

@@ -1,0 +1,136 @@
+"""Where workers are found, beside settings and administrators: the URL of a source, and what it says of a worker.
+
+    file:///PATH.toml, file:///PATH.json       a list of workers, looked at each second
+    dns://NAME:PORT                            the addresses of a name
+    dns+srv://_SERVICE._tcp.NAME               the targets and ports of a service
+    kubernetes://NAMESPACE/SERVICE             the endpoints of a service
+    kubernetes://NAMESPACE?selector=LABELS     the pods with these labels
+    nats://HOST:PORT/SUBJECT                   those that announce themselves
+
+Names and pods are workers at `?scheme=`, with `?role=` and streams at `?kv_event_source=`, where {host} is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint, redacted
+from kvist.events.transports.broker import BrokerUrl, is_broker_url
+from kvist.router.policy.decision import Role
+
+ROLES = frozenset(role.value for role in Role)
+
+_OF_WORKERS = ("scheme", "role", "kv_event_source")
+_FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "file": ("file:///PATH.toml or file:///PATH.json", ()),
+    "dns": ("dns://NAME:PORT", (*_OF_WORKERS, "nameserver")),
+    "dns+srv": ("dns+srv://_SERVICE._tcp.NAME", (*_OF_WORKERS, "nameserver")),
+    "kubernetes": (
+        "kubernetes://NAMESPACE/SERVICE[?port=…] or kubernetes://NAMESPACE?selector=…&port=…",
+        (*_OF_WORKERS, "selector", "port"),
+    ),
+}
+"""How the URLs of each scheme look, and the options they may have."""
+
+
+class WantedWorker(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a source, or an administrator, says of a worker. Raises InvalidValueError."""
+
+    url: str
+    kv_event_sources: tuple[str, ...] = ()
+    role: Role | None = None
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "url", self.url.rstrip("/"))
+        check_worker_url("url", self.url)
+        for endpoint in self.kv_event_sources:
+            check_event_source(endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUrl:
+    """A parsed URL; `name` is the URL without what is secret in it."""
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    options: Mapping[str, str]
+    name: str
+    nameserver: tuple[str, int] | None = None
+    broker: BrokerUrl | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> SourceUrl:
+        """Raise InvalidValueError, which shows no secret, for a URL of none of these forms."""
+        if url.startswith("nats") and is_broker_url(url):
+            broker = BrokerUrl.parse(url)
+            return cls("nats", "", None, broker.model, {}, broker.public, broker=broker)
+        scheme, shown = url.partition("://")[0], redacted(url.partition("?")[0])
+        if scheme not in _FORMS:
+            forms = ", ".join(form for form, _ in _FORMS.values())
+            raise InvalidValueError("discover", shown, f"one of {forms}, nats://HOST:PORT/SUBJECT")
+        form, names = _FORMS[scheme]
+        try:
+            parts = urlsplit(url)
+            port, options = parts.port, dict(parse_qsl(parts.query, keep_blank_values=True))
+            asked = urlsplit(f"//{options['nameserver']}") if "nameserver" in options else None
+            nameserver = None if asked is None else (str(ip_address(asked.hostname or "")), asked.port or 53)
+        except ValueError:
+            raise InvalidValueError("discover", shown, form) from None
+        path, host = unquote(parts.path), parts.hostname or ""
+        is_right = {
+            "file": not host and Path(path).suffix in (".toml", ".json"),
+            "dns": bool(host) and port is not None and not path,
+            "dns+srv": host.startswith("_") and port is None and not path,
+            "kubernetes": bool(host) and port is None and (path.strip("/") != "") != ("selector" in options),
+        }[scheme]
+        if not is_right or parts.username is not None or parts.fragment:
+            raise InvalidValueError("discover", shown, form)
+        for name, value in options.items():
+            if name not in names or not value:
+                raise InvalidValueError("discover", shown, f"no options but {', '.join(names) or 'none'}")
+        if options.get("scheme", "http") not in ("http", "https") or options.get("role", "both") not in ROLES:
+            raise InvalidValueError("discover", shown, f"scheme http or https, role one of {sorted(ROLES)}")
+        if "selector" in options and "port" not in options:
+            raise InvalidValueError("discover", shown, "port=NAME_OR_NUMBER beside selector")
+        selector = f"?selector={options['selector']}" if "selector" in options else ""
+        return cls(scheme, host, port, path, options, shown + selector, nameserver)
+
+    def worker(self, host: str, port: int, role: str | None = None) -> WantedWorker:
+        """Return the worker at this address; a role that is none counts as not said."""
+        host = f"[{host}]" if ":" in host else host
+        role = role if role in ROLES else self.options.get("role")
+        stream = self.options.get("kv_event_source")
+        return WantedWorker(
+            f"{self.options.get('scheme', 'http')}://{host}:{port}",
+            () if stream is None else (stream.replace("{host}", host),),
+            None if role is None else Role(role),
+        )
+
+
+def check_worker_url(name: str, url: str) -> None:
+    """Raise InvalidValueError unless the URL is that of a worker: no trailing slash, no user, no query."""
+    try:
+        parts = urlsplit(url)
+        has_origin = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_origin = False
+    if not has_origin or parts.username is not None or parts.query or parts.fragment or url.endswith("/"):
+        raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
+
+
+def check_event_source(endpoint: str, name: str = "kv_event_sources") -> None:
+    """Raise InvalidValueError unless the endpoint is the URL of an event stream."""
+    try:
+        Endpoint.parse(endpoint)
+    except ValueError as error:
+        raise InvalidValueError(name, redacted(endpoint), f"the URL of an event stream ({error})") from None
