@@ -85,10 +85,10 @@ class RouterMetrics:
         histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
         times = partial(histogram, buckets=_TTFT_BUCKETS_S)
         self._series: dict[tuple[str, str], ModelSeries] = {}
-        self._ends: dict[tuple[str, int, str], Counter] = {}
         at = ["worker", "model"]
         text = "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more"
         self._requests = counter("requests", text, ["worker", "status", "policy"])
+        self._ends = cache(self._requests.labels)
         text = (
             "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
         )
@@ -122,6 +122,7 @@ class RouterMetrics:
         text = "How far the predicted cached tokens of a request were over or under those its worker reported"
         sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
         self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
+        self._errors = cache(self._overlap_error.labels)
         self._queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did", ["model"])
         text = "From a request's arrival to the first byte of its answer's body"
         self._ttft = times("time_to_first_byte_seconds", text, at)
@@ -132,10 +133,7 @@ class RouterMetrics:
 
     def ended(self, decision: Decision, status: int) -> None:
         """Count the end of what was dispatched."""
-        key = decision.chosen.target.worker, status, decision.policy
-        if key not in self._ends:
-            self._ends[key] = self._requests.labels(*key)
-        self._ends[key].inc()
+        self._ends(decision.chosen.target.worker, status, decision.policy).inc()
 
     def read(self, path: str, ask: Ask) -> None:
         """Count a request by how much of its prompt is known."""
@@ -191,12 +189,13 @@ class RouterMetrics:
             return
         error_tokens = decision.overlap_tokens - usage.cached_tokens
         sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"
-        self._overlap_error.labels(decision.chosen.target.worker, sign).observe(abs(error_tokens))
+        self._errors(decision.chosen.target.worker, sign).observe(abs(error_tokens))
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
         self._series = {key: series for key, series in self._series.items() if key[0] != worker}
-        self._ends = {key: counter for key, counter in self._ends.items() if key[0] != worker}
+        self._ends.cache_clear()
+        self._errors.cache_clear()
         tokens = (self._prompt_tokens, self._overlap_tokens, self._output_tokens)
         others = (self._full_reports, self._healed, self._hits, self._hit_digest, self._overlap_error, self._ttft)
         for metric in (*tokens, self._requests, self._retries, *others):

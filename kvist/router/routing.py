@@ -24,17 +24,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps
-from kvist.router.policy.decision import (
-    NO_LOAD,
-    Candidate,
-    Decision,
-    Prompt,
-    Role,
-    Weighing,
-    decide,
-    draw,
-    usable_blocks,
-)
+from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
@@ -300,7 +290,7 @@ class Routing:
         candidates = [
             Candidate(
                 rank.target,
-                NO_LOAD if is_priced else self._load.load(rank.target, now_s),
+                Load() if is_priced else self._load.load(rank.target, now_s),
                 prefix.overlaps.get(rank.target, ()),
                 rank.num_blocks,
                 rank.is_approximate,
@@ -323,7 +313,7 @@ class Routing:
         compute_scale: float,
     ) -> Decision:
         pricing = self._pricing.get((model, prompt.block_size))
-        if pricing is None or pricing.settings != settings:
+        if pricing is None or pricing.settings is not settings:
             pricing = self._pricing[model, prompt.block_size] = self._load.pricing(settings, prompt.block_size)
         columns = np.array([self._load.column(each.target) for each in candidates])
         by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]

@@ -40,9 +40,6 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     recent_prefill_tokens: float = 0.0
 
 
-NO_LOAD = Load()
-
-
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A rank that may take the request.
 
@@ -52,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """
 
     target: WorkerRank
-    load: Load = NO_LOAD
+    load: Load = Load()
     overlap_blocks: tuple[int, ...] = ()
     num_cached_blocks: int = 0
     is_approximate: bool = False

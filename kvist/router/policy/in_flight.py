@@ -99,11 +99,6 @@ class PromptsInFlight:
             last, stride = depths[-1], stride * 4
         self._all_depths, self._depths, self._idxs = depths, np.array(depths), np.array(depths) - 1
 
-    @classmethod
-    def for_one(cls, num_ranks: int, block_size: int) -> PromptsInFlight:
-        """Return the table of a router that is alone."""
-        return cls(np.zeros((1, NUM_SLOTS), SLOT), num_ranks, block_size)
-
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
         idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.router.policy.decision import draw, uniform_over_minima
-from kvist.router.policy.in_flight import Marks, PromptsInFlight
+from kvist.router.policy.in_flight import NUM_SLOTS, SLOT, Marks, PromptsInFlight
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.policy.work import Floats, Work, WorkRows
+from kvist.router.policy.work import NUM_FIELDS, Floats, Work, WorkRows
 
 
 class Prices(NamedTuple):
@@ -123,7 +123,8 @@ class PricedPolicy:
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int, settings: PriceSettings | None = None) -> PricedPolicy:
         """Return the policy of a router that is alone."""
-        work, in_flight = WorkRows.for_one(num_ranks), PromptsInFlight.for_one(num_ranks, block_size)
+        work = WorkRows(np.zeros((1, NUM_FIELDS, num_ranks)))
+        in_flight = PromptsInFlight(np.zeros((1, NUM_SLOTS), SLOT), num_ranks, block_size)
         return cls(settings or PriceSettings(), work, in_flight, block_size)
 
     def weigh(

@@ -170,11 +170,6 @@ class WorkRows:
         self._first_unit_s = first_unit_s
         self._window_s = WINDOW_S
 
-    @classmethod
-    def for_one(cls, num_ranks: int) -> WorkRows:
-        """Return the rows of a router that is alone."""
-        return cls(np.zeros((1, NUM_FIELDS, num_ranks)))
-
     def read(self, now_s: float, ranks: NDArray[np.intp] | None = None) -> Work:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks

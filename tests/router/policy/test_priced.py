@@ -31,6 +31,10 @@ def fronts_of(num_fronts: int, num_ranks: int) -> list[PricedPolicy]:
     ]
 
 
+def in_flight_of(num_ranks: int, block_size: int) -> PromptsInFlight:
+    return PromptsInFlight(np.zeros((1, NUM_SLOTS), SLOT), num_ranks, block_size)
+
+
 def work_of(num_tokens: float, cached: float = 0.0) -> float:
     """Sum what each token costs, instead of the closed form."""
     return sum(1 + ALPHA * (position + 0.5) for position in range(int(cached), int(num_tokens)))
@@ -225,7 +229,7 @@ def test_what_is_in_flight_goes_on_where_the_index_ends() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
-    random, table = Random(seed), PromptsInFlight.for_one(4, BLOCK)
+    random, table = Random(seed), in_flight_of(4, BLOCK)
     running: list[tuple[int, list[int], np.ndarray, float]] = []
     has_failed = False
     for step in range(60):
@@ -252,7 +256,7 @@ def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
 
 
 def test_a_mark_names_the_ranks_that_had_it_last() -> None:
-    table, marks = PromptsInFlight.for_one(100, BLOCK), np.arange(1, 5, dtype=np.uint64)
+    table, marks = in_flight_of(100, BLOCK), np.arange(1, 5, dtype=np.uint64)
     for rank in range(99, -1, -1):
         table.add(100.0 - rank, rank, marks)
     table.add(101.0, 1, marks)  # again: that takes no other's place
@@ -263,7 +267,7 @@ def test_a_mark_names_the_ranks_that_had_it_last() -> None:
 
 
 def test_a_mark_that_takes_anothers_slot_takes_none_of_its_ranks() -> None:
-    table, marks = PromptsInFlight.for_one(2, BLOCK), np.array([7], np.uint64)
+    table, marks = in_flight_of(2, BLOCK), np.array([7], np.uint64)
     table.add(0.0, 0, marks)
     for other in range(8, 20 * NUM_SLOTS):
         table.add(0.0, 1, np.array([other], np.uint64))
@@ -273,7 +277,7 @@ def test_a_mark_that_takes_anothers_slot_takes_none_of_its_ranks() -> None:
 
 
 def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
-    table = PromptsInFlight.for_one(1, 16)
+    table = in_flight_of(1, 16)
     long = np.arange(1, 100_000 // 16, dtype=np.uint64)
     assert len(table.marks(long)) == 132
     assert list(table.marks(long[:1000])) == list(table.marks(long)[: len(table.marks(long[:1000]))])
@@ -282,7 +286,7 @@ def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
 
 
 def test_hashes_are_taken_as_ints_of_any_size_and_as_arrays() -> None:
-    table = PromptsInFlight.for_one(1, BLOCK)
+    table = in_flight_of(1, BLOCK)
     hashes = [2**64 - 1, 2**63, 5]
     assert list(table.marks(hashes)) == list(table.marks(np.array(hashes, np.uint64))) == hashes
     assert list(table.marks([-1, -(2**63), 5])) == hashes
