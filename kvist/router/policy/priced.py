@@ -70,15 +70,14 @@ class Dispatched:
     is_streamed: bool
     is_waiting: bool
     """Whether it is streamed and has no first token yet."""
-    is_settled: bool = False
     has_ended: bool = False
 
     def answered(self, now_s: float) -> None:
         """Take note of a streamed request's first token; later ones change nothing."""
-        if self.is_waiting and not self.has_ended:
+        if self.is_waiting:
             self.is_waiting = False
             self.all_work.answer(now_s, self.rank, self.work, self.dispatched_at_s)
-            self._settle(now_s, is_computed=True)
+            self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=True)
 
     def add_tokens(self, num: int) -> None:
         """Count what the answer grew by."""
@@ -98,14 +97,11 @@ class Dispatched:
             self.all_work.withdraw(now_s, self.rank, self.work)
         elif not self.is_streamed:
             self.all_work.end_whole(now_s, self.rank, self.work, self.dispatched_at_s, num_output_tokens)
-        if not self.is_settled:
-            self._settle(now_s, is_computed=not self.is_waiting)
+        if self.is_waiting or not self.is_streamed:
+            is_computed = not self.is_waiting
+            self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=is_computed)
         self.all_work.add_context(self.rank, -self.num_tokens)
         self.is_waiting, self.has_ended = False, True
-
-    def _settle(self, now_s: float, *, is_computed: bool) -> None:
-        self.is_settled = True
-        self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=is_computed)
 
 
 class PricedPolicy:
