@@ -259,6 +259,35 @@ async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[S
         await until_gone(router, added)
 
 
+async def test_workers_that_were_found_outlive_who_found_them_and_what_named_them(
+    fleet: list[StandIn], tmp_path: Path
+) -> None:
+    path = tmp_path / "workers.toml"
+
+    def name(*workers: StandIn) -> None:
+        path.write_text("".join(f'[[workers]]\nurl = "{worker.url}"\n' for worker in workers) or "workers = []")
+
+    async with stand_ins(1) as (added,), routing(*TIMES, "--discover", f"file://{path}") as router:
+        name(*fleet)
+
+        async def has(*workers: StandIn) -> bool:
+            known = [await router.workers(front) for front in FRONTS]
+            return all(each.keys() == {worker.url for worker in workers} for each in known)
+
+        await until(partial(has, *fleet))
+        assert (await router.call(1, "/workers", {"url": added.url}))[0] == 201
+        path.write_text("[[")
+        keeper = router.parts()[KEEPER]
+        keeper.kill()
+        await router.until_restarted(KEEPER, keeper.pid)
+        assert await has(*fleet, added)
+        assert (await router.call(0, "/readiness"))[1]["discovery"][0]["state"] == "failed"
+        name(fleet[0])
+        await until(partial(has, fleet[0], added))
+        assert (await router.workers(1))[fleet[0].url]["wanted_by"] == [f"file://{path}"]
+        assert {(await router.complete(front, "x")).status for front in FRONTS} == {200}
+
+
 async def test_fronts_let_a_worker_that_joins_in_by_what_they_gave_it_together(fleet: list[StandIn]) -> None:
     async with stand_ins(1) as (new,), routing("--policy", "least-loaded", "--worker-urls", fleet[0].url) as router:
         held = [(await router.ask(front, f"hold early {front}"))[1] for front in FRONTS for _ in range(4)]
