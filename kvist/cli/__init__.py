@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvist import __version__
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
-COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "simulate", "why", "compile")
+COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "simulate", "why", "compile", "epp")
 
 # What each optional dependency comes with, for a command whose import failed.
 _MODULES_OF_EXTRA = {
@@ -24,6 +24,7 @@ _MODULES_OF_EXTRA = {
     "gpu": "triton",
     "tracing": "opentelemetry",
     "replay": "mcap zstandard",
+    "epp": "grpc grpc_health grpc_reflection envoy google",
 }
 _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() for name in names.split()}
 

@@ -142,6 +142,11 @@ class ScriptedWorker:
         method, target, _ = line.split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in fields)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
+        while headers.get("transfer-encoding") == "chunked":
+            size = int(await reader.readuntil(b"\r\n"), 16)
+            body += (await reader.readexactly(size + 2))[:-2]
+            if size == 0:
+                break
         return Received(method, target, headers, body)
 
     async def _reply(self, received: Received, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,242 @@
+"""The Gateway API's endpoint picker: Envoy asks over `ext_proc` which worker a request goes to, and carries it there.
+
+    headers   Envoy tells of a request; where a body follows, that is waited for
+    body      whole, or in pieces (FULL_DUPLEX_STREAMED); then the answer: `x-gateway-destination-endpoint`, as a header
+              and as metadata of `envoy.lb`, two endpoints to fall back to, and the body as the worker is to get it
+    answer    its headers tell of the first byte; the stream ends with the request, so that its load is given back
+
+What cannot be routed is answered at once, in OpenAI's form. Bodies of answers are not asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+import grpc
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as services
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvist.openai.errors import RequestError, error_body
+from kvist.router.config import RouterConfig
+from kvist.router.doors.embedded import RoutedRequest, Router
+from kvist.router.fleet.worker import WorkerState
+
+if TYPE_CHECKING:
+    from kvist.router.fleet.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""The header, and the key of the metadata, that says where a request goes."""
+_METADATA, _SUBSET_METADATA, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+_NUM_FALLBACKS = 2
+_PIECE_BYTES = 62 * 1024
+_HEALTH_INTERVAL_S = 0.5
+_STREAMED = ProcessingMode.FULL_DUPLEX_STREAMED
+
+
+class Picker:
+    """Serves `ext_proc` on the configuration's host and port while its context is open."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Route as `kvist route` does by this configuration; its keys for clients are the gateway's business."""
+        self._config = config
+        self._router = Router(config)
+        self._exits = AsyncExitStack()
+        self.port = config.port
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            await exits.enter_async_context(self._router)
+            limits = [("grpc.max_receive_message_length", self._config.max_body_bytes)]
+            server = grpc.aio.server(options=limits)
+            services.add_ExternalProcessorServicer_to_server(_Processor(self._router, self._config), server)
+            self._health = health.aio.HealthServicer()
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            name = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+            reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            self.port = _listen(server, self._config)
+            await server.start()
+            exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
+            watching = asyncio.create_task(self._show_health(), name="kvist-picker-health")
+            exits.callback(watching.cancel)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+
+    async def _show_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        while True:
+            is_ready = any(worker.state is WorkerState.HEALTHY for worker in self._router.known.fleet.workers)
+            await self._health.set("", statuses.SERVING if is_ready else statuses.NOT_SERVING)
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+def _listen(server: Any, config: RouterConfig) -> int:
+    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    if config.tls_certificate is None or config.tls_key is None:
+        port: int = server.add_insecure_port(address)
+        return port
+    from pathlib import Path
+
+    pair = Path(config.tls_key).read_bytes(), Path(config.tls_certificate).read_bytes()
+    authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
+    credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+    secure_port: int = server.add_secure_port(address, credentials)
+    return secure_port
+
+
+class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
+    def __init__(self, router: Router, config: RouterConfig) -> None:
+        self._router, self._config = router, config
+
+    async def Process(self, requests: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Follow one HTTP request."""
+        headers: dict[str, str] = {}
+        routed: RoutedRequest | None = None
+        allowed: frozenset[str] = frozenset()
+        body, is_streamed = bytearray(), False
+        try:
+            async for request in requests:
+                match request.WhichOneof("request"):
+                    case "request_headers":
+                        headers = _headers_of(request.request_headers)
+                        allowed = _subset_of(request.metadata_context)
+                        is_streamed = request.protocol_config.request_body_mode == _STREAMED
+                        if not request.request_headers.end_of_stream:
+                            if not is_streamed:
+                                yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+                            continue
+                        routed = await self._route(headers, b"", allowed)
+                        yield self._sent(routed, "request_headers", {})
+                    case "request_body":
+                        body += request.request_body.body
+                        if len(body) > self._config.max_body_bytes:
+                            expected = f"at most {self._config.max_body_bytes} bytes"
+                            raise RequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: expected {expected}")
+                        if not request.request_body.end_of_stream:
+                            continue
+                        routed = await self._route(headers, bytes(body), allowed)
+                        length = {"content-length": str(len(routed.body))}
+                        if is_streamed:
+                            yield self._sent(routed, "request_headers", length)
+                            for piece in _pieces(routed.body):
+                                yield piece
+                        else:
+                            is_changed = routed.body != body
+                            yield self._sent(
+                                routed, "request_body", length if is_changed else {}, is_changed=is_changed
+                            )
+                    case "response_headers":
+                        status = _headers_of(request.response_headers).get(":status", "")
+                        if routed is not None:
+                            _judge(routed, status)
+                        yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+                    case kind:  # trailers: nothing is to be done with them
+                        reply = {"request_trailers": pb.TrailersResponse(), "response_trailers": pb.TrailersResponse()}
+                        yield pb.ProcessingResponse(**{kind: reply[kind]}) if kind in reply else pb.ProcessingResponse()
+        except RequestError as error:
+            yield _refusal(error)
+        finally:
+            if routed is not None:
+                routed.finish()
+
+    async def _route(self, headers: dict[str, str], body: bytes, allowed: frozenset[str]) -> RoutedRequest:
+        fleet = self._router.known.fleet
+        path = headers.get(":path", "").partition("?")[0].rstrip("/")
+        excluded = [worker.url for worker in fleet.workers if allowed and endpoint_of(worker.url) not in allowed]
+        return await self._router.route(path, body, excluded)
+
+    def _sent(
+        self, routed: RoutedRequest, kind: str, more: dict[str, str], *, is_changed: bool = False
+    ) -> pb.ProcessingResponse:
+        """Return the answer that says where the request goes."""
+        endpoints = ",".join(_endpoints_of(routed, self._router.known.fleet))
+        told = {DESTINATION: endpoints, **routed.headers, **more}
+        overwrite = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+        mutation = pb.HeaderMutation(
+            set_headers=[
+                HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=overwrite)
+                for name, value in told.items()
+            ]
+        )
+        common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        if is_changed:
+            common.body_mutation.CopyFrom(pb.BodyMutation(body=routed.body))
+        metadata = Struct()
+        metadata.update({_METADATA: {DESTINATION: endpoints}})
+        response = pb.HeadersResponse if kind == "request_headers" else pb.BodyResponse
+        return pb.ProcessingResponse(dynamic_metadata=metadata, **{kind: response(response=common)})
+
+
+def endpoint_of(url: str) -> str:
+    """Return host and port of a worker, as Envoy names it."""
+    parts = urlsplit(url)
+    return f"{parts.netloc}" if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
+
+
+def _endpoints_of(routed: RoutedRequest, fleet: Fleet) -> list[str]:
+    """Return who takes the request, and who if it cannot: the next ones that were weighed as likely."""
+    weighed = zip(routed.decision.weighing.probabilities, routed.decision.candidates, strict=True)
+    ranked = sorted(weighed, key=lambda each: -each[0])
+    urls = dict.fromkeys([routed.worker, *(candidate.target.worker for _, candidate in ranked)])
+    return [endpoint_of(url) for url in urls if fleet.get(url) is not None][: 1 + _NUM_FALLBACKS]
+
+
+def _headers_of(told: pb.HttpHeaders) -> dict[str, str]:
+    return {each.key: (each.raw_value.decode("latin-1") or each.value) for each in told.headers.headers}
+
+
+def _subset_of(context: Any) -> frozenset[str]:
+    """Return the endpoints that the gateway lets the request go to; none where it does not say."""
+    hint = context.filter_metadata.get(_SUBSET_METADATA)
+    if hint is None or _SUBSET not in hint.fields:
+        return frozenset()
+    said = hint[_SUBSET]
+    listed = said.split(",") if isinstance(said, str) else [each for each in said if isinstance(each, str)]
+    return frozenset(each.strip() for each in listed)
+
+
+def _judge(routed: RoutedRequest, status: str) -> None:
+    if status.startswith("2"):
+        routed.answered()
+    elif status.startswith("5"):
+        routed.finish(has_failed=True)
+
+
+def _pieces(body: bytes) -> Iterator[pb.ProcessingResponse]:
+    for start in range(0, len(body) or 1, _PIECE_BYTES):
+        piece = body[start : start + _PIECE_BYTES]
+        streamed = pb.StreamedBodyResponse(body=piece, end_of_stream=start + _PIECE_BYTES >= len(body))
+        common = pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed))
+        yield pb.ProcessingResponse(request_body=pb.BodyResponse(response=common))
+
+
+def _refusal(error: RequestError) -> pb.ProcessingResponse:
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    mutation = pb.HeaderMutation(
+        set_headers=[
+            HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode())) for name, value in headers.items()
+        ]
+    )
+    immediate = pb.ImmediateResponse(
+        status=HttpStatus(code=error.status), headers=mutation, body=error_body(error), details=error.code or "refused"
+    )
+    return pb.ProcessingResponse(immediate_response=immediate)
