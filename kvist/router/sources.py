@@ -57,7 +57,7 @@ class WantedWorker(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceUrl:
-    """A parsed URL; `name` is the URL without what is secret in it."""
+    """A parsed URL; `name` is the URL without what may be secret in it."""
 
     scheme: str
     host: str
@@ -102,8 +102,8 @@ class SourceUrl:
             raise InvalidValueError("discover", shown, f"scheme http or https, role one of {sorted(ROLES)}")
         if "selector" in options and "port" not in options:
             raise InvalidValueError("discover", shown, "port=NAME_OR_NUMBER beside selector")
-        selector = f"?selector={options['selector']}" if "selector" in options else ""
-        return cls(scheme, host, port, path, options, shown + selector, nameserver)
+        query = "&".join(f"{name}={value}" for name, value in options.items() if name != "kv_event_source")
+        return cls(scheme, host, port, path, options, f"{shown}?{query}" if query else shown, nameserver)
 
     def worker(self, host: str, port: int, role: str | None = None) -> WantedWorker:
         """Return the worker at this address; a role that is none counts as not said."""

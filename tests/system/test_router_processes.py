@@ -619,9 +619,9 @@ async def test_limits_and_queues_are_those_of_all_fronts_also_while_the_keeper_i
     async with routing(*flags) as router:
         assert (await router.call(0, "/workers", {"url": worker.url}))[0] == 201
 
-        async def is_there() -> bool:
-            workers = await router.workers(1)
-            return worker.url in workers and workers[worker.url]["state"] == "healthy"
+        async def is_there() -> bool:  # at both: a front answers once it was told what the keeper knows
+            known = [await router.workers(front) for front in FRONTS]
+            return all(worker.url in each and each[worker.url]["state"] == "healthy" for each in known)
 
         await until(is_there)
         running = (await router.ask(0, "hold running"))[1]

@@ -138,6 +138,8 @@ class Discovery:
 
         def tell(workers: Iterable[WantedWorker], *, is_complete: bool = True) -> None:
             nonlocal num_failures
+            if self.sources.get(url) is not source:
+                return  # who announced itself while the source was dropped
             num_failures = 0
             if source.problem is not None:
                 logger.info("discovery goes on source=%s", source.url.name)
@@ -147,11 +149,11 @@ class Discovery:
             self._want(url, wanted.values())
             source.was_tried.set()
 
-        longest_s, follow = MAX_RETRY_S, _following(source.url, lambda: self._networks)
-        if source.url.scheme == "file":
-            longest_s = LOOK_S
+        longest_s = LOOK_S if source.url.scheme == "file" else MAX_RETRY_S
+        follow: Callable[[Any], Awaitable[None]] | None = None
         while True:
             try:
+                follow = follow or _following(source.url, lambda: self._networks)
                 await follow(tell)
             except (KvistError, OSError) as error:
                 if source.problem != str(error):
@@ -163,7 +165,10 @@ class Discovery:
 
 
 def _following(url: SourceUrl, networks: Callable[[], tuple[str, ...]]) -> Callable[[Any], Awaitable[None]]:
-    """Return what tells of the workers there until it fails, and may be called again then."""
+    """Return what tells of the workers there until it fails, and may be called again then.
+
+    Raises MissingExtraError.
+    """
     match url.scheme:
         case "file":
             return lambda tell: _follow_file(Path(url.path), tell)

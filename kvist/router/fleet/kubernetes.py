@@ -153,6 +153,9 @@ class KubernetesSource:
                         await self._watch(client, tell)
                     except _GoneError:
                         self._version = None
+                    except SourceError:
+                        self._version = None  # which may be what it refuses
+                        raise
                     lasted_s = asyncio.get_running_loop().time() - began_s
                     await asyncio.sleep(max(0.0, MIN_WATCH_S - lasted_s) * random.uniform(0.5, 1.0))
             except (httpx2.HTTPError, ConfigError) as error:

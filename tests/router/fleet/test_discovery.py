@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -286,6 +287,14 @@ async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(
         repeating.cancel()
         await announce({"url": one.url, "leaving": True})
         await front.until_state(one.url, "gone")
+
+
+async def test_a_source_whose_extra_is_missing_says_which_to_install(worker, router, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvist.router.fleet.kubernetes", raising=False)
+    monkeypatch.setitem(sys.modules, "lightkube.config.client_adapter", None)
+    async with worker() as one, router(one.url, discover=("kubernetes://default/vllm",)) as front:
+        await until_failed(front, "pip install 'kvist[kubernetes]'")
+        assert (await front.complete()).status_code == 200
 
 
 @pytest.mark.parametrize(
