@@ -66,6 +66,13 @@ class Cluster:
         for watch in self._watches:
             watch.put_nowait(json.dumps(event).encode() + b"\n")
 
+    @property
+    def addresses(self) -> set[str]:
+        """Where the ready endpoints are."""
+        told = [endpoint for each in self.objects.values() for endpoint in each["endpoints"] or ()]
+        ready = [endpoint for endpoint in told if endpoint["conditions"]["ready"] is not False]
+        return {f"{address}:8000" for endpoint in ready for address in endpoint["addresses"]}
+
     def bookmark(self) -> None:
         """Tell watches the version as it is now, in an object that is empty but for that."""
         empty = {
@@ -363,14 +370,11 @@ async def test_a_cut_watch_goes_on_where_it_was_and_a_bookmark_counts(use) -> No
         cluster.put("a", **slice_of(endpoint("10.0.0.1")))
         async with following(SERVICE) as heard:
             await heard.until_workers("10.0.0.1:8000")
-            cluster.version += 1000  # of objects that do not match
-            cluster.bookmark()
-            cluster.put("a", **slice_of(endpoint("10.0.0.2")))
-            await heard.until_workers("10.0.0.2:8000")
-            cluster.bookmark()
-            cluster.forget()
             for end in (cluster.cut, cluster.end):
                 num_asked = len(cluster.asked)
+                cluster.version += 1000  # of objects that do not match
+                cluster.bookmark()
+                cluster.forget()
                 end()
                 cluster.put("a", **slice_of(endpoint("10.0.0.3"), endpoint(f"10.0.1.{num_asked}")))
                 await heard.until_workers("10.0.0.3:8000", f"10.0.1.{num_asked}:8000")
@@ -421,7 +425,7 @@ async def test_a_router_routes_to_the_endpoints_of_a_service(use, worker, router
 
 
 STEPS = st.sampled_from(
-    ["put", "put", "put", "delete", "bookmark", "forget", "expire", "end", "cut", "refuse", "wait", "repeat"]
+    ["put", "put", "put", "delete", "bookmark", "forget", "expire", "end", "cut", "refuse", "wait", "repeat", "miss"]
 )
 
 
@@ -433,7 +437,7 @@ async def test_whatever_happens_the_last_state_of_the_cluster_is_what_is_told(us
         use(cluster)
         cluster.page_size = random.choice([None, 1, 2])
         async with following(SERVICE) as heard:
-            for step in steps:
+            for step in ["wait", *steps]:
                 name = random.choice("abcd")
                 match step:
                     case "put":
@@ -444,18 +448,15 @@ async def test_whatever_happens_the_last_state_of_the_cluster_is_what_is_told(us
                         cluster.delete(name)
                     case "cut":
                         cluster.cut(b'{"type": "DELETED", "obj')
+                    case "miss" if name in cluster.objects:
+                        cluster.end()
+                        cluster.delete(name)
+                        cluster.forget()
                     case "refuse":
                         cluster.refusals.append(random.choice([401, 403, 410, 429, 500, 503]))
                     case "wait":
-                        await asyncio.sleep(random.choice([0, 0.001, 0.01]))
+                        await heard.until_workers(*cluster.addresses)
                     case "bookmark" | "forget" | "expire" | "end" | "repeat":
                         getattr(cluster, step)()
             cluster.put("last", **slice_of(endpoint("10.9.9.9")))
-            truth = {
-                f"{address}:8000"
-                for each in cluster.objects.values()
-                for told in each["endpoints"] or ()
-                if told["conditions"]["ready"] is not False
-                for address in told["addresses"]
-            }
-            await heard.until_workers(*truth)
+            await heard.until_workers(*cluster.addresses)
