@@ -51,54 +51,21 @@ class _Metadata(_Struct, frozen=True):
     continue_: str | None = msgspec.field(name="continue", default=None)
 
 
-class _Port(_Struct, frozen=True):
-    name: str | None = None
-    port: int | None = None
-    container_port: int | None = None
-
-
-class _Conditions(_Struct, frozen=True):
-    ready: bool | None = None
-    terminating: bool | None = None
-
-
-class _Reference(_Struct, frozen=True):
-    uid: str | None = None
-
-
 class _Endpoint(_Struct, frozen=True):
     addresses: list[str]
-    conditions: _Conditions = _Conditions()
-    target_ref: _Reference | None = None
-
-
-class _Container(_Struct, frozen=True):
-    ports: list[_Port] | None = None
-
-
-class _Spec(_Struct, frozen=True):
-    containers: list[_Container] | None = None
-
-
-class _Condition(_Struct, frozen=True):
-    type: str
-    status: str
-
-
-class _Status(_Struct, frozen=True):
-    pod_ip: str | None = msgspec.field(name="podIP", default=None)
-    conditions: list[_Condition] | None = None
+    conditions: dict[str, bool | None] = {}
+    target_ref: dict[str, Any] | None = None
 
 
 class _Object(_Struct, frozen=True):
-    """An EndpointSlice or a Pod: what either has and the other has not is None."""
+    """An EndpointSlice or a Pod: what either has and the other has not is None, or empty."""
 
     metadata: _Metadata
     address_type: str | None = None
     endpoints: list[_Endpoint] | None = None
-    ports: list[_Port] | None = None
-    spec: _Spec = _Spec()
-    status: _Status = _Status()
+    ports: list[dict[str, Any]] | None = None
+    spec: dict[str, Any] = {}
+    status: dict[str, Any] = {}
 
     @property
     def role(self) -> str | None:
@@ -108,11 +75,6 @@ class _Object(_Struct, frozen=True):
 class _List(_Struct, frozen=True):
     metadata: _Metadata
     items: list[_Object] | None = None
-
-
-class _Failure(_Struct, frozen=True):
-    code: int | None = None
-    message: str | None = None
 
 
 class _Event(_Struct, frozen=True):
@@ -189,8 +151,7 @@ class KubernetesSource:
             async for line in _lines(answer):
                 event = msgspec.json.decode(line, type=_Event)
                 if event.type == "ERROR":
-                    failure = msgspec.json.decode(event.object, type=_Failure)
-                    _check(failure.code or 500, event.object)
+                    _check(msgspec.json.decode(event.object, type=dict[str, Any]).get("code"), event.object)
                 seen = msgspec.json.decode(event.object, type=_Object)
                 self._version = seen.metadata.resource_version
                 if event.type == "BOOKMARK":
@@ -212,19 +173,21 @@ class KubernetesSource:
     def _endpoints(self, slice_: _Object) -> Iterator[tuple[str, WantedWorker]]:
         port = self._port(slice_.ports or ())
         for each in slice_.endpoints or () if port is not None else ():
-            if each.addresses and each.conditions.ready is not False and not each.conditions.terminating:
-                name = (each.target_ref and each.target_ref.uid) or each.addresses[0]
+            is_ready = each.conditions.get("ready") is not False and not each.conditions.get("terminating")
+            if each.addresses and is_ready:
+                name = (each.target_ref or {}).get("uid") or each.addresses[0]
                 yield name, self._url.worker(each.addresses[0], port or 0, slice_.role)
 
     def _pod(self, pod: _Object) -> Iterator[tuple[str, WantedWorker]]:
-        port = self._port([port for each in pod.spec.containers or () for port in each.ports or ()])
-        is_ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
-        if is_ready and pod.status.pod_ip and port is not None and pod.metadata.deletion_timestamp is None:
-            yield pod.metadata.name, self._url.worker(pod.status.pod_ip, port, pod.role)
+        port = self._port([port for each in pod.spec.get("containers") or () for port in each.get("ports") or ()])
+        conditions = {each["type"]: each["status"] for each in pod.status.get("conditions") or ()}
+        address, is_going = pod.status.get("podIP"), pod.metadata.deletion_timestamp is not None
+        if conditions.get("Ready") == "True" and address and port is not None and not is_going:
+            yield pod.metadata.name, self._url.worker(address, port, pod.role)
 
-    def _port(self, ports: Iterable[_Port]) -> int | None:
+    def _port(self, ports: Iterable[dict[str, Any]]) -> int | None:
         """Return the port that is asked for, or the only one; a pod need not name one that is a number."""
-        numbers = {each.name or "": each.port or each.container_port for each in ports}
+        numbers: dict[str, int] = {each.get("name") or "": each.get("port") or each["containerPort"] for each in ports}
         wanted = self._url.options.get("port")
         if wanted is None:
             return next(iter(numbers.values())) if len(numbers) == 1 else None
@@ -244,13 +207,13 @@ def _connect() -> _Client:
         raise SourceError(f"no configuration of a cluster: {error}") from None
 
 
-def _check(status: int, body: Any) -> None:
+def _check(status: int | None, body: Any) -> None:
     """Raise unless the API did what it was asked to."""
     if status == _GONE:
         raise _GoneError
     if status != 200:
         try:
-            reason = msgspec.json.decode(body, type=_Failure).message
+            reason = msgspec.json.decode(body, type=dict[str, Any]).get("message")
         except (msgspec.DecodeError, UnicodeDecodeError):
             reason = None
         raise SourceError(f"the API of Kubernetes answered {status}: {reason or 'it does not say why'}")

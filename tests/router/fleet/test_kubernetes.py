@@ -430,7 +430,7 @@ STEPS = st.sampled_from(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(STEPS, max_size=40), seed=st.integers(0, 2**32))
+@given(steps=st.lists(STEPS, min_size=10, max_size=40), seed=st.integers(0, 2**32))
 async def test_whatever_happens_the_last_state_of_the_cluster_is_what_is_told(use, steps, seed) -> None:
     random = Random(seed)
     async with serving(Cluster(SLICES, "EndpointSlice")) as cluster:
