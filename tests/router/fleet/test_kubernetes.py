@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -179,7 +181,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def serving(cluster: Cluster) -> AsyncIterator[Cluster]:
+async def serving(cluster: Cluster, tls: ssl.SSLContext | None = None) -> AsyncIterator[Cluster]:
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,8 +193,8 @@ async def serving(cluster: Cluster) -> AsyncIterator[Cluster]:
         except asyncio.CancelledError:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    cluster.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    cluster.url = f"http{'' if tls is None else 's'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield cluster
     finally:
@@ -213,10 +215,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Have kubectl's configuration lead to a cluster."""
 
-    def write(cluster: Cluster, token: str = TOKEN) -> None:
+    def write(cluster: Cluster, token: str = TOKEN, **more: str) -> None:
         configuration = {
             "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": cluster.url}}],
+            "clusters": [{"name": "c", "cluster": {"server": cluster.url, **more}}],
             "users": [{"name": "u", "user": {"token": token}}],
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
         }
@@ -318,6 +320,20 @@ async def test_ready_endpoints_of_a_service_are_workers(use) -> None:
             cluster.delete("b")
             await heard.until_workers()
             assert not heard.failures
+
+
+async def test_the_certificate_of_the_cluster_is_checked(use, tmp_path: Path) -> None:
+    authority, tls = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with serving(Cluster(SLICES, "EndpointSlice"), tls) as cluster:
+        use(cluster)
+        cluster.put("a", **slice_of(endpoint("10.0.0.1")))
+        async with following(SERVICE) as heard:
+            await heard.until(lambda: bool(heard.failures))
+            assert "CERTIFICATE_VERIFY_FAILED" in heard.failures[0]
+            use(cluster, **{"certificate-authority": "ca.pem"})
+            await heard.until_workers("10.0.0.1:8000")
 
 
 async def test_ready_pods_with_a_label_are_workers(use) -> None:
