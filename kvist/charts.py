@@ -11,7 +11,7 @@ Points = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 696, 48, 340  # of the area inside the axes
-_COLOURS = ("#0b62a4", "#c8540a", "#2c7a2c", "#8a3ffc", "#b2003b", "#5c5c5c")
+_COLOURS = ("#0b62a4", "#c8540a", "#2c7a2c", "#8a3ffc", "#b2003b", "#5c5c5c", "#00a0a0", "#c9a400", "#e377c2")
 _LEGEND_COLUMN, _LEGEND_ROW = 310, 18
 _MOST_DOTS = 50
 _STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
