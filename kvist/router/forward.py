@@ -227,13 +227,16 @@ class Forwarding:
             self._reading_step.end(ClientDisconnectedError("the client left"))
             return
         self._reading = None
+        self._take(self._on_read_elsewhere, reading)
+
+    def _on_read_elsewhere(self, reading: asyncio.Task[Ask]) -> None:
         try:
             ask = reading.result()
         except RequestError as error:
             self._reading_step.end(error)
             self._refuse(error)
         else:
-            self._take(self._on_read, ask)
+            self._on_read(ask)
 
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
