@@ -204,12 +204,12 @@ class Models:
         if load.cancelled() or load.exception() is not None:
             return
         files = load.result()
+        self.look()
         if files.tokenizer is None:
             logger.warning("prompts are routed by load path=%s reason=%s", files.path, files.problem)
         else:
             logger.info("tokeniser loaded path=%s", files.path)
             self._on_loaded(files.tokenizer)
-        self.look()
 
     def _read_by_now(self, path: str | None) -> ModelFiles:
         if path is None:

@@ -28,7 +28,7 @@ async def main(folder: str, urls: list[str]) -> None:
     async with AsyncExitStack() as exits:
         indexer = await exits.enter_async_context(Indexer(index, block_size=BLOCK_SIZE))
         if folder != "-":
-            fleet = FleetState(BLOCK_SIZE, index, indexer)
+            fleet = FleetState(index, indexer)
             keeper = StateKeeper(Path(folder), "router", SAVE_INTERVAL_S, lambda: [fleet], Dumper(), time.monotonic)
             await exits.enter_async_context(keeper)
             await keeper.load(fleet)
