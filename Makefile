@@ -29,11 +29,12 @@ check: $(VENV)/.installed
 engines: $(VENV)/.installed
 	$(BIN)/python benchmarks/_engine_files.py
 
-# torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another.
+# torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another. So does
+# xds-protos: it brings an older copy of OpenTelemetry's protocol, which has to be the one that is written over.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy xds-protos
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
