@@ -38,7 +38,8 @@ from kvist.router.routing import Prefix, Routing
 class RoutedRequest:
     """A request on its way to a worker, which counts there until `finish`; as a context manager it ends by itself.
 
-    A block that ends with an error counts against the worker, as five in a row open its circuit.
+    A block that ends with an error counts against the worker, as five in a row open its circuit; one that ends without
+    an answer, as the client left, says nothing of it.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class RoutedRequest:
         self.body, self.headers = body, headers
         """What to send there: the body without what only a router may say, and headers beside the client's own."""
         self._worker, self._load, self._priced, self._on_answered = worker, load, priced, on_answered
-        self._is_trial, self._has_ended = worker.breaker.begin(), False
+        worker.breaker.begin()
+        self._was_answered = self._has_ended = False
 
     def __enter__(self) -> Self:
         return self
@@ -68,6 +70,7 @@ class RoutedRequest:
 
     def answered(self) -> None:
         """Take note of the first byte of a successful answer."""
+        self._was_answered = True
         self._load.end_prefill()
         if self._priced is not None:
             self._priced.answered(time.monotonic())
@@ -89,8 +92,10 @@ class RoutedRequest:
             self._priced.finish(time.monotonic())
         if has_failed:
             self._worker.breaker.fail(time.monotonic())
-        else:
+        elif self._was_answered:
             self._worker.breaker.succeed()
+        else:
+            self._worker.breaker.abandon()
 
 
 class Router:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -50,6 +51,20 @@ async def test_a_worker_that_fails_is_given_nothing_for_a_while(worker) -> None:
         with pytest.raises(RequestError) as refusal:
             await router.route(PATH, body())
         assert refusal.value.status == 503
+
+
+async def test_only_an_answer_closes_a_circuit(worker) -> None:
+    settings = {"breaker_failures": 1, "breaker_cooldown_s": 0.001}
+    async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **settings)) as router:
+        circuit = router.known.fleet.get(one.url).breaker
+        (await router.route(PATH, body())).finish(has_failed=True)
+        assert circuit.state == "open"
+        await asyncio.sleep(0.01)
+        (await router.route(PATH, body())).finish()  # the client left: nobody knows
+        assert circuit.state == "open"
+        with await router.route(PATH, body()) as routed:
+            routed.answered()
+        assert circuit.state == "closed"
 
 
 async def test_what_is_sent_has_the_models_own_name_and_the_workers_key(worker) -> None:
