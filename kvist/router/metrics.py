@@ -267,7 +267,7 @@ class FleetGauges:
         yield from self._states()
         yield from self._loads()
         if self.replicas is not None:
-            yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", self.replicas.num_heard)
+            yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", len(self.replicas))
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)

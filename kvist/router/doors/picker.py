@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -92,8 +93,6 @@ def _listen(server: Any, config: RouterConfig) -> int:
     if config.tls_certificate is None or config.tls_key is None:
         port: int = server.add_insecure_port(address)
         return port
-    from pathlib import Path
-
     pair = Path(config.tls_key).read_bytes(), Path(config.tls_certificate).read_bytes()
     authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
     credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
@@ -187,7 +186,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
 def endpoint_of(url: str) -> str:
     """Return host and port of a worker, as Envoy names it."""
     parts = urlsplit(url)
-    return f"{parts.netloc}" if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
+    return parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
 
 
 def _endpoints_of(routed: RoutedRequest, fleet: Fleet) -> list[str]:

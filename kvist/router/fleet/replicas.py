@@ -239,14 +239,13 @@ class Replicas:
         if len(self._new_responses) < MAX_RESPONSES:
             self._new_responses.append((response_id, worker))
 
-    def described(self) -> dict[str, Any]:
-        """Return how many are heard, for people to read."""
-        return {"heard": len(self._listener), "problem": self._subscription.problem, "malformed": self._num_malformed}
-
-    @property
-    def num_heard(self) -> int:
+    def __len__(self) -> int:
         """Return how many other routers are heard."""
         return len(self._listener)
+
+    def described(self) -> dict[str, Any]:
+        """Return how it is, for people to read."""
+        return {"heard": len(self), "problem": self._subscription.problem, "malformed": self._num_malformed}
 
     async def _tell(self) -> None:
         whole_at_s, sequence, is_asking = -WHOLE_S, 0, True
