@@ -90,12 +90,14 @@ class StandIn:
 
 
 @asynccontextmanager
-async def stand_ins(number: int) -> AsyncIterator[list[StandIn]]:
-    """Yield so many workers."""
-    workers = []
+async def stand_ins(number: int, **model: str) -> AsyncIterator[list[StandIn]]:
+    """Yield so many workers, of model `m` or of what else is said of it."""
+    workers, described = [], json.dumps({"id": "m", "object": "model"} | model)
     try:
         for _ in range(number):
-            process = await asyncio.create_subprocess_exec(sys.executable, STAND_IN, stdout=asyncio.subprocess.PIPE)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, STAND_IN, described, stdout=asyncio.subprocess.PIPE
+            )
             assert process.stdout is not None
             workers.append(StandIn(f"http://127.0.0.1:{int(await process.stdout.readline())}", process))
         yield workers

@@ -6,6 +6,8 @@ flood …  64 MiB of events, as fast as they go   any else  answered at once, in
 GET /told                            what came, in order, and how many bytes of floods were taken
 POST /orders {"release": true}       ends what is held and dripping
 POST /orders {"status": 429}         what is answered from now on; null for answers again
+
+Its argument is what it says of its model.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from typing import Any
 
 NUM_EVENTS = 20
@@ -75,7 +78,7 @@ class Worker:
                 self.status = body["status"]
             return whole(b"{}")
         if path == b"/v1/models":
-            return whole(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
+            return whole(b'{"object":"list","data":[%b]}' % sys.argv[1].encode())
         return whole(b"", 200 if path == b"/health" else 404)
 
     async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from stand_ins import Answer, Connection, StandIn, port_of, read, stand_ins, until
+from stand_ins import Answer, Connection, StandIn, fetch, port_of, read, stand_ins, until
+from word_models import WORDS, model_dir
 
 from kvist.cli.up import Child, ProcessGroup
 from kvist.publisher import KvEventPublisher, PublisherLimits
@@ -788,6 +789,83 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
         await until(is_known)
     for cache in caches.values():
         cache.close()
+
+
+async def test_models_are_read_by_their_own_tokens_and_blocks_at_all_fronts_also_by_an_alias(tmp_path: Path) -> None:
+    """Also by a front and a keeper that are started anew."""
+    paths = {name: model_dir(tmp_path / name, first) for name, first in (("a", 0), ("b", 1000))}
+    text, limits = " ".join(WORDS[:80]), PublisherLimits(heartbeat_s=0.1)
+    async with AsyncExitStack() as exits:
+        urls, flags = {}, []
+        for name, first, block_size in (("a", 0, 16), ("b", 1000, 32)):
+            (worker,) = await exits.enter_async_context(stand_ins(1, id=name, root=paths[name]))
+            endpoint, tokens = "tcp://127.0.0.1:0", list(range(first, first + 80 // block_size * block_size))
+            cache = KvEventPublisher(endpoint, worker=f"at-{name}", block_size=block_size, limits=limits)
+            exits.callback(cache.close)
+            cache.stored([hash(tuple(tokens[:end])) for end in range(block_size, len(tokens) + 1, block_size)], tokens)
+            urls[name] = worker.url
+            flags += ["--kv-event-source", f"{worker.url}={cache.endpoint}"]
+        flags += ["--worker-urls", *urls.values(), "--alias", "also-b=b"]
+        router = await exits.enter_async_context(routing("--policy", "kv", *flags, *TIMES))
+
+        async def are_known() -> bool:
+            for front in FRONTS:
+                for name, model, num_blocks in (("a", "a", 5), ("b", "b", 2), ("also-b", "b", 2)):
+                    page = (await router.call(front, "/route", {"prompt": f"{text} w3", "model": name}))[1]
+                    found = {each["worker"]: each["overlap_blocks"]["gpu"] for each in page.get("candidates", ())}
+                    if found != {urls[model]: num_blocks}:
+                        return False
+            return True
+
+        await until(are_known)
+        for part in (FRONTS[0], KEEPER):
+            killed = router.parts()[part]
+            killed.kill()
+            await router.until_restarted(part, killed.pid)
+            await until(are_known)
+        for front in FRONTS:
+            assert (await router.complete(front, text, model="also-b")).worker == urls["b"]
+
+
+async def test_replicas_of_several_processes_count_what_all_have_in_flight_until_one_is_killed(
+    start_nats_server,
+) -> None:
+    """Four routers over a real broker, two of them of two processes."""
+    async with AsyncExitStack() as exits:
+        fleet = await exits.enter_async_context(stand_ins(2))
+        flags = ("--replicas", f"nats://127.0.0.1:{start_nats_server().port}/fleet/routers", "--block-size", 16)
+        flags += (*TIMES[2:], "--silence-timeout-s", 60, "--worker-urls", *urls_of(fleet))
+        starts = [exits.enter_async_context(routing(*flags, processes=number)) for number in (2, 2, 1, 1)]
+        routers = [await start for start in starts]
+        urls = [router.child.url for router in routers]
+
+        async def until_running(number: int, *urls: str) -> None:
+            async def is_so() -> bool:
+                pages = [await fetch(url, "/workers") for url in urls]
+                return {sum(worker["running_requests"] for worker in page["workers"]) for page in pages} == {number}
+
+            await until(is_so)
+
+        def hold(url: str, idx: int) -> asyncio.Task[Answer]:
+            body = {"model": "m", "prompt": f"hold {url} {idx}"}
+            return asyncio.create_task(read(port_of(url), "/v1/completions", body, {}, Answer()))
+
+        held = {url: [hold(url, idx) for idx in range(4)] for url in urls}
+        await until_running(16, *urls)
+        killed = urls.pop(0)
+        family = psutil.Process(routers[0].child.process.pid)
+        for process in (family, *family.children(recursive=True)):
+            process.kill()
+        await asyncio.gather(*held.pop(killed), return_exceptions=True)
+        await until_running(12, *urls)
+        lone = urls.pop()
+        routers[-1].child.process.kill()
+        await asyncio.gather(*held.pop(lone), return_exceptions=True)
+        await until_running(8, *urls)
+        await release(fleet)
+        answers = [await answer for answers in held.values() for answer in answers]
+        assert [answer.status for answer in answers] == [200] * 8
+        await until_running(0, *urls)
 
 
 @pytest.mark.slow
