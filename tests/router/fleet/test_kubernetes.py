@@ -20,6 +20,7 @@ import pytest
 import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightkube.config.kubeconfig import KubeConfig
 
 from kvist.router.fleet import kubernetes
 from kvist.router.fleet.discovery import SourceError
@@ -320,6 +321,33 @@ async def test_ready_endpoints_of_a_service_are_workers(use) -> None:
             cluster.delete("b")
             await heard.until_workers()
             assert not heard.failures
+
+
+async def test_a_pod_uses_what_its_cluster_gives_it_and_its_token_may_change(monkeypatch, tmp_path: Path) -> None:
+    account, authority = tmp_path / "serviceaccount", trustme.CA()
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    account.mkdir()
+    (account / "namespace").write_text("elsewhere")
+    (account / "token").write_text(TOKEN)
+    authority.cert_pem.write_to_path(str(account / "ca.crt"))
+    # The folder is /var/run/secrets/kubernetes.io/serviceaccount in a pod.
+    monkeypatch.setattr(KubeConfig.from_env.__func__, "__defaults__", (str(account), "/nowhere"))
+    async with serving(Cluster(SLICES, "EndpointSlice"), tls) as cluster:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", cluster.url.rpartition(":")[2])
+        cluster.put("a", **slice_of(endpoint("10.0.0.1")))
+        async with following(SERVICE) as heard:
+            await heard.until_workers("10.0.0.1:8000")
+            cluster.token = "another"
+            cluster.put("a", **slice_of(endpoint("10.0.0.2")))
+            await heard.until_workers("10.0.0.2:8000")
+            cluster.end()
+            await heard.until(lambda: bool(heard.failures))
+            assert "401" in heard.failures[0]
+            (account / "token").write_text("another")
+            cluster.put("a", **slice_of(endpoint("10.0.0.3")))
+            await heard.until_workers("10.0.0.3:8000")
 
 
 async def test_the_certificate_of_the_cluster_is_checked(use, tmp_path: Path) -> None:
