@@ -243,8 +243,7 @@ class Forwarding:
         self.body = without_field(self.request.body, ask.fields, *REPORT_MODE)
         if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
             self.body = without_field(self.body, ask.fields, "priority")
-        if ask.is_renamed:
-            self.body = with_model(self.body, ask.model)
+        self.body = with_model(self.request.path, self.body, ask)
         self._reading_step.end()
         router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)

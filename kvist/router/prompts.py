@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest
 
 from kvist.openai.chat_template import has_items
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
@@ -32,7 +33,7 @@ from kvist.openai.requests import (
 )
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
 from kvist.router.conversations import Conversations, Kept
-from kvist.router.reserved import read_form, refuse_fields
+from kvist.router.reserved import model_in_form, refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -176,7 +177,7 @@ class PromptReader:
 
     def _read(self, path: str | None, body: bytes) -> Ask:
         if path in FORM_PATHS:
-            return _read_other({"model": read_form(body)}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
+            return self._read_form(body)
         tokenized = self._read_tokenized(path, body)
         if tokenized is not None:
             return tokenized
@@ -184,6 +185,13 @@ class PromptReader:
         is_renamed = self._rename(fields)
         ask = self._read_fields(path, fields, len(body))
         return replace(ask, is_renamed=True) if is_renamed else ask
+
+    def _read_form(self, body: bytes) -> Ask:
+        named = model_in_form(body)
+        model = None if named is None else body[named].decode(errors="replace")
+        target = self._models.target({"model": model, "prompt": xxh3_64_hexdigest(body)})  # a conversation of its own
+        ask = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
+        return replace(ask, is_renamed=target is not None)
 
     def _rename(self, fields: Fields) -> bool:
         """Put the model in the place of an alias of it."""
@@ -279,10 +287,17 @@ class PromptReader:
         return tokenizer
 
 
-def with_model(body: bytes, model: str | None) -> bytes:
-    """Return the body as one for this model."""
+def with_model(path: str, body: bytes, ask: Ask) -> bytes:
+    """Return the body with the model itself in the place of an alias."""
+    if not ask.is_renamed:
+        return body
+    assert ask.model is not None
+    if path in FORM_PATHS:
+        alias = model_in_form(body)
+        assert alias is not None
+        return body[: alias.start] + ask.model.encode() + body[alias.stop :]
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode(fields | {"model": model})
+    return msgspec.json.encode(fields | {"model": ask.model})
 
 
 class _Tokens(msgspec.Struct, frozen=True):

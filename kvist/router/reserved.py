@@ -96,8 +96,8 @@ def refuse_headers(headers: Headers) -> None:
             raise _refusal(name.decode("latin-1"))
 
 
-def read_form(body: bytes) -> str | None:
-    """Return the model that a form names, None if none.
+def model_in_form(body: bytes) -> slice | None:
+    """Return where a form names its model, None if it names none.
 
     Raises RequestError (400) unless its parts have plain names, none of them such a field, and one at most is a model.
     """
@@ -115,7 +115,7 @@ def read_form(body: bytes) -> str | None:
             if value is None or model is not None:
                 message = "model: expected one part, of one line of up to 256 bytes"
                 raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model")
-            model = value[1].decode(errors="replace")
+            model = slice(*value.span(1))
     return model
 
 

@@ -139,8 +139,7 @@ class Router:
         target, now_s = decision.chosen.target, time.monotonic()
         worker = self.known.fleet.get(target.worker)
         assert worker is not None
-        body = without_field(body, ask.fields, *REPORT_MODE)
-        body = with_model(body, ask.model) if ask.is_renamed else body
+        body = with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask)
         headers = self._config.authorization(target.worker)
         if self._routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))

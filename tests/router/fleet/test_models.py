@@ -133,6 +133,27 @@ async def test_an_alias_stands_for_its_model(worker, router) -> None:
         assert (await front.client.get("/v1/models/gpt")).json()["root"] == "b"
 
 
+async def test_a_form_may_name_an_alias_and_of_a_split_each_model_gets_its_share_of_forms(worker, router) -> None:
+    path, shares = "/v1/audio/transcriptions", {"a": 1.0, "b": 1.0}
+    async with (
+        worker(models=named("a")) as one,
+        worker(models=named("b")) as other,
+        router(one.url, other.url, aliases={"speech": {"b": 1}, "either": shares}) as front,
+    ):
+        sound = bytes(range(256)) * 8
+        answer = await front.client.post(path, data={"model": "speech", "language": "sv"}, files={"file": sound})
+        assert answer.headers["x-kvist-worker"] == other.url
+        (asked,) = other.completions
+        assert b'name="model"\r\n\r\nb\r\n--' in asked.body
+        assert sound in asked.body
+        assert b"sv" in asked.body
+        assert b"speech" not in asked.body
+        for idx in range(16):
+            data = {"model": "either", "prompt": f"{idx}"}
+            assert (await front.client.post(path, data=data, files={"file": sound})).status_code == 200
+        assert min(len(each.completions) for each in (one, other)) > 2
+
+
 async def test_of_a_split_each_model_gets_its_share_and_a_conversation_stays(worker, router) -> None:
     """By the first turn of the user, so that nobody needs to say who they are."""
     async with (
