@@ -83,7 +83,7 @@ class Admission:
     max_requests: int | None = None
     """So many requests the whole fleet is given at a time."""
     rejections: Counter[str] = field(default_factory=Counter)
-    """By cause: `queue full`, `timeout`, `displaced`."""
+    """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
     on_wait: Callable[[str, float], None] = lambda *_: None
     """Is told of each wait that ended well: for which model as metrics name it, and seconds."""
     _queues: dict[str | None, list[Place]] = field(default_factory=dict)
@@ -121,12 +121,17 @@ class Admission:
         full = frozenset(worker.url for worker in workers if not self.has_room(worker))
         return full if any(worker.url not in full for worker in _answering(workers)) else frozenset()
 
-    def would_wait(self, model: str | None) -> bool:
-        """Return whether a request for this model would stand in the queue now."""
+    def would_wait(self, model: str | None, excluded: Collection[str] = ()) -> bool:
+        """Return whether a request for this model would stand in the queue now, if these did not take it."""
         if not self._is_bounded:
             return False
         waits_elsewhere = self.load.first_elsewhere(self.now_s(), _number_of(model)) is not None
-        return model in self._queues or waits_elsewhere or not self._has_room_for(model)
+        return model in self._queues or waits_elsewhere or not self._has_room_for(model, excluded)
+
+    def shed(self, model: str | None, excluded: Collection[str]) -> None:
+        """Raise RequestError (429) if a request that does not wait would have to."""
+        if self.would_wait(model, excluded):
+            raise self._refusal("shed", HTTPStatus.TOO_MANY_REQUESTS, "no worker has room for what may be dropped")
 
     def pause(self, worker: Worker, retry_after: bytes | None) -> None:
         """Spare a worker that said it is too busy, for as long as it asks for, within bounds."""
@@ -241,10 +246,10 @@ class Admission:
         """Return how many wait, by model."""
         return {model: len(queue) for model, queue in self._queues.items()}
 
-    def _has_room_for(self, model: str | None) -> bool:
+    def _has_room_for(self, model: str | None, excluded: Collection[str] = ()) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
             return False
-        workers = _answering(self.fleet.routable(model))
+        workers = _answering(self.fleet.routable(model, excluded))
         return not workers or any(map(self.has_room, workers))  # where there is nobody, that is said by who chooses
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:

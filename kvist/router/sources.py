@@ -5,6 +5,7 @@
     dns+srv://_SERVICE._tcp.NAME               the targets and ports of a service
     kubernetes://NAMESPACE/SERVICE             the endpoints of a service
     kubernetes://NAMESPACE?selector=LABELS     the pods with these labels
+    kubernetes://NAMESPACE?pool=NAME           the pods of an InferencePool, at each of its ports
     nats://HOST:PORT/SUBJECT                   those that announce themselves
 
 Names and pods are workers at `?scheme=`, with `?role=` and streams at `?kv_event_source=`, where {host} is theirs.
@@ -34,8 +35,8 @@ _FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dns": ("dns://NAME:PORT", (*_OF_WORKERS, "nameserver")),
     "dns+srv": ("dns+srv://_SERVICE._tcp.NAME", (*_OF_WORKERS, "nameserver")),
     "kubernetes": (
-        "kubernetes://NAMESPACE/SERVICE[?port=…] or kubernetes://NAMESPACE?selector=…&port=…",
-        (*_OF_WORKERS, "selector", "port"),
+        "kubernetes://NAMESPACE/SERVICE[?port=…], kubernetes://NAMESPACE?selector=…&port=… or …?pool=NAME",
+        (*_OF_WORKERS, "selector", "port", "pool"),
     ),
 }
 """How the URLs of each scheme look, and the options they may have."""
@@ -91,7 +92,9 @@ class SourceUrl:
             "file": not host and Path(path).suffix in (".toml", ".json"),
             "dns": bool(host) and port is not None and not path,
             "dns+srv": host.startswith("_") and port is None and not path,
-            "kubernetes": bool(host) and port is None and (path.strip("/") != "") != ("selector" in options),
+            "kubernetes": bool(host)
+            and port is None
+            and [bool(path.strip("/")), "selector" in options, "pool" in options].count(True) == 1,
         }[scheme]
         if not is_right or parts.username is not None or parts.fragment:
             raise InvalidValueError("discover", shown, form)
@@ -102,6 +105,8 @@ class SourceUrl:
             raise InvalidValueError("discover", shown, f"scheme http or https, role one of {sorted(ROLES)}")
         if "selector" in options and "port" not in options:
             raise InvalidValueError("discover", shown, "port=NAME_OR_NUMBER beside selector")
+        if "pool" in options and "port" in options:
+            raise InvalidValueError("discover", shown, "no port beside pool, which has its own")
         query = "&".join(f"{name}={value}" for name, value in options.items() if name != "kv_event_source")
         return cls(scheme, host, port, path, options, f"{shown}?{query}" if query else shown, nameserver)
 

@@ -19,6 +19,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from kvist.openai.requests import without_field
+from kvist.router.admission import Admission
 from kvist.router.attempts import RANK_HEADER
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
@@ -48,6 +49,7 @@ class RoutedRequest:
         body: bytes,
         headers: dict[str, str],
         worker: Worker,
+        admission: Admission,
         load: ActiveRequest,
         priced: Dispatched | None,
         on_answered: Callable[[], None],
@@ -58,7 +60,8 @@ class RoutedRequest:
         """Its URL."""
         self.body, self.headers = body, headers
         """What to send there: the body without what only a router may say, and headers beside the client's own."""
-        self._worker, self._load, self._priced, self._on_answered = worker, load, priced, on_answered
+        self._worker, self._admission = worker, admission
+        self._load, self._priced, self._on_answered = load, priced, on_answered
         worker.breaker.begin()
         self._was_answered = self._has_ended = False
 
@@ -81,6 +84,10 @@ class RoutedRequest:
         self._load.add_tokens(num_tokens)
         if self._priced is not None:
             self._priced.add_tokens(num_tokens)
+
+    def refused(self, retry_after: str | None) -> None:
+        """Take note that the worker said it is too busy (429 or 503), for as long as its `retry-after` says."""
+        self._admission.pause(self._worker, None if retry_after is None else retry_after.encode())
 
     def finish(self, *, has_failed: bool = False) -> None:
         """Take note that the request ended; further calls change nothing."""
@@ -115,6 +122,8 @@ class Router:
             keeper = Keeper(config, pool, load, now_s(), registry=CollectorRegistry())
             self.known = await exits.enter_async_context(keeper)
             index = keeper.index
+            limits = config.max_worker_prefill_tokens, config.max_fleet_requests
+            self._admission = Admission(keeper.fleet, load, now_s, pool.clock, 0, *limits)  # nobody waits here
             self._routing = Routing(keeper.fleet, keeper.models, load, index, Random(), now_s)
             self._reader = PromptReader(
                 keeper.models,
@@ -127,15 +136,22 @@ class Router:
     async def __aexit__(self, *exception: object) -> None:
         await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
 
-    async def route(self, path: str, body: bytes, excluded: Collection[str] = ()) -> RoutedRequest:
+    async def route(
+        self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False
+    ) -> RoutedRequest:
         """Return which worker a request of this endpoint goes to, and count it there; `excluded` are URLs not to take.
 
-        One worker does all of it, also in a fleet with prefill workers. Raises RequestError, whose `status` and message
-        are for the client: 400 for a wrong body, 404 for a model that nobody has, 503 where nobody can take it now.
+        One worker does all of it, also in a fleet with prefill workers. One that is full (`max_worker_requests`, or
+        what it was seen to take) is given it where all are, unless it is sheddable. Raises RequestError, whose `status`
+        and message are for the client: 400 for a wrong body, 404 for a model that nobody has, 429 for a sheddable
+        request that nobody has room for, 503 where nobody can take it now.
         """
         ask = await self._reader.read(path, body)
         prefix = self._routing.prefix(ask) or Prefix()
-        decision = self._routing.plan(path, ask, prefix, excluded, local=Local.OTHER_ENDPOINT).answer
+        if is_sheddable:
+            self._admission.shed(ask.model, excluded)
+        full = self._admission.full(ask.model, excluded)
+        decision = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT).answer
         target, now_s = decision.chosen.target, time.monotonic()
         worker = self.known.fleet.get(target.worker)
         assert worker is not None
@@ -149,6 +165,7 @@ class Router:
             body,
             {name.decode(): value.decode() for name, value in headers},
             worker,
+            self._admission,
             self.known.load.begin(target, decision.prompt, decision.overlap_tokens, now_s),
             self._routing.dispatched(now_s, decision, is_streamed=ask.fields.get("stream") is True),
             lambda: self._routing.computed(ask, target.worker),

@@ -3,9 +3,11 @@
     headers   Envoy tells of a request; where a body follows, that is waited for
     body      whole, or in pieces (FULL_DUPLEX_STREAMED); then the answer: `x-gateway-destination-endpoint`, as a header
               and as metadata of `envoy.lb`, two endpoints to fall back to, and the body as the worker is to get it
-    answer    its headers tell of the first byte; the stream ends with the request, so that its load is given back
+    answer    its headers tell of the first byte, and the gateway of who served it if that was another one; the stream
+              ends with the request, so that its load is given back
 
-What cannot be routed is answered at once, in OpenAI's form. Bodies of answers are not asked for.
+What cannot be routed is answered at once, in OpenAI's form: also, where no worker has room, what names an objective of
+negative priority. Bodies of answers are not asked for.
 """
 
 from __future__ import annotations
@@ -33,19 +35,27 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
 from kvist.router.doors.embedded import RoutedRequest, Router
 from kvist.router.fleet.worker import WorkerState
+from kvist.router.sources import SourceUrl
 
 if TYPE_CHECKING:
     from kvist.router.fleet.fleet import Fleet
+    from kvist.router.fleet.kubernetes import Objectives
 
 logger = logging.getLogger(__name__)
 
 DESTINATION = "x-gateway-destination-endpoint"
 """The header, and the key of the metadata, that says where a request goes."""
 _METADATA, _SUBSET_METADATA, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+_SERVED = "x-gateway-destination-endpoint-served"
+_OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
+_BUSY_STATUSES = frozenset({"429", "503"})
 _NUM_FALLBACKS = 2
 _PIECE_BYTES = 62 * 1024
+_MORE_BYTES = 2**20
+"""A message may have so much more than the longest body: headers, and what makes that body too long by a piece."""
 _HEALTH_INTERVAL_S = 0.5
 _STREAMED = ProcessingMode.FULL_DUPLEX_STREAMED
+_SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 
 
 class Picker:
@@ -61,18 +71,22 @@ class Picker:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as exits:
             await exits.enter_async_context(self._router)
-            limits = [("grpc.max_receive_message_length", self._config.max_body_bytes)]
+            limits = [("grpc.max_receive_message_length", self._config.max_body_bytes + _MORE_BYTES)]
             server = grpc.aio.server(options=limits)
-            services.add_ExternalProcessorServicer_to_server(_Processor(self._router, self._config), server)
+            objectives = list(_objectives(self._config))
+            processor = _Processor(self._router, self._config, objectives)
+            services.add_ExternalProcessorServicer_to_server(processor, server)
             self._health = health.aio.HealthServicer()
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            name = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
-            reflection.enable_server_reflection((name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
             self.port = _listen(server, self._config)
             await server.start()
             exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
-            watching = asyncio.create_task(self._show_health(), name="kvist-picker-health")
-            exits.callback(watching.cancel)
+            for name, coroutine in [
+                ("kvist-picker-health", self._show_health()),
+                *(("kvist-picker-objectives", each.follow()) for each in objectives),
+            ]:
+                exits.callback(asyncio.create_task(coroutine, name=name).cancel)
             self._exits = exits.pop_all()
         return self
 
@@ -82,10 +96,21 @@ class Picker:
 
     async def _show_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
+        await self._health.set("liveness", statuses.SERVING)
         while True:
             is_ready = any(worker.state is WorkerState.HEALTHY for worker in self._router.known.fleet.workers)
-            await self._health.set("", statuses.SERVING if is_ready else statuses.NOT_SERVING)
+            for name in ("", "readiness", _SERVICE):
+                await self._health.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+def _objectives(config: RouterConfig) -> Iterator[Objectives]:
+    """Yield the objectives of each InferencePool that workers come from; raises MissingExtraError."""
+    for url in map(SourceUrl.parse, config.discover):
+        if "pool" in url.options:
+            from kvist.router.fleet.kubernetes import Objectives
+
+            yield Objectives(url)
 
 
 def _listen(server: Any, config: RouterConfig) -> int:
@@ -101,14 +126,14 @@ def _listen(server: Any, config: RouterConfig) -> int:
 
 
 class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
-    def __init__(self, router: Router, config: RouterConfig) -> None:
-        self._router, self._config = router, config
+    def __init__(self, router: Router, config: RouterConfig, objectives: list[Objectives]) -> None:
+        self._router, self._config, self._objectives = router, config, objectives
 
     async def Process(self, requests: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Follow one HTTP request."""
         headers: dict[str, str] = {}
         routed: RoutedRequest | None = None
-        allowed: frozenset[str] = frozenset()
+        allowed: frozenset[str] | None = None
         body, is_streamed = bytearray(), False
         try:
             async for request in requests:
@@ -142,9 +167,8 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
                                 routed, "request_body", length if is_changed else {}, is_changed=is_changed
                             )
                     case "response_headers":
-                        status = _headers_of(request.response_headers).get(":status", "")
                         if routed is not None:
-                            _judge(routed, status)
+                            _judge(routed, _headers_of(request.response_headers), _served_by(request.metadata_context))
                         yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
                     case kind:  # trailers: nothing is to be done with them
                         reply = {"request_trailers": pb.TrailersResponse(), "response_trailers": pb.TrailersResponse()}
@@ -155,11 +179,13 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
             if routed is not None:
                 routed.finish()
 
-    async def _route(self, headers: dict[str, str], body: bytes, allowed: frozenset[str]) -> RoutedRequest:
-        fleet = self._router.known.fleet
+    async def _route(self, headers: dict[str, str], body: bytes, allowed: frozenset[str] | None) -> RoutedRequest:
         path = headers.get(":path", "").partition("?")[0].rstrip("/")
-        excluded = [worker.url for worker in fleet.workers if allowed and endpoint_of(worker.url) not in allowed]
-        return await self._router.route(path, body, excluded)
+        urls = [worker.url for worker in self._router.known.fleet.workers]
+        excluded = [] if allowed is None else [url for url in urls if endpoint_of(url) not in allowed]
+        objective = next((headers[name] for name in _OBJECTIVE_HEADERS if name in headers), "")
+        is_sheddable = any(each.priority(objective) < 0 for each in self._objectives)
+        return await self._router.route(path, body, excluded, is_sheddable=is_sheddable)
 
     def _sent(
         self, routed: RoutedRequest, kind: str, more: dict[str, str], *, is_changed: bool = False
@@ -201,17 +227,28 @@ def _headers_of(told: pb.HttpHeaders) -> dict[str, str]:
     return {each.key: (each.raw_value.decode("latin-1") or each.value) for each in told.headers.headers}
 
 
-def _subset_of(context: Any) -> frozenset[str]:
-    """Return the endpoints that the gateway lets the request go to; none where it does not say."""
+def _subset_of(context: Any) -> frozenset[str] | None:
+    """Return the endpoints that the gateway lets the request go to, None where it does not say."""
     hint = context.filter_metadata.get(_SUBSET_METADATA)
     if hint is None or _SUBSET not in hint.fields:
-        return frozenset()
+        return None
     said = hint[_SUBSET]
     listed = said.split(",") if isinstance(said, str) else [each for each in said if isinstance(each, str)]
     return frozenset(each.strip() for each in listed)
 
 
-def _judge(routed: RoutedRequest, status: str) -> None:
+def _served_by(context: Any) -> str | None:
+    told = context.filter_metadata.get(_METADATA)
+    return told[_SERVED] if told is not None and _SERVED in told.fields else None
+
+
+def _judge(routed: RoutedRequest, headers: dict[str, str], served_by: str | None) -> None:
+    status = headers.get(":status", "")
+    if served_by not in (None, endpoint_of(routed.worker)):  # the gateway fell back
+        routed.finish(has_failed=True)
+        return
+    if status in _BUSY_STATUSES:
+        routed.refused(headers.get("retry-after"))
     if status.startswith("2"):
         routed.answered()
     elif status.startswith("5"):

@@ -1,12 +1,16 @@
-"""Workers from the API of Kubernetes: the endpoints of a service, or pods by their labels.
+"""What the API of Kubernetes tells: workers, and how urgent requests are.
 
-They are listed once and watched from there. A watch that ends is gone on with from the last version that was seen, by
-a bookmark too; where the API has forgotten that one (410), all is listed anew.
+    workers       the endpoints of a service, pods by their labels, or those of an InferencePool at each of its ports
+    objectives    the InferenceObjectives of a pool: a request names one, which has a priority
+
+Objects are listed once and watched from there. A watch that ends is gone on with from the last version that was seen,
+by a bookmark too; where the API has forgotten that one (410), all is listed anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeAlias
@@ -27,6 +31,8 @@ except ModuleNotFoundError as error:
 
 from kvist.router.fleet.discovery import SourceError
 
+logger = logging.getLogger(__name__)
+
 ROLE = "kvist.dev/role"
 """The label or annotation, of a pod or of a service, that gives workers a role."""
 PAGE_SIZE = 500
@@ -35,6 +41,10 @@ WATCH_S = 300.0
 TIMEOUT_S = 10.0
 MIN_WATCH_S = 1.0
 """A watch that ends sooner is not asked for again at once."""
+POOLS = "inference.networking.k8s.io/v1"
+OBJECTIVES = ("llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2")
+"""Where objects of these kinds are in the API; of objectives the first place that there is counts."""
+OBJECTIVES_RETRY_S = 30.0
 _GONE = 410
 
 
@@ -89,65 +99,59 @@ class _GoneError(Exception):
 _Client: TypeAlias = httpx2.AsyncClient
 
 
-class KubernetesSource:
-    """What was listed, kept up to date while `follow` runs."""
+class Watched:
+    """The objects of one path of the API, kept up to date while `follow` runs; None until they were listed."""
 
-    def __init__(self, url: SourceUrl) -> None:
-        self._url = url
-        service = url.path.strip("/")
-        kind = f"apis/discovery.k8s.io/v1/namespaces/{url.host}/endpointslices"
-        self._path = kind if service else f"api/v1/namespaces/{url.host}/pods"
-        selector = f"kubernetes.io/service-name={service}" if service else url.options["selector"]
-        self._selector = {"labelSelector": selector}
-        self._objects: dict[str, _Object] = {}
+    def __init__(self, path: str, **selectors: str) -> None:
+        self.path, self._selectors = path, selectors
+        self.objects: dict[str, _Object] | None = None
         self._version: str | None = None
 
-    async def follow(self, tell: Callable[[Iterable[WantedWorker]], None]) -> NoReturn:
-        """Tell of the workers whenever they change; raises SourceError. Credentials are read anew each time."""
-        client = await asyncio.to_thread(_connect)
-        async with client:
-            try:
-                while True:
-                    began_s = asyncio.get_running_loop().time()
-                    try:
-                        if self._version is None:
-                            await self._list(client)
-                        await self._watch(client, tell)
-                    except _GoneError:
-                        self._version = None
-                    except SourceError:
-                        self._version = None  # which may be what it refuses
-                        raise
-                    lasted_s = asyncio.get_running_loop().time() - began_s
-                    await asyncio.sleep(max(0.0, MIN_WATCH_S - lasted_s) * random.uniform(0.5, 1.0))
-            except (httpx2.HTTPError, ConfigError) as error:
-                raise SourceError(f"{self._path}: {error or type(error).__name__}") from None
-            except msgspec.DecodeError as error:
-                self._version = None  # what was skipped would be lacking
-                raise SourceError(f"{self._path}: {error}") from None
+    async def follow(self, client: _Client, tell: Callable[[], None]) -> NoReturn:
+        """Tell whenever there are others, or they are not as they were; raises SourceError."""
+        try:
+            while True:
+                began_s = asyncio.get_running_loop().time()
+                try:
+                    if self._version is None:
+                        await self._list(client)
+                    await self._watch(client, tell)
+                except _GoneError:
+                    self._version = None
+                except SourceError:
+                    self._version = None  # which may be what it refuses
+                    raise
+                lasted_s = asyncio.get_running_loop().time() - began_s
+                await asyncio.sleep(max(0.0, MIN_WATCH_S - lasted_s) * random.uniform(0.5, 1.0))
+        except (httpx2.HTTPError, ConfigError) as error:
+            raise SourceError(f"{self.path}: {error or type(error).__name__}") from None
+        except msgspec.DecodeError as error:
+            self._version = None  # what was skipped would be lacking
+            raise SourceError(f"{self.path}: {error}") from None
 
     async def _list(self, client: _Client) -> None:
         objects: dict[str, _Object] = {}
-        params = self._selector | {"limit": str(PAGE_SIZE)}
+        params = self._selectors | {"limit": str(PAGE_SIZE)}
         while True:
-            answer = await client.get(self._path, params=params)
+            answer = await client.get(self.path, params=params)
             _check(answer.status_code, answer.content)
             page = msgspec.json.decode(answer.content, type=_List)
             objects |= {each.metadata.name: each for each in page.items or ()}
             if not page.metadata.continue_:
                 break
             params["continue"] = page.metadata.continue_
-        self._objects, self._version = objects, page.metadata.resource_version
+        self.objects, self._version = objects, page.metadata.resource_version
 
-    async def _watch(self, client: _Client, tell: Callable[[Iterable[WantedWorker]], None]) -> None:
+    async def _watch(self, client: _Client, tell: Callable[[], None]) -> None:
+        assert self.objects is not None
         assert self._version is not None
-        params = self._selector | {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": self._version}
+        params = self._selectors | {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": self._version}
         params["timeoutSeconds"] = str(int(WATCH_S * random.uniform(0.5, 1.0)))
         timeout = httpx2.Timeout(TIMEOUT_S, read=WATCH_S * 1.1)
-        async with client.stream("GET", self._path, params=params, timeout=timeout) as answer:
+        async with client.stream("GET", self.path, params=params, timeout=timeout) as answer:
             if answer.status_code != 200:
                 _check(answer.status_code, await answer.aread())
-            tell(self._workers())
+            tell()
             async for line in _lines(answer):
                 event = msgspec.json.decode(line, type=_Event)
                 if event.type == "ERROR":
@@ -157,15 +161,49 @@ class KubernetesSource:
                 if event.type == "BOOKMARK":
                     continue
                 if event.type == "DELETED":
-                    self._objects.pop(seen.metadata.name, None)
+                    self.objects.pop(seen.metadata.name, None)
                 else:
-                    self._objects[seen.metadata.name] = seen
-                tell(self._workers())
+                    self.objects[seen.metadata.name] = seen
+                tell()
 
-    def _workers(self) -> Iterable[WantedWorker]:
+
+class KubernetesSource:
+    """The workers of one URL: what was listed stays known between two calls of `follow`."""
+
+    def __init__(self, url: SourceUrl) -> None:
+        self._url = url
+        service, pods = url.path.strip("/"), f"api/v1/namespaces/{url.host}/pods"
+        self._pool: Watched | None = None
+        if service:
+            path = f"apis/discovery.k8s.io/v1/namespaces/{url.host}/endpointslices"
+            self._members = Watched(path, labelSelector=f"kubernetes.io/service-name={service}")
+        elif "selector" in url.options:
+            self._members = Watched(pods, labelSelector=url.options["selector"])
+        else:
+            path = f"apis/{POOLS}/namespaces/{url.host}/inferencepools"
+            self._pool = Watched(path, fieldSelector=f"metadata.name={url.options['pool']}")
+            self._members = Watched(pods)  # labels are looked at here: those of the pool may change
+
+    async def follow(self, tell: Callable[[Iterable[WantedWorker]], None]) -> NoReturn:
+        """Tell of the workers whenever they change; raises SourceError. Credentials are read anew each time."""
+
+        def told() -> None:
+            if self._members.objects is not None and (self._pool is None or self._pool.objects is not None):
+                tell(self._workers(self._members.objects))
+
+        async with await _connect() as client:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for each in filter(None, (self._members, self._pool)):
+                        tasks.create_task(each.follow(client, told), name=f"kvist-watch {each.path}")
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+        raise AssertionError("a watch goes on until it fails")
+
+    def _workers(self, members: dict[str, _Object]) -> Iterable[WantedWorker]:
         workers: dict[str, WantedWorker] = {}
         # A pod with addresses of both kinds is one worker.
-        for each in sorted(self._objects.values(), key=lambda each: (each.address_type or "", each.metadata.name)):
+        for each in sorted(members.values(), key=lambda each: (each.address_type or "", each.metadata.name)):
             for name, worker in self._pod(each) if each.address_type is None else self._endpoints(each):
                 workers.setdefault(name, worker)
         return workers.values()
@@ -179,11 +217,24 @@ class KubernetesSource:
                 yield name, self._url.worker(each.addresses[0], port or 0, slice_.role)
 
     def _pod(self, pod: _Object) -> Iterator[tuple[str, WantedWorker]]:
-        port = self._port([port for each in pod.spec.get("containers") or () for port in each.get("ports") or ()])
         conditions = {each["type"]: each["status"] for each in pod.status.get("conditions") or ()}
         address, is_going = pod.status.get("podIP"), pod.metadata.deletion_timestamp is not None
-        if conditions.get("Ready") == "True" and address and port is not None and not is_going:
-            yield pod.metadata.name, self._url.worker(address, port, pod.role)
+        if conditions.get("Ready") == "True" and address and not is_going:
+            for port in self._ports_of_pool(pod) if self._pool else self._ports_of(pod):
+                yield f"{pod.metadata.name}:{port}", self._url.worker(address, port, pod.role)
+
+    def _ports_of(self, pod: _Object) -> list[int]:
+        port = self._port([port for each in pod.spec.get("containers") or () for port in each.get("ports") or ()])
+        return [] if port is None else [port]
+
+    def _ports_of_pool(self, pod: _Object) -> list[int]:
+        """Return the pool's ports if the pod is one of it; each of them is a worker."""
+        assert self._pool is not None
+        for pool in (self._pool.objects or {}).values():
+            wanted = pool.spec.get("selector", {}).get("matchLabels")
+            if wanted and wanted.items() <= (pod.metadata.labels or {}).items():
+                return [each["number"] for each in pool.spec["targetPorts"]]
+        return []
 
     def _port(self, ports: Iterable[dict[str, Any]]) -> int | None:
         """Return the port that is asked for, or the only one; a pod need not name one that is a number."""
@@ -197,8 +248,41 @@ class KubernetesSource:
         return numbers.get(wanted)
 
 
-def _connect() -> _Client:
+class Objectives:
+    """How urgent requests are by the InferenceObjective of one pool that they name, while `follow` runs."""
+
+    def __init__(self, url: SourceUrl) -> None:
+        self._pool = url.options["pool"]
+        self._places = [Watched(f"apis/{place}/namespaces/{url.host}/inferenceobjectives") for place in OBJECTIVES]
+
+    async def follow(self) -> NoReturn:
+        """Keep priorities up to date, whether or not there are such objects, or the API may be asked."""
+        problems: dict[Watched, str] = {}
+        while True:
+            for place in self._places:
+                try:
+                    async with await _connect() as client:
+                        await place.follow(client, lambda: None)
+                except (SourceError, OSError) as error:
+                    if problems.get(place) != str(error):
+                        problems[place] = str(error)
+                        logger.info("objectives are not read path=%s reason=%s", place.path, error)
+            await asyncio.sleep(OBJECTIVES_RETRY_S)
+
+    def priority(self, name: str) -> int:
+        """Return the priority of an objective, higher first; 0 of one that is not there or does not say."""
+        for place in self._places:
+            if (found := (place.objects or {}).get(name)) and found.spec.get("poolRef", {}).get("name") == self._pool:
+                return found.spec.get("priority") or 0
+        return 0
+
+
+async def _connect() -> _Client:
     """Return a client of the cluster that this runs in or, elsewhere, of the one that kubectl would ask."""
+    return await asyncio.to_thread(_configured)
+
+
+def _configured() -> _Client:
     try:
         config = KubeConfig.from_env().get()
         assert config is not None  # it raises where there is none

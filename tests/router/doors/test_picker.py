@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import envoy
 import grpc
 import httpx
 import pytest
+import trustme
+from cluster import Cluster, pod, serving, write_kubeconfig
 from envoy.config.core.v3.base_pb2 import HeaderValue
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
@@ -52,16 +54,26 @@ def pieces(body: bytes, size: int = 20) -> list[Any]:
     ]
 
 
-def answer_headers(status: int) -> Any:
-    told = [HeaderValue(key=":status", raw_value=str(status).encode())]
-    return pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers={"headers": told}))
+def answer_headers(status: int, *, served_by: str | None = None, **more: str) -> Any:
+    told = [(":status", str(status)), *((name.replace("_", "-"), value) for name, value in more.items())]
+    told = [HeaderValue(key=name, raw_value=value.encode()) for name, value in told]
+    answer = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers={"headers": told}))
+    if served_by is not None:
+        answer.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": served_by})
+    return answer
 
 
 @asynccontextmanager
-async def picking(*urls: str, **values: Any) -> AsyncIterator[tuple[Picker, grpc.aio.Channel]]:
+async def picking(
+    *urls: str, credentials: grpc.ChannelCredentials | None = None, **values: Any
+) -> AsyncIterator[tuple[Picker, grpc.aio.Channel]]:
     config = RouterConfig(worker_urls=urls, port=0, health_interval_s=0.05, **values)
-    async with Picker(config) as picker, grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}") as channel:
-        yield picker, channel
+    async with Picker(config) as picker, AsyncExitStack() as exits:
+        address = f"127.0.0.1:{picker.port}"
+        if credentials is None:
+            yield picker, await exits.enter_async_context(grpc.aio.insecure_channel(address))
+        else:
+            yield picker, await exits.enter_async_context(grpc.aio.secure_channel(address, credentials))
 
 
 async def ask(channel: grpc.aio.Channel, *requests: Any) -> list[Any]:
@@ -122,6 +134,7 @@ async def test_a_gateway_says_among_whom_and_what_cannot_be_is_answered_at_once(
             assert set_by(answers[0].request_headers.response)[DESTINATION] == endpoint_of(other.url)
         for requests, status, code in (
             ([headers(subset="10.0.0.1:80"), *pieces(BODY)], 503, "no_healthy_worker"),
+            ([headers(subset=[]), *pieces(BODY)], 503, "no_healthy_worker"),
             ([headers(), *pieces(BODY.replace(b'"m"', b'"n"'))], 404, "model_not_found"),
             ([headers(), *pieces(b"{")], 400, None),
         ):
@@ -154,6 +167,133 @@ async def test_health_follows_the_workers(worker) -> None:
         await until_status(statuses.SERVING)
         one.health_status = 500
         await until_status(statuses.NOT_SERVING)
+        for service, status in (
+            ("liveness", statuses.SERVING),
+            ("readiness", statuses.NOT_SERVING),
+            ("envoy.service.ext_proc.v3.ExternalProcessor", statuses.NOT_SERVING),
+        ):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == status
+
+
+async def test_a_body_may_be_as_long_as_is_said_and_no_longer(worker) -> None:
+    longest = json.dumps({"model": "m", "prompt": "x" * 10**6}).encode()
+    async with worker() as one, picking(one.url, max_body_bytes=len(longest)) as (picker, channel):
+        for mode, size in ((STREAMED, 10**5), (BUFFERED, len(longest) + 1)):
+            answers = await ask(channel, headers(mode=mode), *pieces(longest, size))
+            assert [answer.WhichOneof("response") for answer in answers[-1:]] == ["request_body"]
+            (*_, refusal) = await ask(channel, headers(mode=mode), *pieces(longest + b" ", size))
+            assert refusal.immediate_response.status.code == 413
+            assert b"at most %d bytes" % len(longest) in refusal.immediate_response.body
+        assert picker._router.known.load.running_requests(one.url) == 0
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):  # one message that nobody would hold
+            await ask(channel, headers(mode=BUFFERED), *pieces(longest * 3, 10**8))
+
+
+async def test_a_gateway_may_have_to_show_a_certificate(worker, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    root, ours, gateways = authority.cert_pem.bytes(), authority.issue_cert("127.0.0.1"), authority.issue_cert("envoy")
+    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    ours.cert_chain_pems[0].write_to_path(str(tmp_path / "chain.pem"))
+    ours.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    files = {"tls_certificate": "chain.pem", "tls_key": "key.pem", "client_ca": "authority.pem"}
+    files = {name: str(tmp_path / file) for name, file in files.items()}
+    pair = gateways.private_key_pem.bytes(), gateways.cert_chain_pems[0].bytes()
+    async with worker() as one:
+        async with picking(one.url, credentials=grpc.ssl_channel_credentials(root, *pair), **files) as (
+            _,
+            channel,
+        ):
+            answers = await ask(channel, headers(), *pieces(BODY))
+            assert set_by(answers[0].request_headers.response)[DESTINATION] == endpoint_of(one.url)
+        for credentials in (grpc.ssl_channel_credentials(root), grpc.ssl_channel_credentials(None, *pair), None):
+            async with picking(one.url, credentials=credentials, **files) as (_, channel):
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await ask(channel, headers(), *pieces(BODY))
+                assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("header", ["x-gateway-inference-objective", "x-llm-d-inference-objective"])
+async def test_where_no_worker_has_room_what_may_be_dropped_is_and_all_else_goes_to_the_best(
+    worker, until, monkeypatch, tmp_path: Path, header: str
+) -> None:
+    spaces = "namespaces/inference"
+    pods = Cluster(f"/api/v1/{spaces}/pods", "Pod")
+    pools = Cluster(f"/apis/inference.networking.k8s.io/v1/{spaces}/inferencepools", "InferencePool")
+    objectives = Cluster(f"/apis/llm-d.ai/v1alpha2/{spaces}/inferenceobjectives", "InferenceObjective")
+    objectives.put("batch", spec={"priority": -1, "poolRef": {"name": "vllm"}})
+    objectives.put("chat", spec={"priority": 1, "poolRef": {"name": "vllm"}})
+    pods.put("one", **pod("127.0.0.1", labels={"app": "vllm"}))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("no_proxy", "*")
+
+    async with worker() as one, worker() as other, serving(pods, pools, objectives):
+        write_kubeconfig(tmp_path / "kubeconfig", pods)
+        ports = [{"number": each.port} for each in (one, other)]
+        pools.put("vllm", spec={"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": ports})
+        source = "kubernetes://inference?pool=vllm"
+        async with picking(discover=(source,), max_worker_requests=1) as (picker, channel):
+            fleet = picker._router.known.fleet
+            await until(lambda: len(fleet.routable("m")) == 2)
+            await until(lambda: any("watch" in query for query in objectives.asked))
+            batch, chat = (header, "batch"), (header, "chat")
+            calls = []
+            for _ in range(2):  # which fill both
+                calls.append(services.ExternalProcessorStub(channel).Process())
+                for request in (headers(batch), *pieces(BODY)):
+                    await calls[-1].write(request)
+                answer = await calls[-1].read()
+                assert answer.WhichOneof("response") == "request_headers"
+            chosen = {worker.url: picker._router.known.load.running_requests(worker.url) for worker in fleet.workers}
+            assert chosen == {one.url: 1, other.url: 1}
+            (refusal,) = await ask(channel, headers(batch), *pieces(BODY))
+            assert refusal.immediate_response.status.code == 429
+            assert json.loads(refusal.immediate_response.body)["error"]["code"] == "shed"
+            told = {each.header.key for each in refusal.immediate_response.headers.set_headers}
+            assert told == {"content-type", "retry-after"}
+            for told in ((), (chat,), ((header, "nobody's"),)):
+                answers = await ask(channel, headers(*told), *pieces(BODY))
+                assert answers[0].WhichOneof("response") == "request_headers"
+            calls[0].cancel()
+            await until(
+                lambda: sum(picker._router.known.load.running_requests(each.url) for each in fleet.workers) == 1
+            )
+            answers = await ask(channel, headers(batch), *pieces(BODY))
+            assert answers[0].WhichOneof("response") == "request_headers"
+            free = set_by(answers[0].request_headers.response)[DESTINATION].partition(",")[0]
+            (refusal,) = await ask(channel, headers(batch, subset=[_other_of(free, one, other)]), *pieces(BODY))
+            assert refusal.immediate_response.status.code == 429
+
+
+def _other_of(endpoint: str, *workers: Any) -> str:
+    return next(endpoint_of(each.url) for each in workers if endpoint_of(each.url) != endpoint)
+
+
+async def test_a_worker_that_is_too_busy_or_does_not_answer_is_given_less(worker) -> None:
+    async with worker() as one, worker() as other, picking(one.url, other.url, breaker_failures=1) as (picker, channel):
+        fleet, both = picker._router.known.fleet, {endpoint_of(one.url), endpoint_of(other.url)}
+
+        async def tell(**answer: str) -> str:
+            """Send a request of which this comes, and return who should have taken it."""
+            call = services.ExternalProcessorStub(channel).Process()
+            for request in (headers(), *pieces(BODY)):
+                await call.write(request)
+            told = set_by((await call.read()).request_headers.response)[DESTINATION].split(",")
+            await call.read()
+            status = int(answer.pop("status"))
+            if "served_by" in answer:
+                answer["served_by"] = told[1]
+            await call.write(answer_headers(status, **answer))
+            await call.read()
+            await call.done_writing()
+            assert await call.read() == grpc.aio.EOF
+            return told[0]
+
+        busy = await tell(status="429", retry_after="30")
+        assert {await tell(status="200") for _ in range(5)} == both - {busy}
+        (slow,) = (each for each in fleet.workers if endpoint_of(each.url) == busy)
+        slow.capacity.paused_until_s = 0.0
+        unreachable = await tell(status="200", served_by="the next one")
+        assert {await tell(status="200") for _ in range(5)} == both - {unreachable}
 
 
 def envoy_config(port: int, picker: int, workers: list[str], mode: str, trailers: str) -> dict[str, Any]:

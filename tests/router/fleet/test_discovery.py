@@ -314,6 +314,8 @@ async def test_a_source_whose_extra_is_missing_says_which_to_install(worker, rou
         ("kubernetes://default", "kubernetes://NAMESPACE/SERVICE"),
         ("kubernetes://default/svc?selector=a%3Db", "kubernetes://NAMESPACE/SERVICE"),
         ("kubernetes://default?selector=a%3Db", "port=NAME_OR_NUMBER"),
+        ("kubernetes://default?selector=a%3Db&pool=p&port=1", "kubernetes://NAMESPACE/SERVICE"),
+        ("kubernetes://default?pool=p&port=1", "no port beside pool"),
         ("nats://user:secret@host", "nats://host:port/"),
     ],
 )

@@ -1,7 +1,6 @@
 """Workers of a cluster are those of its last state, however watches end and whatever the API has forgotten.
 
-The server here keeps to the API's rules: lists carry a version, a watch tells all that came after one, in order, and
-says that it is gone where it remembers less. It is no kube-apiserver.
+The server here keeps to the API's rules (`cluster`). It is no kube-apiserver.
 """
 
 from __future__ import annotations
@@ -14,195 +13,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import trustme
+from cluster import TOKEN, Cluster, pod, serving, write_kubeconfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightkube.config.kubeconfig import KubeConfig
 
 from kvist.router.fleet import kubernetes
 from kvist.router.fleet.discovery import SourceError
-from kvist.router.fleet.kubernetes import KubernetesSource
+from kvist.router.fleet.kubernetes import KubernetesSource, Objectives
 from kvist.router.sources import SourceUrl, WantedWorker
 
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/inference/endpointslices"
 PODS = "/api/v1/namespaces/inference/pods"
-TOKEN = "cluster-token"
-
-
-class Cluster:
-    """Objects of one kind, the events of their history that are remembered, and who watches."""
-
-    def __init__(self, path: str, kind: str) -> None:
-        self.path, self.kind, self.version = path, kind, 100
-        self.objects: dict[str, dict[str, Any]] = {}
-        self.events: list[tuple[int, dict[str, Any]]] = []
-        self.oldest = 100
-        """The oldest version that a watch may begin from."""
-        self.page_size: int | None = None
-        self.refusals: list[int] = []
-        """Statuses that the next requests are answered with."""
-        self.garbage: list[bytes] = []
-        self.asked: list[dict[str, list[str]]] = []
-        self.url, self.token = "", TOKEN
-        self._watches: set[asyncio.Queue[bytes | None]] = set()
-
-    # The state and its history.
-
-    def put(self, name: str, **fields: Any) -> None:
-        self.version += 1
-        metadata = {"name": name, "resourceVersion": str(self.version), **fields.pop("metadata", {})}
-        kind = "MODIFIED" if name in self.objects else "ADDED"
-        self.objects[name] = {"metadata": metadata, **fields}
-        self._tell(kind, self.objects[name])
-
-    def delete(self, name: str) -> None:
-        self.version += 1
-        gone = self.objects.pop(name)
-        self._tell("DELETED", gone | {"metadata": gone["metadata"] | {"resourceVersion": str(self.version)}})
-
-    def _tell(self, kind: str, value: dict[str, Any]) -> None:
-        event = {"type": kind, "object": value}
-        self.events.append((self.version, event))
-        for watch in self._watches:
-            watch.put_nowait(json.dumps(event).encode() + b"\n")
-
-    @property
-    def addresses(self) -> set[str]:
-        """Where the ready endpoints are."""
-        told = [endpoint for each in self.objects.values() for endpoint in each["endpoints"] or ()]
-        ready = [endpoint for endpoint in told if endpoint["conditions"]["ready"] is not False]
-        return {f"{address}:8000" for endpoint in ready for address in endpoint["addresses"]}
-
-    def bookmark(self) -> None:
-        """Tell watches the version as it is now, in an object that is empty but for that."""
-        empty = {
-            "metadata": {"resourceVersion": str(self.version)},
-            "endpoints": None,
-            "ports": None,
-            "addressType": "",
-        }
-        for watch in self._watches:
-            watch.put_nowait(json.dumps({"type": "BOOKMARK", "object": empty}).encode() + b"\n")
-
-    def repeat(self) -> None:
-        """Tell what came last once more."""
-        for watch in self._watches if self.events else ():
-            watch.put_nowait(json.dumps(self.events[-1][1]).encode() + b"\n")
-
-    def forget(self) -> None:
-        """Remember nothing of what was before now."""
-        self.oldest, self.events = self.version, []
-
-    def expire(self) -> None:
-        """End watches by an event that says that their version is gone."""
-        failure = {"kind": "Status", "code": 410, "message": "too old resource version", "reason": "Expired"}
-        for watch in self._watches:
-            watch.put_nowait(json.dumps({"type": "ERROR", "object": failure}).encode() + b"\n")
-            watch.put_nowait(None)
-
-    def end(self) -> None:
-        """End watches in order, as the API does after their time."""
-        for watch in self._watches:
-            watch.put_nowait(None)
-
-    def cut(self, within: bytes = b"") -> None:
-        """Cut watches, within an event."""
-        for watch in self._watches:
-            watch.put_nowait(b"cut" + within)
-
-    # HTTP.
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                await self._answer(head, writer)
-                await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
-        method, target, _ = head.split("\r\n", 1)[0].split(" ")
-        parts = urlsplit(target)
-        query = parse_qs(parts.query, strict_parsing=True)
-        assert (method, parts.path) == ("GET", self.path)
-        self.asked.append(query)
-        if f"authorization: bearer {self.token}" not in head.lower():
-            return self._refuse(writer, 401, "the test says so")
-        if self.refusals:
-            return self._refuse(writer, self.refusals.pop(0), "the test says so")
-        return await self._watch(query, writer) if "watch" in query else self._list(query, writer)
-
-    def _refuse(self, writer: asyncio.StreamWriter, status: int, message: str) -> None:
-        self._send(writer, status, {"kind": "Status", "status": "Failure", "message": message, "code": status})
-
-    def _send(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-
-    def _list(self, query: dict[str, list[str]], writer: asyncio.StreamWriter) -> None:
-        items, begin = list(self.objects.values()), int(query.get("continue", ["0"])[0])
-        assert int(query["limit"][0]) > 0
-        end = len(items) if self.page_size is None else begin + self.page_size
-        metadata = {"resourceVersion": str(self.version)}
-        if end < len(items):
-            metadata["continue"] = str(end)
-        self._send(writer, 200, {"kind": f"{self.kind}List", "metadata": metadata, "items": items[begin:end] or None})
-
-    async def _watch(self, query: dict[str, list[str]], writer: asyncio.StreamWriter) -> None:
-        assert query["allowWatchBookmarks"] == ["true"]
-        assert int(query["timeoutSeconds"][0]) > 0
-        since = int(query["resourceVersion"][0])
-        if since < self.oldest:
-            return self._refuse(writer, 410, "too old resource version")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
-        watch: asyncio.Queue[bytes | None] = asyncio.Queue()
-        for version, event in self.events:
-            if version > since:
-                watch.put_nowait(json.dumps(event).encode() + b"\n")
-        self._watches.add(watch)
-        try:
-            while (data := await watch.get()) is not None:
-                if data.startswith(b"cut"):
-                    writer.write(b"%x\r\n%b" % (1000, data))  # and the rest of it never comes
-                    await writer.drain()
-                    raise ConnectionAbortedError
-                for piece in (data[:7], data[7:]):  # a chunk is no line
-                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                await writer.drain()
-            writer.write(b"0\r\n\r\n")
-        finally:
-            self._watches.discard(watch)
-
-
-@asynccontextmanager
-async def serving(cluster: Cluster, tls: ssl.SSLContext | None = None) -> AsyncIterator[Cluster]:
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            await cluster.serve(reader, writer)
-        except asyncio.CancelledError:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
-    cluster.url = f"http{'' if tls is None else 's'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield cluster
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks)
+POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/inference/inferencepools"
+OBJECTIVES = "namespaces/inference/inferenceobjectives"
 
 
 @pytest.fixture(autouse=True)
@@ -217,15 +44,8 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Have kubectl's configuration lead to a cluster."""
 
     def write(cluster: Cluster, token: str = TOKEN, **more: str) -> None:
-        configuration = {
-            "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": cluster.url, **more}}],
-            "users": [{"name": "u", "user": {"token": token}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        }
-        path = tmp_path / "kubeconfig"
-        path.write_text(json.dumps(configuration))  # which is YAML, too
-        monkeypatch.setenv("KUBECONFIG", str(path))
+        write_kubeconfig(tmp_path / "kubeconfig", cluster, token, **more)
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
 
     return write
 
@@ -238,15 +58,6 @@ def endpoint(address: str, ready: bool | None = True, uid: str | None = None, **
 def slice_of(*endpoints: dict[str, Any], port: int = 8000, **fields: Any) -> dict[str, Any]:
     ports = [{"name": "http", "port": port, "protocol": "TCP"}, {"name": "events", "port": 5557}]
     return {"addressType": "IPv4", "endpoints": list(endpoints) or None, "ports": ports, **fields}
-
-
-def pod(address: str | None, ready: bool = True, **metadata: Any) -> dict[str, Any]:
-    conditions = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(ready)}]
-    return {
-        "metadata": metadata,
-        "spec": {"containers": [{"ports": None}, {"ports": [{"name": "http", "containerPort": 8000}]}]},
-        "status": {"podIP": address, "conditions": conditions},
-    }
 
 
 class Heard:
@@ -333,7 +144,7 @@ async def test_a_pod_uses_what_its_cluster_gives_it_and_its_token_may_change(mon
     authority.cert_pem.write_to_path(str(account / "ca.crt"))
     # The folder is /var/run/secrets/kubernetes.io/serviceaccount in a pod.
     monkeypatch.setattr(KubeConfig.from_env.__func__, "__defaults__", (str(account), "/nowhere"))
-    async with serving(Cluster(SLICES, "EndpointSlice"), tls) as cluster:
+    async with serving(Cluster(SLICES, "EndpointSlice"), tls=tls) as cluster:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", cluster.url.rpartition(":")[2])
         cluster.put("a", **slice_of(endpoint("10.0.0.1")))
@@ -354,7 +165,7 @@ async def test_the_certificate_of_the_cluster_is_checked(use, tmp_path: Path) ->
     authority, tls = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(tls)
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    async with serving(Cluster(SLICES, "EndpointSlice"), tls) as cluster:
+    async with serving(Cluster(SLICES, "EndpointSlice"), tls=tls) as cluster:
         use(cluster)
         cluster.put("a", **slice_of(endpoint("10.0.0.1")))
         async with following(SERVICE) as heard:
@@ -383,6 +194,70 @@ async def test_ready_pods_with_a_label_are_workers(use) -> None:
             assert heard.workers["https://10.0.0.3:8000"].role == "prefill"
         async with following("kubernetes://inference?selector=app%3Dvllm&port=9000") as heard:
             await heard.until_workers("10.0.0.3:9000")
+
+
+async def test_ready_pods_of_a_pool_are_workers_at_each_of_its_ports(use) -> None:
+    pods, pools = Cluster(PODS, "Pod"), Cluster(POOLS, "InferencePool")
+    async with serving(pods, pools):
+        use(pods)
+        pools.put("other", spec=pool_of(1, app="other"))
+        pods.put("one", **pod("10.0.0.1", labels={"app": "vllm", "tier": "a"}))
+        pods.put("two", **pod("10.0.0.2", labels={"app": "vllm"}))
+        pods.put("three", **pod("10.0.0.3", labels={"app": "other"}))
+        pods.put("four", **pod("10.0.0.4"))
+        async with following("kubernetes://inference?pool=vllm&role=decode") as heard:
+            await heard.until_workers()  # there is no such pool
+            pools.put("vllm", spec=pool_of(8000, 8001, app="vllm"))
+            ports = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "10.0.0.2:8001")
+            await heard.until_workers(*ports)
+            assert {worker.role for worker in heard.workers.values()} == {"decode"}
+            pods.put("two", **pod("10.0.0.2", ready=False, labels={"app": "vllm"}))
+            await heard.until_workers(*ports[:2])
+            pools.put("vllm", spec=pool_of(9000, app="vllm", tier="a"))
+            await heard.until_workers("10.0.0.1:9000")
+            for cluster in (pods, pools):
+                cluster.refusals = [503]
+                cluster.end()
+                await heard.until(lambda: bool(heard.failures))
+                assert "answered 503" in heard.failures.pop()
+            pools.put("vllm", spec=pool_of(9000, app="other"))
+            await heard.until_workers("10.0.0.3:9000")
+            pools.delete("vllm")
+            await heard.until_workers()
+            assert not heard.failures
+
+
+def pool_of(*ports: int, **labels: str) -> dict[str, Any]:
+    picker = {"name": "kvist-epp", "port": {"number": 9002}, "failureMode": "FailOpen"}
+    return {
+        "selector": {"matchLabels": labels},
+        "targetPorts": [{"number": port} for port in ports],
+        "endpointPickerRef": picker,
+    }
+
+
+@pytest.mark.parametrize("group", ["llm-d.ai", "inference.networking.x-k8s.io"])
+async def test_an_objective_has_the_priority_that_its_pool_gives_it(use, until, monkeypatch, group: str) -> None:
+    monkeypatch.setattr(kubernetes, "OBJECTIVES_RETRY_S", 0.01)
+    cluster = Cluster(f"/apis/{group}/v1alpha2/{OBJECTIVES}", "InferenceObjective")
+    cluster.refusals = [403]
+    cluster.put("batch", spec={"priority": -5, "poolRef": {"name": "vllm"}})
+    cluster.put("chat", spec={"poolRef": {"name": "vllm"}})
+    cluster.put("elsewhere", spec={"priority": -5, "poolRef": {"name": "other"}})
+    async with serving(cluster):
+        use(cluster)
+        objectives = Objectives(SourceUrl.parse("kubernetes://inference?pool=vllm"))
+        following = asyncio.create_task(objectives.follow())
+        await until(lambda: objectives.priority("batch") == -5)
+        assert [objectives.priority(name) for name in ("chat", "elsewhere", "nobody's")] == [0, 0, 0]
+        cluster.put("batch", spec={"priority": 3, "poolRef": {"name": "vllm"}})
+        await until(lambda: objectives.priority("batch") == 3)
+        cluster.end()
+        cluster.delete("batch")
+        await until(lambda: objectives.priority("batch") == 0)
+        assert not following.done()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 @pytest.mark.parametrize("status", [401, 403, 500, 503])
