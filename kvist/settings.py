@@ -11,12 +11,14 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
+
+T = TypeVar("T")
 
 Secret = Annotated[str, Meta(min_length=1, pattern=r"^[\x21-\x7e]*$")]
 """A key, which may stand in a header. No error shows the value of a field that has it in its type."""
@@ -46,6 +48,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValueError("config", str(path), f"a readable file ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidValueError("config", str(path), f"valid TOML ({error})") from None
+
+
+def read_struct(path: Path, kind: type[T]) -> T:
+    """Return what a file of JSON, or of TOML if it is called so, says; raises OSError and ValueError."""
+    decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
+    return decode(path.read_bytes(), type=kind)
 
 
 def option_help(kind: type) -> dict[str, str]:

@@ -90,7 +90,7 @@ def _read(path: Path, cache_tokens: int) -> dict[str, Any]:
 def _routed_of(line: TraceLine) -> Routed:
     import numpy as np
 
-    from kvist.router.regret import Routed, sample_of
+    from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
 
     predicted = line.overlap_predicted or 0
     return Routed(
@@ -103,6 +103,7 @@ def _routed_of(line: TraceLine) -> Routed:
         is_read=line.hash_ids is not None,
         block_size=line.block_size,
         sampled=sample_of(np.array(line.hash_ids or (), np.uint64)),
+        tenant=line.tenant or DEFAULT_TENANT,
     )
 
 
@@ -134,22 +135,23 @@ def _show(report: dict[str, Any]) -> None:
             for cause, tokens in sorted(total["lost"].items(), key=lambda each: -each[1])
         ],
     )
-    _show_table(
-        console,
-        ("requests", "prompt tokens", "held", "routed", "lost", "model", "worker"),
-        [
-            (
-                f"{row['requests']:,}",
-                f"{row['prompt_tokens']:,}",
-                _share(row["held"], row["prompt_tokens"]),
-                _share(row["routed"], row["prompt_tokens"]),
-                f"{sum(row['lost'].values()):,}",
-                row["model"],
-                row["worker"],
-            )
-            for row in report["by"]
-        ],
-    )
+    by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
+    for rows, names in ((by_tenant, ("tenant",)), (report["by"], ("model", "worker"))):
+        _show_table(
+            console,
+            ("requests", "prompt tokens", "held", "routed", "lost", *names),
+            [
+                (
+                    f"{row['requests']:,}",
+                    f"{row['prompt_tokens']:,}",
+                    _share(row["held"], row["prompt_tokens"]),
+                    _share(row["routed"], row["prompt_tokens"]),
+                    f"{sum(row['lost'].values()):,}",
+                    *(row[name] for name in names),
+                )
+                for row in rows
+            ],
+        )
     _show_table(
         console,
         ("tokens lost", "times", "length", "costliest prefixes"),

@@ -65,10 +65,15 @@ class Request(msgspec.Struct, frozen=True, dict=True):
         """The first value of the lower-case `name`."""
         return next((value for field, value in self.headers if field == name), None)
 
+    @property
+    def bearer_token(self) -> bytes | None:
+        """What it shows to be let in."""
+        scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
+        return given.strip() if scheme.lower() == b"bearer" else None
+
     def bears(self, key: str) -> bool:
         """Whether the bearer token is the key; takes the same time for every wrong one."""
-        scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())
+        return hmac.compare_digest(self.bearer_token or b"", key.encode())
 
     def is_direct_from_loopback(self) -> bool:
         """Whether it comes straight from this very machine and knows it.

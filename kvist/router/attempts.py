@@ -279,8 +279,10 @@ class AnswerAttempt(_Attempt):
         if self._is_healing:
             block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
             router.healer.answered(decision, usage, block_hashes)
-        if self.status == HTTPStatus.OK and (routed := router.routing.routed(owner.ask, owner.prefix, decision, usage)):
-            router.on_routed(routed)
+        if self.status == HTTPStatus.OK:
+            routed = router.routing.routed(owner.tenant.name, owner.ask, owner.prefix, decision, usage)
+            if routed is not None:
+                router.on_routed(routed)
         owner.responder.end()
         owner.end()
 

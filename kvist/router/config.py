@@ -179,6 +179,10 @@ class RouterConfig:
     api_key: Annotated[Secret | None, Meta(description="bearer key that clients must send")] = field(
         default=None, repr=False
     )
+    tenants: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"),
+    ] = None
     admin_key: Annotated[
         Secret | None,
         Meta(description="bearer key for administration; without it only loopback clients may administer"),
@@ -341,6 +345,11 @@ class RouterConfig:
     def every_worker_url(self) -> tuple[str, ...]:
         """Return the workers of all roles; one that has a role may be named among all, too."""
         return tuple(dict.fromkeys((*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)))
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Return whether clients have to show who they are."""
+        return self.api_key is not None or self.tenants is not None
 
     def authorization(self, url: str) -> Headers:
         """Return what a worker is sent to be let in: a key, or nothing."""

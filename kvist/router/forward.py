@@ -55,6 +55,9 @@ from kvist.router.prompts import Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
+from kvist.router.tenants.accounts import Accounts
+from kvist.router.tenants.tenant import Tenant
+from kvist.router.usage import ReportedUsage
 from kvist.tracing import NO_SPAN, Span
 
 if TYPE_CHECKING:
@@ -87,6 +90,7 @@ class Forwarder:
     releases: Releases
     admission: Admission
     metrics: RouterMetrics
+    accounts: Accounts
     now_s: Callable[[], float]
     refuse: Refuse
     on_routed: Callable[[Routed], None]
@@ -95,7 +99,13 @@ class Forwarder:
     recorder: RequestRecorder | None = None
 
     def forward(
-        self, request: Request, responder: Responder, request_id: bytes, *, is_administrator: bool = False
+        self,
+        request: Request,
+        responder: Responder,
+        request_id: bytes,
+        tenant: Tenant,
+        *,
+        is_administrator: bool = False,
     ) -> Forwarding:
         """Answer the request from a worker, or refuse it; what is returned is told of what the client does.
 
@@ -105,7 +115,7 @@ class Forwarder:
         if self.tracing is not None:
             attributes = spans.of_request(request, request_id)
             trace = self.tracing.request(spans.name_of(request), request.headers, attributes)
-        forwarding = Forwarding(self, request, responder, request_id, trace, is_administrator, self.now_s())
+        forwarding = Forwarding(self, request, responder, request_id, tenant, trace, is_administrator, self.now_s())
         forwarding.start()
         return forwarding
 
@@ -124,13 +134,14 @@ class Forwarding:
                                                                   if the transfer fails, or nobody is left: alone
 
     `attempt` is the worker that is asked now, `beside` the other of its pair, `handover` the prompt that was or is
-    being computed, `local` why none will be, `tried` whom not to ask again.
+    being computed, `local` why none will be, `computed_by` who computes the prompt, `tried` whom not to ask again.
     """
 
     router: Forwarder
     request: Request
     responder: Responder
     request_id: bytes
+    tenant: Tenant
     trace: Span
     is_administrator: bool
     started_s: float
@@ -140,6 +151,7 @@ class Forwarding:
     is_client_slow: bool = False
     handover: Handover | None = None
     local: Local | None = None
+    computed_by: Decision | None = None
     tried: set[str] = field(default_factory=set)
     was_moved: bool = False
     place: Place | None = None
@@ -248,6 +260,8 @@ class Forwarding:
         router.metrics.read(self.request.path, ask)
         self.trace.set(spans.of_ask, ask)
         try:
+            if self.request.body:
+                self.tenant.check_models(ask.model, ask.fields)
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
             priority = priority_of(ask.fields, is_administrator=self.is_administrator)
             self.place = router.admission.enter(self, ask.model, priority, timeout_s)
@@ -308,6 +322,7 @@ class Forwarding:
         except RequestError as error:
             self._refuse(error)
             return
+        self.computed_by = plan.prefill or plan.answer
         if plan.prefill is None:
             self._answer_by(plan.answer)
         elif plan.handoff is None:
@@ -474,6 +489,7 @@ class Forwarding:
 
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
+        self._account()
         if self.router.access_log is not None or self.router.recorder is not None:
             self._log(error)
         if error is not None or self.responder.status != HTTPStatus.OK:
@@ -484,6 +500,20 @@ class Forwarding:
         self._release()
         self.trace.end(error)
 
+    def _account(self) -> None:
+        """Charge the tenant for an answer that has begun: as its worker says or, for want of that, as is known."""
+        attempt, computed_by = self.attempt, self.computed_by
+        if not isinstance(attempt, AnswerAttempt) or not attempt.has_begun or attempt.status != HTTPStatus.OK:
+            return
+        assert computed_by is not None
+        usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)
+        reported = usage.cached_tokens if self.handover is None else None  # what was fetched was computed, too
+        account = self.router.accounts.of(self.tenant.name, self.router.fleet.label_of(self.ask.model))
+        account.requests += 1
+        account.prompt_tokens += usage.prompt_tokens
+        account.cached_tokens += min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
+        account.output_tokens += attempt.num_output_tokens
+
     def _log(self, error: Exception | None) -> None:
         """Tell the access log and the recording of the request."""
         router, ended_s = self.router, self.router.now_s()
@@ -492,6 +522,7 @@ class Forwarding:
         num_tokens = None if ask is None or ask.token_ids is None else ask.num_tokens
         decision, usage = (None, None) if attempt is None else (attempt.decision, attempt.usage)
         told: dict[str, object] = {
+            "tenant": self.tenant.name,
             "worker": None if decision is None else decision.chosen.target.worker,
             "num_attempts": len(self.tried),
             "queue_s": 0.0 if self.place is None else round(self.place.waited_s, 6),
@@ -542,7 +573,7 @@ def forwarded_headers(request: Request, config: RouterConfig, worker: str, reque
     """
     authorization = config.authorization(worker)
     dropped = {b"x-request-id"}
-    if authorization or config.api_key is not None or (config.admin_key and request.bears(config.admin_key)):
+    if authorization or config.asks_for_keys or (config.admin_key and request.bears(config.admin_key)):
         dropped.add(b"authorization")
     headers = [field for field in request.headers if field[0] not in dropped]
     return [*headers, (b"x-request-id", request_id), *authorization]

@@ -29,6 +29,7 @@ from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import RequestRecorder
+from kvist.router.tenants.accounts import Accounts
 from kvist.router.usage import ReportedUsage
 
 _PREFIX = "kvist_router"
@@ -223,6 +224,7 @@ class DoorGauges:
     fleet: Fleet
     admission: Admission
     server: Callable[[], ServerStatistics]
+    accounts: Accounts
     access_log: AccessLog | None
     recorder: RequestRecorder | None
 
@@ -230,6 +232,7 @@ class DoorGauges:
         """Yield every metric."""
         yield from self._queue()
         yield from server_metrics(_PREFIX, self.server())
+        yield from self.accounts.collect()
         for name, writer in (("access_log", self.access_log), ("recording", self.recorder)):
             if writer is not None:
                 text = "Lines that were dropped, as they could not be written in time or at all"

@@ -34,6 +34,8 @@ MAX_BUCKETS: Final = 60
 MAX_ROWS: Final = 4096
 MAX_PREFIXES: Final = 512
 NUM_PREFIXES_TOLD: Final = 10
+DEFAULT_TENANT: Final = "default"
+"""Of requests that are of no other."""
 
 _LIMIT: Final = np.uint64((1 << 64) // FIRST_SHARE)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -70,6 +72,7 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks of the sample, by number and plain hash: whatever salt and adapter it has."""
     variant: int = 0
     """Stands for salt and adapter."""
+    tenant: str = DEFAULT_TENANT
 
 
 SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8")])
@@ -145,7 +148,7 @@ class _Bucket:
     """What a minute's requests add up to."""
 
     began_s: float
-    rows: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    rows: dict[tuple[str, str, str], Counter[str]] = field(default_factory=dict)
     distances: Counter[int] = field(default_factory=Counter)
     """Of reuses, by the power of two that is next."""
     stays: Counter[int] = field(default_factory=Counter)
@@ -169,9 +172,9 @@ class Regret:
             self._buckets.append(_Bucket(now_s))
         bucket = self._buckets[-1]
         for request in requests:
-            key = (request.model, request.worker)
+            key = (request.tenant, request.model, request.worker)
             if key not in bucket.rows and len(bucket.rows) >= MAX_ROWS:
-                key = ("other", "other")
+                key = ("other", "other", "other")
             row = bucket.rows.setdefault(key, Counter())
             row["requests"] += 1
             row["prompt_tokens"] += request.num_tokens
@@ -228,11 +231,13 @@ class Regret:
         """Return what the requests of the last `window_s` add up to, up to a minute more."""
         buckets = [each for each in self._buckets if each.began_s > now_s - window_s - BUCKET_S]
         rows: dict[tuple[str, str], Counter[str]] = {}
+        tenants: dict[str, Counter[str]] = {}
         total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
         prefixes: dict[str, tuple[float, int, int]] = {}
         for bucket in buckets:
-            for key, row in bucket.rows.items():
-                rows.setdefault(key, Counter()).update(row)
+            for (tenant, *key), row in bucket.rows.items():
+                rows.setdefault((key[0], key[1]), Counter()).update(row)
+                tenants.setdefault(tenant, Counter()).update(row)
                 total.update(row)
             distances.update(bucket.distances)
             stays.update(bucket.stays)
@@ -249,6 +254,7 @@ class Regret:
             "window_s": round(now_s - min((each.began_s for each in buckets), default=now_s), 1),
             "total": _told(total),
             "by": [{"model": model, "worker": worker, **_told(row)} for (model, worker), row in sorted(rows.items())],
+            "by_tenant": [{"tenant": tenant, **_told(row)} for tenant, row in sorted(tenants.items())],
             "sample": sample,
             "reuse_distance_blocks": {str(1 << power): num for power, num in sorted(distances.items())},
             "stay_needed_s": {str(1 << power): num for power, num in sorted(stays.items())},

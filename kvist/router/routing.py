@@ -254,7 +254,9 @@ class Routing:
             now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
         )
 
-    def routed(self, ask: Ask, prefix: Prefix, decision: Decision, usage: ReportedUsage | None) -> Routed | None:
+    def routed(
+        self, tenant: str, ask: Ask, prefix: Prefix, decision: Decision, usage: ReportedUsage | None
+    ) -> Routed | None:
         """Return what regret counts of a request that was answered; None where nothing is known of caches."""
         if self._index is None:
             return None
@@ -262,7 +264,7 @@ class Routing:
         model, block_size = self._fleet.label_of(ask.model), prompt.block_size
         if not len(prefix.block_hashes):
             is_read = ask.token_ids is not None and self._index.has_joined
-            return Routed(model, target.worker, prompt.num_tokens, is_read=is_read)
+            return Routed(model, target.worker, prompt.num_tokens, is_read=is_read, tenant=tenant)
         adapter = self._adapter_of(ask)
         plain_hashes, variant = prefix.block_hashes, 0
         if adapter is not None or ask.cache_salt is not None:
@@ -281,6 +283,7 @@ class Routing:
             block_size=block_size,
             sampled=sample_of(plain_hashes),
             variant=variant,
+            tenant=tenant,
         )
 
     def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:

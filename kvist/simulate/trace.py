@@ -176,6 +176,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     overlap_held: int | None = None
     session: str | None = None
     pause_s: float | None = None
+    tenant: str | None = None
     # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
     prompt: str | None = None
     output_tokens: int | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import httpx
@@ -18,6 +21,11 @@ from kvist.indexer.compilation import compile_all
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
+from kvist.router.fleet.board import LoadBoard, board_bytes
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.processes.keeper import KeeperProcess
+from kvist.router.processes.parts import make_part
+from kvist.router.processes.supervisor import Part
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -256,6 +264,24 @@ async def running_router(*urls: str, ready: bool = True, **values: Any) -> Async
         if ready:
             await eventually(router.is_ready)
         yield router
+
+
+@pytest.fixture
+def fronts_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[list[RouterService]]]:
+    """A keeper and fronts as processes have them, in this one: they share a board and an index, and tell by sockets."""
+
+    @asynccontextmanager
+    async def running(config: RouterConfig, number: int) -> AsyncIterator[list[RouterService]]:
+        descriptor = os.memfd_create("board")
+        os.ftruncate(descriptor, board_bytes(number))
+        board = LoadBoard(mmap.mmap(descriptor, 0), num_fronts=number)
+        async with AsyncExitStack() as exits:
+            exits.callback(os.close, descriptor)
+            await exits.enter_async_context(KeeperProcess(config, tmp_path, LoadTracker(board), 0.0))
+            parts = [make_part(config, Part(n, number, str(tmp_path), descriptor, 0), 0.0) for n in range(number)]
+            yield [await exits.enter_async_context(part) for part in parts if isinstance(part, RouterService)]
+
+    return running
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
     GET  /readiness   200 while requests can be taken           DELETE /workers     ?url=…: drain, then remove
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
-    GET  /regret      where hits went, of ?window=10m
+    GET  /regret      where hits went, of ?window=10m           GET    /usage      what tenants have used
 
 The caller has checked who may ask (`kvist.router.doors.auth`), and answers /route itself: who decides can explain.
 """
@@ -12,7 +12,7 @@ The caller has checked who may ask (`kvist.router.doors.auth`), and answers /rou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +20,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 
 from kvist import __version__
 from kvist.errors import InvalidValueError
@@ -34,12 +35,13 @@ from kvist.router.fleet.replicas import Replicas
 from kvist.router.index import FleetIndex
 from kvist.router.regret import Regret
 from kvist.router.sources import WantedWorker
+from kvist.router.tenants.accounts import used
 
 _WINDOW, _UNITS_S = re.compile(r"([1-9][0-9]{0,3})([smh])"), {"s": 1, "m": 60, "h": 3600}
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A request to one of these endpoints; `is_draining` says how its asker is."""
+    """A request to one of these endpoints; `is_draining` says how its asker is, `tenant` who asks for its own usage."""
 
     method: str
     path: str
@@ -47,6 +49,7 @@ class Question(msgspec.Struct, frozen=True):
     content_type: str = ""
     body: bytes = b""
     is_draining: bool = False
+    tenant: str | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -68,6 +71,8 @@ class AdminApi:
     index: FleetIndex | None
     metrics: MetricsPage
     regret: Regret
+    counted: Callable[[], Iterable[Metric | None]]
+    """What is counted of requests, among other metrics."""
     replicas: Replicas | None
     started_s: float
     now_s: Callable[[], float]
@@ -82,6 +87,7 @@ class AdminApi:
             ("DELETE", "/workers"): self._drain_worker,
             ("GET", "/get_loads"): self._loads,
             ("GET", "/regret"): self._regret,
+            ("GET", "/usage"): self._usage,
         }
         method = "GET" if question.method == "HEAD" else question.method
         try:
@@ -150,6 +156,9 @@ class AdminApi:
         if window is None:
             raise InvalidValueError("window", given, "a time of up to an hour: 90s, 10m or 1h")
         return json_answer(self.regret.report(self.now_s(), int(window[1]) * _UNITS_S[window[2]]))
+
+    def _usage(self, question: Question) -> Answer:
+        return json_answer({"usage": used(self.counted(), question.tenant)})
 
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:

@@ -1,4 +1,4 @@
-"""Who may do what: clients by their key; administration by another key or, where none is set, on loopback alone.
+"""Who may do what: clients by keys (`tenants`); administration by another or, where none is set, on loopback alone.
 
 A client may reach the inference endpoints of vLLM, SGLang, TensorRT-LLM and the bundled engine. All else of a worker
 (adapters, flushing, sleep, profiling) is administration. A path decides only in its plain form, and that form is what a
@@ -126,14 +126,6 @@ def _content_type(headers: Headers) -> bytes:
         if name == b"content-encoding" and value.lower() != b"identity":
             raise RequestError(HTTPStatus.BAD_REQUEST, f"content-encoding: got {value!r:.100}, expected none")
     return content_types[0] if content_types else b""
-
-
-def require_client(request: Request, api_key: str | None, admin_key: str | None) -> None:
-    """Raise RequestError (401) unless the request bears the key, if there is one, or that of administrators."""
-    if api_key is not None and not request.bears(api_key) and not (admin_key and request.bears(admin_key)):
-        raise RequestError(
-            HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the API key", code="invalid_api_key"
-        )
 
 
 def is_administrator(request: Request, admin_key: str | None) -> bool:

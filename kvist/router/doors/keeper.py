@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from itertools import chain
 from pathlib import Path
@@ -74,10 +74,13 @@ class Keeper:
         *,
         registry: CollectorRegistry | Collector,
         gauges: Callable[[], Iterator[Metric | None]] = lambda: iter(()),
+        counted: Callable[[], Iterable[Metric | None]] | None = None,
         on_removed: Callable[[str], None] = lambda _: None,
         descriptor: int | None = None,
     ) -> None:
         """Its metrics are those of the fleet, what `gauges` yields, and, read in a thread, what `registry` has.
+
+        What tenants have used is in those that `counted` yields, by default `gauges`.
 
         The index lies in the file of a `descriptor`, if there is one, for other processes to read.
         """
@@ -114,6 +117,7 @@ class Keeper:
             self.index,
             page,
             self._regret,
+            counted or gauges,
             self.replicas,
             started_s,
             now_s,

@@ -55,7 +55,6 @@ from kvist.router.doors.auth import (
     plain_path,
     preflight_headers,
     require_administrator,
-    require_client,
 )
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.keeper import FleetKnowledge, Keeper
@@ -71,6 +70,9 @@ from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.recording import Beginning, RequestRecorder
 from kvist.router.reserved import check_request_id
 from kvist.router.routing import Prefix, Routing
+from kvist.router.tenants.accounts import Accounts
+from kvist.router.tenants.keys import Keys
+from kvist.router.tenants.tenant import DEFAULT, Tenant
 from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ logger = logging.getLogger(__name__)
 TRACES_CLOSE_TIMEOUT_S = 0.5
 
 OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
+USAGE_PATH = "/usage"
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret"})
 WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
@@ -113,7 +116,7 @@ class RouterService:
         self._server: HttpServer | None = None
         self._is_draining = False
         self._forwarder: Forwarder
-        self._certificates = Certificates(config)
+        self._certificates, self._keys = Certificates(config), Keys(config)
         self._knowledge, self._is_shared = knowledge or self._own_keeper, knowledge is not None
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
@@ -145,6 +148,7 @@ class RouterService:
         renewed, changed, fixed = self._config.changed_to(config)
         self._certificates.renew(renewed)
         self._config = renewed
+        self._keys.reconfigure(self._config)
         self.known.reconfigure(self._config)
         self._forwarder = replace(self._forwarder, config=self._config)
         logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
@@ -154,6 +158,7 @@ class RouterService:
     async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
         self._metrics = RouterMetrics()
+        await exits.enter_async_context(self._keys)
         pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
         fleet, load, index = known.fleet, known.load, known.index
@@ -177,7 +182,8 @@ class RouterService:
         if config.record_requests is not None:
             recorder = RequestRecorder(config.record_requests, config.record_max_bytes, self._recording)
             exits.push_async_callback(asyncio.to_thread, recorder.close)
-        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), access_log, recorder)
+        accounts = Accounts()
+        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), accounts, access_log, recorder)
         reader = PromptReader(
             known.models,
             has_index=lambda: index is not None and index.has_joined,
@@ -197,6 +203,7 @@ class RouterService:
             releases,
             admission,
             self._metrics,
+            accounts,
             now_s,
             self._refuse,
             known.on_routed,
@@ -288,6 +295,8 @@ class RouterService:
             if path in ADMIN_PATHS:
                 require_administrator(request, config.admin_key)
             return self._answer_operator(request, responder)
+        if path == USAGE_PATH:
+            return self._show_usage(request, responder)
         if methods_of(path) is None:
             require_administrator(request, config.admin_key)
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
@@ -296,21 +305,32 @@ class RouterService:
             if (told := preflight_headers(request)) is not None:
                 responder.answer(HTTPStatus.NO_CONTENT, told)
                 return None
-        require_client(request, config.api_key, config.admin_key)
+        tenant = self._keys.tenant_of(request)
         check_client_request(request)
         if path.startswith(MODELS_PATH):
-            self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
+            self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), tenant, responder)
             return None
         is_admin = is_administrator(request, config.admin_key)
-        return self._forwarder.forward(request, responder, request_id, is_administrator=is_admin)
+        return self._forwarder.forward(request, responder, request_id, tenant, is_administrator=is_admin)
 
-    async def _answer_operator(self, request: Request, responder: Responder) -> None:
+    def _show_usage(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None]:
+        """Tell a tenant what it has used, an administrator what all have."""
+        if is_administrator(request, self._config.admin_key):
+            return self._answer_operator(request, responder)
+        tenant = self._keys.tenant_of(request)
+        if tenant is DEFAULT:
+            require_administrator(request, self._config.admin_key)
+        return self._answer_operator(request, responder, tenant.name)
+
+    async def _answer_operator(self, request: Request, responder: Responder, tenant: str | None = None) -> None:
         if (request.method, request.path) == ("POST", "/route"):
             answer = await self._explain_route(request.body)
         else:
             content_type = (request.header(b"content-type") or b"").decode("latin-1")
             answer = await self.known.answer(
-                Question(request.method, request.path, request.query, content_type, request.body, self._is_draining)
+                Question(
+                    request.method, request.path, request.query, content_type, request.body, self._is_draining, tenant
+                )
             )
         responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
 
@@ -355,9 +375,9 @@ class RouterService:
         """Return 32 hex digits that no other request, of this router or another, has."""
         return b"%b%012x" % (self._request_id_prefix, next(self._request_numbers))
 
-    def _show_models(self, model_id: str, responder: Responder) -> None:
-        """Answer with the model of this id, or a list of all where it is empty."""
-        entries = [entry for entry in self.known.models.entries() if model_id in ("", entry["id"])]
+    def _show_models(self, model_id: str, tenant: Tenant, responder: Responder) -> None:
+        """Answer with the model of this id, or where it is empty with a list, of those that the tenant may ask for."""
+        entries = [entry for entry in self.known.models.entries(tenant.models) if model_id in ("", entry["id"])]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"
             raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")

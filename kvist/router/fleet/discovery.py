@@ -25,6 +25,7 @@ from kvist.files import file_stamp
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.identity import event_endpoint
 from kvist.router.sources import SourceUrl, WantedWorker
+from kvist.settings import read_struct
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver
@@ -200,9 +201,8 @@ async def _follow_file(path: Path, tell: Tell) -> NoReturn:
 
 def _read_workers(path: Path) -> list[WantedWorker]:
     try:
-        decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
-        return decode(path.read_bytes(), type=_WorkersFile).workers
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return read_struct(path, _WorkersFile).workers
+    except ValueError as error:
         raise SourceError(f"{path}: {error}") from None
 
 

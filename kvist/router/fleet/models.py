@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -154,9 +154,9 @@ class Models:
                 return target
         return next(reversed(shares))
 
-    def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield what `GET /v1/models` lists: what healthy workers serve, and aliases of that."""
-        served = {model.id: model.entry for model in self._fleet.models()}
+    def entries(self, allowed: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what `GET /v1/models` lists: what healthy workers serve, of what is allowed, and aliases of that."""
+        served = {model.id: model.entry for model in self._fleet.models() if allowed is None or model.id in allowed}
         yield from served.values()
         for alias, shares in self._config.aliases.items():
             if alias not in served and (targets := shares.keys() & served.keys()):

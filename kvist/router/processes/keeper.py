@@ -75,6 +75,7 @@ class KeeperProcess:
                     self._load,
                     self._started_s,
                     registry=self._metrics,
+                    counted=self._metrics.collect,
                     on_removed=self._on_removed,
                     descriptor=self._descriptor,
                 )
@@ -251,7 +252,7 @@ class KeeperProcess:
                 membership.remove(worker)
 
     async def _answer(self, link: Link, asked: messages.Asked) -> None:
-        if asked.question.path == "/metrics":
+        if asked.question.path in ("/metrics", "/usage"):
             await self._gather_metrics()
         answer = await self._keeper.answer(asked.question)
         self._tell_changes()  # what it has made of the fleet is so once it is answered

@@ -11,7 +11,7 @@ import pytest
 
 from kvist.http import Request
 from kvist.openai.errors import RequestError
-from kvist.router.doors.auth import methods_of, plain_path, require_administrator, require_client
+from kvist.router.doors.auth import methods_of, plain_path, require_administrator
 from kvist.router.reserved import FIELDS, HEADERS
 
 JSON = {"content-type": "application/json"}
@@ -22,24 +22,17 @@ def request(peer: str | None = "127.0.0.1", host: bytes = b"127.0.0.1:30000", **
     return Request("GET", "/workers", fields, b"", (peer, 5000) if peer else None)
 
 
-def test_without_a_key_every_client_is_served() -> None:
-    require_client(request("203.0.113.9"), None, "admin")
-
-
 @pytest.mark.parametrize("sent", [b"Bearer secret", b"bearer  secret"])
 def test_the_right_key_opens(sent: bytes) -> None:
-    require_client(request(authorization=sent), "secret", None)
-    require_client(request(authorization=sent), "another", "secret")
     require_administrator(request("203.0.113.9", authorization=sent), "secret")
 
 
 @pytest.mark.parametrize("sent", [None, b"secret", b"Bearer", b"Bearer Secret", b"Basic secret", b"Bearer secret\xff"])
 def test_anything_else_is_a_401(sent: bytes | None) -> None:
     asked = request(**({} if sent is None else {"authorization": sent}))
-    for require in (lambda: require_client(asked, "secret", None), lambda: require_administrator(asked, "secret")):
-        with pytest.raises(RequestError) as refusal:
-            require()
-        assert refusal.value.status == 401
+    with pytest.raises(RequestError) as refusal:
+        require_administrator(asked, "secret")
+    assert refusal.value.status == 401
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import mmap
-import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
 
@@ -18,28 +15,10 @@ import pytest
 
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
-from kvist.router.fleet.board import LoadBoard, board_bytes
-from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.work import WorkRows
-from kvist.router.processes.keeper import KeeperProcess
-from kvist.router.processes.parts import make_part
-from kvist.router.processes.supervisor import Part
 
 NUM_FRONTS, NUM_STEPS = 4, 120
-
-
-@asynccontextmanager
-async def fronts_of(config: RouterConfig, folder: Path) -> AsyncIterator[list[RouterService]]:
-    """A keeper and fronts as processes have them, in this one: they share a board and an index, and tell by sockets."""
-    descriptor = os.memfd_create("board")
-    os.ftruncate(descriptor, board_bytes(NUM_FRONTS))
-    board = LoadBoard(mmap.mmap(descriptor, 0), num_fronts=NUM_FRONTS)
-    async with AsyncExitStack() as exits:
-        exits.callback(os.close, descriptor)
-        await exits.enter_async_context(KeeperProcess(config, folder, LoadTracker(board), 0.0))
-        parts = [make_part(config, Part(n, NUM_FRONTS, str(folder), descriptor, 0), 0.0) for n in range(NUM_FRONTS)]
-        yield [await exits.enter_async_context(part) for part in parts if isinstance(part, RouterService)]
 
 
 def known_to(service: RouterService) -> Any:
@@ -83,7 +62,7 @@ def at(now_s: Callable[[], float], method: Any) -> Any:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("policy", ["kv", "round-robin", "least-loaded"])
 async def test_four_fronts_decide_as_one_process_does(
-    worker, engine, until, tmp_path, monkeypatch, policy, seed
+    worker, engine, fronts_of, until, monkeypatch, policy, seed
 ) -> None:
     for module in ("kvist.router.policy.decision", "kvist.router.routing"):
         monkeypatch.setattr(f"{module}.draw", lambda chances, _: chances.index(max(chances)))
@@ -107,7 +86,7 @@ async def test_four_fronts_decide_as_one_process_does(
             health_interval_s=0.05,
         )
         alone = await exits.enter_async_context(RouterService(config))
-        fronts = await exits.enter_async_context(fronts_of(config, tmp_path))
+        fronts = await exits.enter_async_context(fronts_of(config, NUM_FRONTS))
         urls = [alone.url, *(front.url for front in fronts)]
         client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
         conversations = [[random.randrange(1000) for _ in range(random.randrange(20, 200))] for _ in range(8)]

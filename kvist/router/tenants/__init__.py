@@ -1,0 +1,8 @@
+"""Who asks: a tenant is whom a key belongs to.
+
+    keys       which tenant a request is of, by the SHA-256 of its key
+    tenant     what a tenant may do, and the file that says so
+    accounts   what each has used
+
+Where nothing is said of tenants, all requests are of one that may do everything.
+"""

@@ -1,0 +1,57 @@
+"""What each tenant has used, of which model: in metrics, and as `GET /usage` tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+PREFIX = "kvist_router_tenant_"
+
+
+@dataclass(slots=True)
+class Account:
+    """Requests whose answers began, and their tokens: of prompts, of these those that were cached, and of answers."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Accounts:
+    """What this process has counted since it started."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[tuple[str, str], Account] = {}
+
+    def of(self, tenant: str, model: str) -> Account:
+        """Return the account of a tenant for a model, as metrics name it."""
+        account = self._accounts.get((tenant, model))
+        if account is None:
+            account = self._accounts[tenant, model] = Account()
+        return account
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a counter for each number."""
+        for field in fields(Account):
+            text = f"Of each tenant, {field.name.replace('_', ' ')} of answers that began"
+            counter = CounterMetricFamily(PREFIX + field.name, text, labels=["tenant", "model"])
+            for names, account in self._accounts.items():
+                counter.add_metric(names, getattr(account, field.name))
+            yield counter
+
+
+def used(metrics: Iterable[Metric | None], tenant: str | None) -> list[dict[str, Any]]:
+    """Return what accounts say in metrics, those of one tenant or of all."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for metric in metrics:
+        if metric is not None and metric.name.startswith(PREFIX):
+            for sample in metric.samples:
+                names = sample.labels["tenant"], sample.labels["model"]
+                if tenant in (None, names[0]):
+                    row = rows.setdefault(names, {"tenant": names[0], "model": names[1]})
+                    row[metric.name.removeprefix(PREFIX)] = int(sample.value)
+    return [rows[names] for names in sorted(rows)]

@@ -1,0 +1,66 @@
+"""What a tenant may do, as a file of tenants says it."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvist.errors import InvalidValueError
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import Fields
+from kvist.router.regret import DEFAULT_TENANT
+from kvist.settings import read_struct
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who may ask for which models; None allows all."""
+
+    name: Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+    models: frozenset[str] | None = None
+
+    def check_models(self, model: str | None, fields: Fields) -> None:
+        """Raise RequestError (403) unless the tenant may ask for this model; one that is not named may be any.
+
+        SGLang takes an adapter from another field of the body.
+        """
+        for name, value in (("model", model), ("lora_path", fields.get("lora_path") or model)):
+            if self.models is not None and (not isinstance(value, str) or value not in self.models):
+                message = f"{name}: got {value!r:.200}, expected one of {sorted(self.models)}"
+                raise RequestError(HTTPStatus.FORBIDDEN, message, param=name, code="model_not_allowed")
+
+
+DEFAULT = Tenant(name=DEFAULT_TENANT)
+"""Whoever has no other: all clients where none are told apart, and administrators."""
+
+
+class _Listed(Tenant, frozen=True):
+    keys: Annotated[tuple[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")], ...], Meta(min_length=1)]
+    """SHA-256 of what it may show, in hex."""
+
+
+class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
+    tenants: list[_Listed]
+
+
+def read_tenants(path: Path) -> dict[bytes, Tenant]:
+    """Return the tenants of a file by the SHA-256 of their keys; raises InvalidValueError that says what is wrong."""
+    try:
+        listed = read_struct(path, _TenantsFile).tenants
+    except OSError as error:
+        raise InvalidValueError("tenants", str(path), f"a file that can be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InvalidValueError("tenants", str(path), f"a list of tenants ({error})") from None
+    found: dict[bytes, Tenant] = {}
+    names = {DEFAULT.name}
+    for tenant in listed:
+        if tenant.name in names:
+            raise InvalidValueError("tenants.name", tenant.name, f"each name once, and not {DEFAULT.name}")
+        names.add(tenant.name)
+        for key in tenant.keys:
+            if (other := found.setdefault(bytes.fromhex(key), tenant)) is not tenant:
+                raise InvalidValueError("tenants.keys", key, f"each key once, and this one is of {other.name}, too")
+    return found
