@@ -279,11 +279,6 @@ class RadixIndex:
         """Return a number that changes whenever a rank has come or was cleared."""
         return self._slots.num_given
 
-    @property
-    def ranks_by_slot(self) -> list[WorkerRank]:
-        """Return the rank of each slot; a list that may grow, but is replaced once a slot stands for another rank."""
-        return self._slots.ranks
-
     def keep_to_cap(self) -> None:
         """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
         if self._cap is not None:

@@ -218,14 +218,16 @@ class PromptReader:
         """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
         if path != COMPLETION_PATH or not self._has_index():
             return None
-        from kvist.indexer.compiled.json_tokens import split_integer_array
+        from kvist.indexer.compiled.json_tokens import MARK, split_token_ids
 
-        split = split_integer_array(body, b"prompt", np.uint32, placeholder=b"[0]")
+        split = split_token_ids(body, b"prompt")
         if split is None or len(split[0]) == 0:
             return None
         token_ids, rest = split
         try:
             fields = _client_fields(rest)
+            if fields.get("prompt") != [MARK]:
+                return None
             is_renamed = self._rename(fields)
             _check_is_plain(COMPLETION_PATH, fields)
             request = decode_completion_request(fields)

@@ -13,12 +13,11 @@ from numba import types
 from kvist.machine_code import INDEXER_SOURCES
 from kvist.radix.compiled.jit import helper, jit_for
 
-__all__ = ["BYTES", "TABLE", "TEXT", "U32S", "U64S", "helper", "inlined", "jit"]
+__all__ = ["BYTES", "TABLE", "U32S", "U64S", "helper", "inlined", "jit"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 BYTES: Any = types.Array(types.uint8, 1, "C", readonly=True)
-TEXT: Any = types.Array(types.uint8, 1, "C")
 U32S: Any = types.Array(types.uint32, 1, "C")
 U64S: Any = types.Array(types.uint64, 1, "C")
 TABLE: Any = types.Array(types.int64, 2, "C")

@@ -37,7 +37,7 @@ from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.metrics import SOURCE_COUNTERS, Gauges, RequestCounters
 from kvist.indexer.service.registry import ApiError, EndpointRules, Member, Namespace, Registry, Stream
 from kvist.indexer.service.restore import Registrations, Restorer
-from kvist.indexer.service.scores import stream_name
+from kvist.indexer.service.scores import answer_to, stream_name
 from kvist.metrics_page import MetricsPage
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
@@ -136,18 +136,20 @@ class Api:
         hashes_of = partial(
             block_hashes, block_size=member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
         )
-        hashes, eagle_hashes = hashes_of(token_ids), None
-        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
-            eagle_hashes = hashes_of(token_ids, is_eagle=True)
+        hashes = hashes_of(token_ids)
         # The last token of a prompt is computed in any case, but engines look at the block that it may fill.
         num_usable = max(0, len(token_ids) - 1) // member.block_size if query.whole_prompt else len(hashes)
-        return member.writer.answer(hashes, member.indexer.resyncing, eagle_hashes, num_usable)
+        matches = [member.index.match(hashes, num_usable)]
+        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
+        if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
+            matches.append(member.index.match(hashes_of(token_ids, is_eagle=True)))
+        return answer_to(matches, member.block_size, member.indexer.resyncing)
 
     def _query_by_hash(self, body: bytes) -> bytes:
         query, local_hashes = read_hash_query(body)
         member = self._registry.get(query.namespace)
-        return member.writer.answer(sequence_hashes(local_hashes), member.indexer.resyncing)
+        matches = [member.index.match(sequence_hashes(local_hashes))]
+        return answer_to(matches, member.block_size, member.indexer.resyncing)
 
     async def _register(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)

@@ -17,7 +17,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled.hashing import token_array
-from kvist.indexer.compiled.json_tokens import Integer, split_integer_array
+from kvist.indexer.compiled.json_tokens import MARK, split_token_ids
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.registry import ApiError, Namespace
 
@@ -98,41 +98,31 @@ def read_unregister(body: bytes) -> UnregisterBody:
 
 def read_query(body: bytes) -> tuple[QueryBody, NDArray[np.uint32]]:
     """Return the body of `POST /query` and its tokens; raises ApiError."""
-    query, token_ids = _read_prompt(_query_decoder, body, b"token_ids", np.uint32)
-    if token_ids is None:
-        try:
-            token_ids = token_array(query.token_ids)
-        except InvalidValueError as error:
-            _refuse_item("token_ids", query.token_ids, error.value)
-    return query, token_ids
+    if (split := split_token_ids(body, b"token_ids")) is not None:
+        with suppress(*DECODE_ERRORS):
+            query = _query_decoder.decode(split[1])
+            if query.token_ids == [MARK]:
+                return query, split[0]
+    query = _read(_query_decoder, body)
+    try:
+        return query, token_array(query.token_ids)
+    except InvalidValueError as error:
+        _refuse_item("token_ids", query.token_ids, error.value)
 
 
 def read_hash_query(body: bytes) -> tuple[HashQueryBody, NDArray[np.uint64]]:
     """Return the body of `POST /query_by_hash` and its hashes; raises ApiError."""
-    query, hashes = _read_prompt(_hash_query_decoder, body, b"block_hashes", np.uint64)
-    if hashes is None:
-        wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
-        if wrong is not None:
-            _refuse_item("block_hashes", query.block_hashes, wrong)
-        hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
-    return query, hashes
+    query = _read(_hash_query_decoder, body)
+    wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
+    if wrong is not None:
+        _refuse_item("block_hashes", query.block_hashes, wrong)
+    return query, np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # clients of the peer: i64
 
 
 _register_decoder = msgspec.json.Decoder(RegisterBody)
 _unregister_decoder = msgspec.json.Decoder(UnregisterBody)
 _query_decoder = msgspec.json.Decoder(QueryBody)
 _hash_query_decoder = msgspec.json.Decoder(HashQueryBody)
-
-
-def _read_prompt(
-    decoder: msgspec.json.Decoder[_Body], body: bytes, key: bytes, dtype: type[Integer]
-) -> tuple[_Body, NDArray[Integer] | None]:
-    """Return a body and its array of integers apart, None for one that is unusual, and stays in the body."""
-    split = split_integer_array(body, key, dtype)
-    if split is not None:
-        with suppress(*DECODE_ERRORS):
-            return decoder.decode(split[1]), split[0]
-    return _read(decoder, body), None
 
 
 def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

@@ -15,7 +15,7 @@ import msgspec
 from kvist.errors import InvalidValueError, KvistError, leave_group
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
-from kvist.indexer.service.scores import MatchWriter, parse_stream_name, stream_name
+from kvist.indexer.service.scores import parse_stream_name, stream_name
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import is_in_networks
@@ -130,12 +130,8 @@ class Member:
     block_size: int
     index: RadixIndex
     indexer: Indexer
-    writer: MatchWriter = field(init=False)
     instances: dict[int, dict[int, Stream]] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "writer", MatchWriter(self.index, self.block_size))
 
     def stream(self, name: str) -> Stream | None:
         """Return the stream that the index has this name for."""

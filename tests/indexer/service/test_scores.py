@@ -1,4 +1,4 @@
-"""The text that compiled code writes is the answer that the rule gives."""
+"""An answer is what the rule gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.events import Tier, WorkerRank
-from kvist.indexer.service.scores import MatchWriter, stream_name
+from kvist.indexer.service.scores import answer_to, stream_name
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 16
@@ -34,8 +34,7 @@ def expected(match, doubted=frozenset()):
 
 
 def answer_of(index, hashes, doubted=frozenset()):
-    """Return the answer of a writer that has never answered before."""
-    return msgspec.json.decode(MatchWriter(index, BLOCK_SIZE).answer(hashes, doubted))
+    return msgspec.json.decode(answer_to([index.match(hashes)], BLOCK_SIZE, doubted))
 
 
 @pytest.mark.parametrize("num_streams", [0, 1, 2, 8, 9, 40, 300, 1000])
@@ -50,9 +49,8 @@ def test_few_and_many_ranks_are_answered_by_one_rule(num_streams):
             index.store(source, tier, None, hashes[: rng.randint(1, 64)])
     match = index.match(hashes)
     doubted = {source for source in match if rng.random() < 0.1}
-    writer = MatchWriter(index, BLOCK_SIZE)
-    for left_out in (set(), doubted, set(match), set()):
-        assert msgspec.json.decode(writer.answer(hashes, left_out)) == expected(match, left_out)
+    for left_out in (set(), doubted, set(match)):
+        assert answer_of(index, hashes, left_out) == expected(match, left_out)
 
 
 def test_ranks_without_a_block_on_the_gpu_have_no_score():
@@ -65,47 +63,13 @@ def test_ranks_without_a_block_on_the_gpu_have_no_score():
     assert answer["instances"]["0"] == {"longest_matched": 128, "gpu": 0, "dp": {"0": 0}, "cpu": 128, "disk": 128}
 
 
-def test_instances_and_their_ranks_are_in_order_and_nothing_is_between():
-    index, hashes = RadixIndex(seed=1), np.arange(1, 3, dtype=np.uint64)
-    for instance_id, rank in ((10, 0), (2, 1), (2, 0)):
-        index.store(WorkerRank(stream_name(instance_id, rank), rank), Tier.GPU, None, hashes)
-    two = '"2":{"longest_matched":32,"gpu":32,"dp":{"0":32,"1":32},"cpu":32,"disk":32}'
-    ten = '"10":{"longest_matched":32,"gpu":32,"dp":{"0":32},"cpu":32,"disk":32}'
-    scores = '"2":{"0":32,"1":32},"10":{"0":32}'
-    assert MatchWriter(index, BLOCK_SIZE).answer(hashes, set()).decode() == (
-        f'{{"scores":{{{scores}}},"frequencies":[],"instances":{{{two},{ten}}}}}'
-    )
-
-
-@pytest.mark.parametrize("num_digits", range(1, 21))
-def test_numbers_of_every_length_are_written(num_digits):
-    rng = random.Random(num_digits)
-    first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, 2**64) - 1
-    for instance_id in (first, last, *(rng.randint(first, last) for _ in range(20))):
-        index, hashes = RadixIndex(seed=1), np.arange(1, 2, dtype=np.uint64)
-        index.store(WorkerRank(stream_name(instance_id, 0), 0), Tier.GPU, None, hashes)
-        assert answer_of(index, hashes)["scores"] == {str(instance_id): {"0": BLOCK_SIZE}}
-
-
-def test_a_writer_follows_ranks_that_come_and_go_and_take_the_places_of_others():
-    rng = random.Random(3)
-    index, hashes = RadixIndex(seed=1), np.arange(1, 65, dtype=np.uint64)
-    writer = MatchWriter(index, BLOCK_SIZE)
-    for _ in range(400):
-        worker = stream_name(rng.randrange(100), 0)
-        match rng.choice(["store", "store", "clear", "remove"]):
-            case "store":
-                index.store(WorkerRank(worker, rng.randrange(2)), Tier.GPU, None, hashes[: rng.randint(1, 64)])
-            case "clear":
-                index.clear(worker)
-            case "remove":
-                index.remove_worker(worker)
-        if rng.random() < 0.3:
-            while index.sweep():
-                pass
-        doubted = {WorkerRank(stream_name(rng.randrange(100), 0), 0)} if rng.random() < 0.2 else set()
-        answer = msgspec.json.decode(writer.answer(hashes, doubted))
-        assert answer == expected(index.match(hashes), doubted)
+def test_of_several_matches_the_most_counts():
+    index, hashes, others = RadixIndex(seed=1), *np.arange(1, 9, dtype=np.uint64).reshape(2, 4)
+    index.store(WorkerRank("1:0", 0), Tier.GPU, None, hashes[:2])
+    index.store(WorkerRank("1:0", 0), Tier.GPU, None, others)
+    index.store(WorkerRank("2:0", 0), Tier.GPU, None, others[:1])
+    answer = msgspec.json.decode(answer_to([index.match(hashes), index.match(others)], BLOCK_SIZE, frozenset()))
+    assert answer["scores"] == {"1": {"0": 64}, "2": {"0": 16}}
 
 
 def test_what_is_asked_for_is_kept_under_a_cap():
