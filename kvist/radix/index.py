@@ -242,10 +242,9 @@ class RadixIndex:
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
     def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
-        """Return an iterator over all that is held now, parents before children; later changes do not show.
+        """Return an iterator over all that is held now, in no order; later changes do not show.
 
-        One snapshot at a time. It takes 16 bytes a block while it is open. Blocks come by ascending depth, which is
-        wrong only for what corrupt peers stored below a wrong parent.
+        One snapshot at a time. It takes up to 16 bytes a block while it is open.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")

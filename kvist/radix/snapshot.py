@@ -1,8 +1,7 @@
-"""Snapshots: all that was held when one began, parents first, while the index goes on changing.
+"""Snapshots: all that was held when one began, while the index goes on changing.
 
-Each segment is copied, its rows by ascending depth, before it changes or when its turn comes. Once all are, the copies
-are merged by depth. So a snapshot takes 16 bytes a block until it is closed. Sets that were there when it began stay as
-long, and are swept then.
+Each segment is copied before it changes, or when its turn comes. So a snapshot takes up to 16 bytes a block until it is
+closed. Sets that were there when it began stay as long, and are swept then.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.radix._slots import SlotTable
-from kvist.radix.compiled.housekeeping import capture_some, members_of, tell
+from kvist.radix.compiled.housekeeping import members_of, tell
 from kvist.radix.compiled.layout import LIVE, MAX_DEPTH, ROW, Records
 from kvist.radix.values import SnapshotChunk
 
@@ -34,11 +33,10 @@ class Snapshot:
         self._ranks: list[WorkerRank] = list(slots.ranks)
         self._is_live: NDArray[np.bool_] = slots.table["state"][: len(self._ranks)] == LIVE
         self._rows = np.empty(max_blocks, ROW)
-        self._num_captured = 0
-        self._depth, self._segment = 0, 0
+        self._number = self._first = 0  # the segment, and which of its copied rows comes next
         self._is_open = True
         is_captured = segments["is_captured"] != 0
-        for field in ("num_copied", "num_told", "is_captured"):
+        for field in ("num_copied", "is_captured"):
             segments[field][is_captured] = 0
         core["captured_stamp"] = core["last_stamp"]
 
@@ -46,16 +44,11 @@ class Snapshot:
         return self
 
     def __next__(self) -> SnapshotChunk:
-        num_rows = 0
-        if self._is_open and self._num_captured < len(self._segments):
-            self._num_captured = capture_some(self._segments, self._num_captured, _MAX_VISITS)
-        elif self._is_open and self._depth >= 0:
-            num_rows, self._depth, self._segment = tell(
-                self._segments, self._depth, self._segment, self._rows, _MAX_VISITS
-            )
-        else:
+        if not self._is_open or self._number == len(self._segments):
             self.close()
             raise StopIteration
+        where = self._number, self._first
+        num_rows, self._number, self._first = tell(self._segments, *where, self._rows, _MAX_VISITS)
         return self._chunk(self._rows[:num_rows])
 
     def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:

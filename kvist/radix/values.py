@@ -109,7 +109,7 @@ class Residencies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Some blocks of a snapshot, by ascending depth and so each after its parent, with all who hold them.
+    """Some blocks of a snapshot, in no order, with all who hold them.
 
     Block i has the hash `hashes[i]`, and `depths[i]` blocks come before it (262,143 at most). Its holders are
     `members[offsets[s] : offsets[s + 1]]` with `s = set_idx[i]`.

@@ -164,7 +164,7 @@ def test_a_chain_of_a_hundred_thousand_blocks_needs_no_recursion() -> None:
     assert index.store(W0, Tier.GPU, None, chain).num_stored == 100_000
     assert gpu_depths(index, chain) == {W0: 100_000}
     blocks = [block for chunk in index.snapshot() for block in chunk.hashes.tolist()]
-    assert blocks == chain.tolist()
+    assert sorted(blocks) == sorted(chain.tolist())
     assert index.remove(W0, Tier.GPU, chain[::-1].copy()).num_not_found == 0
     assert index.statistics().num_blocks == 0
     check_invariants(index)
@@ -369,8 +369,6 @@ def test_what_is_copied_while_a_snapshot_begins_is_told_once(monkeypatch: pytest
             chunks += steps
         told = [block for chunk in chunks for block in chunk.hashes.tolist()]
         assert sorted(told) == sorted(blocks.tolist())
-        depths = [depth for chunk in chunks for depth in chunk.depths.tolist()]
-        assert depths == sorted(depths)
         sweep_all(index)
         check_invariants(index)
 
@@ -469,6 +467,6 @@ def test_only_one_snapshot_is_open_at_a_time_and_a_forgotten_one_closes_itself(i
         index.snapshot()
     index.store(W0, Tier.HOST, None, u64(1, 2))
     del forgotten
-    assert [block for chunk in index.snapshot() for block in chunk.hashes.tolist()] == [1, 2]
+    assert {block for chunk in index.snapshot() for block in chunk.hashes.tolist()} == {1, 2}
     with pytest.raises(InvalidValueError, match="max_blocks_per_chunk"):
         index.snapshot(0)

@@ -102,24 +102,13 @@ def replace(index: Record, segment: Record, place: int, set_id: int) -> None:
 
 @helper
 def capture(segment: Record) -> None:
-    """Copy what an open snapshot has to tell of a segment, by ascending depth."""
-    rows, copies, deepest = segment.rows, segment.copies, 0
+    """Copy what an open snapshot has to tell of a segment."""
+    rows, copies, count = segment.rows, segment.copies, 0
     for place in range(segment.room):
         if rows[place].set_id:
-            deepest = max(deepest, signed(rows[place].marks) & layout.MAX_DEPTH)
-    starts = np.zeros(deepest + 2, np.int64)
-    for place in range(segment.room):
-        if rows[place].set_id:
-            starts[(signed(rows[place].marks) & layout.MAX_DEPTH) + 1] += 1
-    for depth in range(deepest):
-        starts[depth + 1] += starts[depth]
-    for place in range(segment.room):
-        if rows[place].set_id:
-            depth = signed(rows[place].marks) & layout.MAX_DEPTH
-            copy = copies[starts[depth]]
-            copy.hash, copy.value = rows[place].hash, rows[place].value
-            starts[depth] += 1
-    segment.is_captured, segment.num_copied, segment.num_told = 1, segment.count, 0
+            copies[count].hash, copies[count].value = rows[place].hash, rows[place].value
+            count += 1
+    segment.is_captured, segment.num_copied = 1, count
 
 
 @helper

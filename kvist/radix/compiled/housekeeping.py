@@ -148,50 +148,26 @@ def evict(core: Records, segments: Records, rounds: Records, max_work: int) -> b
 # --- Snapshots ------------------------------------------------------------------------------------------------------
 
 
-@jit((layout.SEGMENTS_TYPE, int64, int64))
-def capture_some(segments: Records, number: int, max_rows: int) -> int:
-    """Copy what a snapshot tells of segments from a number on, unless that was done; return where that ended."""
-    num_visited = 0
-    while number < len(segments) and num_visited < max_rows:
-        if segments[number].count and not segments[number].is_captured:
-            capture(segments[number])
-            num_visited += segments[number].room
-        num_visited += 1
-        number += 1
-    return number
-
-
 @jit((layout.SEGMENTS_TYPE, int64, int64, layout.ROWS_TYPE, int64))
-def tell(segments: Records, depth: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
-    """Move copied rows to the output, by ascending depth, from one depth and segment on, until that is full.
+def tell(segments: Records, number: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
+    """Write what a snapshot tells, from some row of a segment's copies on, until the output is full.
 
-    Returns how many, and the depth and segment to go on with; depth -1 once all are told.
+    Returns how many rows, and the segment and row to go on with.
     """
     count = num_visited = 0
-    while depth >= 0:
-        following = -1  # the next depth that there is
-        for number in range(first, len(segments)):
-            if count == len(output) or num_visited >= max_visits:
-                return count, depth, number
-            segment = segments[number]
-            num_visited += 1
-            while segment.num_told < segment.num_copied and count < len(output):
-                copy = segment.copies[segment.num_told]
-                if signed(copy.marks) & layout.MAX_DEPTH != depth:
-                    break
-                output[count].hash, output[count].value = copy.hash, copy.value
-                segment.num_told += 1
-                count += 1
-            if count == len(output):
-                return count, depth, number
-        first = 0
-        for segment in segments:
-            if segment.num_told < segment.num_copied:
-                deeper = signed(segment.copies[segment.num_told].marks) & layout.MAX_DEPTH
-                following = deeper if following < 0 else min(following, deeper)
-        num_visited += len(segments)
-        depth = following
-    return count, -1, 0
+    while number < len(segments) and count < len(output) and num_visited < max_visits:
+        segment = segments[number]
+        if segment.count and not segment.is_captured:
+            capture(segment)
+            num_visited += segment.room
+        while first < segment.num_copied and count < len(output):
+            output[count].hash, output[count].value = segment.copies[first].hash, segment.copies[first].value
+            first += 1
+            count += 1
+        if first == segment.num_copied:
+            number, first = number + 1, 0
+        num_visited += 1
+    return count, number, first
 
 
 @jit((layout.CORE_TYPE, types.Array(uint32, 1, "C")))

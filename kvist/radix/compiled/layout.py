@@ -48,14 +48,14 @@ ROW = np.dtype(
 )
 SEGMENT = np.dtype(
     {
-        "names": ["room", "count", "is_captured", "num_copied", "num_told", "rows", "copies"],
-        "formats": ["i8"] * 5 + [(ROW, (SEGMENT_ROWS,))] * 2,
-        "offsets": [*range(0, 40, 8), 64, 64 + ROW.itemsize * SEGMENT_ROWS],
+        "names": ["room", "count", "is_captured", "num_copied", "rows", "copies"],
+        "formats": ["i8"] * 4 + [(ROW, (SEGMENT_ROWS,))] * 2,
+        "offsets": [*range(0, 32, 8), 64, 64 + ROW.itemsize * SEGMENT_ROWS],
         "itemsize": mmap.PAGESIZE + 2 * ROW.itemsize * SEGMENT_ROWS,
     },
     align=True,
 )
-"""There is room for as many `rows` as `room` says. `copies` are what a snapshot is to tell, by ascending depth."""
+"""There is room for as many `rows` as `room` says. `copies` are what a snapshot is to tell."""
 HEAD = np.dtype(
     [
         ("multiplier", "u8"),  # odd and secret, so that nobody can choose where hashes land
