@@ -37,6 +37,10 @@ DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
 workers find up to 7 points more of their prompts cached than with events, and 13 less of conversations that outgrow the
 cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expected.py, 2026-11-22)."""
 
+SALTING_ENGINES = frozenset({"kvist", "vllm", "sglang"})
+"""Engines whose chats, completions and responses take a `cache_salt`, as read in vLLM 0.33 and SGLang 0.5.23; vLLM's
+Anthropic messages take none."""
+
 _UPSTREAM = UpstreamLimits()
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\?#@\sA-Z]+")
@@ -183,6 +187,13 @@ class RouterConfig:
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"),
     ] = None
+    isolation: Annotated[
+        Literal["none", "tenant"],
+        Meta(description="tenant: no tenant can tell what others have cached, but those of its group"),
+    ] = "none"
+    isolation_secret: Annotated[
+        Secret | None, Meta(description="what salts of caches are made from, the same in each router of a fleet")
+    ] = field(default=None, repr=False)
     admin_key: Annotated[
         Secret | None,
         Meta(description="bearer key for administration; without it only loopback clients may administer"),
@@ -319,6 +330,8 @@ class RouterConfig:
                 raise InvalidValueError("cors_origins", origin, "* or scheme://host[:port] in small letters")
         if self.replicas is not None:
             check_event_source(self.replicas, "replicas")
+        if self.isolation == "tenant" and self.isolation_secret is None:
+            raise InvalidValueError("isolation_secret", None, "a secret, as isolation is by tenant")
         if self.client_ca is not None and self.tls_certificate is None:
             raise InvalidValueError("client_ca", self.client_ca, "none without tls_certificate")
         if self.otlp_traces_endpoint is not None:
@@ -347,9 +360,19 @@ class RouterConfig:
         return tuple(dict.fromkeys((*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)))
 
     @property
+    def has_tenants(self) -> bool:
+        """Return whether clients are told apart."""
+        return self.tenants is not None
+
+    @property
     def asks_for_keys(self) -> bool:
         """Return whether clients have to show who they are."""
-        return self.api_key is not None or self.tenants is not None
+        return self.api_key is not None or self.has_tenants
+
+    @property
+    def engines(self) -> frozenset[str] | None:
+        """Return whose workers are given requests, None for any: those that keep caches apart, if they are to be."""
+        return SALTING_ENGINES if self.isolation == "tenant" else None
 
     def authorization(self, url: str) -> Headers:
         """Return what a worker is sent to be let in: a key, or nothing."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from kvist.http import (
     UpstreamTimeoutError,
 )
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import without_field
+from kvist.openai.requests import with_fields, without_field
 from kvist.router import spans
 from kvist.router.access_log import MAX_CHARS, AccessLog
 from kvist.router.admission import Admission, Place, priority_of, timeout_of
@@ -56,6 +56,7 @@ from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
+from kvist.router.tenants.isolation import salt_of, takes_salt
 from kvist.router.tenants.tenant import Tenant
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import NO_SPAN, Span
@@ -262,6 +263,7 @@ class Forwarding:
         try:
             if self.request.body:
                 self.tenant.check_models(ask.model, ask.fields)
+                self._isolate()
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
             priority = priority_of(ask.fields, is_administrator=self.is_administrator)
             self.place = router.admission.enter(self, ask.model, priority, timeout_s)
@@ -272,6 +274,14 @@ class Forwarding:
             self._match()
         else:
             self._waiting_step = self.trace.step("queue")
+
+    def _isolate(self) -> None:
+        """Have caches keep the prompt apart from other tenants', if they are to; raises RequestError if they cannot."""
+        secret, ask = self.router.config.isolation_secret, self.ask
+        if self.router.config.isolation == "none" or secret is None or not takes_salt(self.request.path):
+            return
+        self.ask = replace(ask, cache_salt=salt_of(secret, self.tenant, ask.cache_salt))
+        self.body = with_fields(self.body, {"cache_salt": self.ask.cache_salt})
 
     # Wait and match.
 

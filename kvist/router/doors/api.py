@@ -123,7 +123,9 @@ class AdminApi:
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _list_workers(self, _: Question) -> Answer:
-        explained = [explain_worker(worker, self.load, self.index, self.now_s()) for worker in self.fleet.workers]
+        explained = [
+            explain_worker(worker, self.fleet, self.load, self.index, self.now_s()) for worker in self.fleet.workers
+        ]
         return json_answer({"workers": explained})
 
     def _add_worker(self, question: Question) -> Answer:

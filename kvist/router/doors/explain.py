@@ -117,14 +117,16 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
     }
 
 
-def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None, now_s: float) -> dict[str, Any]:
+def explain_worker(
+    worker: Worker, fleet: Fleet, load: LoadTracker, index: FleetIndex | None, now_s: float
+) -> dict[str, Any]:
     """Return a worker's state and what it follows from."""
     identity = worker.identity
     return {
         "url": worker.url,
         "state": worker.state.value,
         "wanted_by": list(worker.wanted_by),
-        "takes_nothing_as": _why_nothing(worker, now_s),
+        "takes_nothing_as": _why_nothing(worker, fleet, now_s),
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
@@ -149,7 +151,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None, 
     }
 
 
-def _why_nothing(worker: Worker, now_s: float) -> str | None:
+def _why_nothing(worker: Worker, fleet: Fleet, now_s: float) -> str | None:
     """Return why the worker is given no request now, None if it may be."""
     if worker.state is not WorkerState.HEALTHY:
         return f"it is {worker.state}: {worker.last_failure or 'no verdict yet'}"
@@ -157,6 +159,8 @@ def _why_nothing(worker: Worker, now_s: float) -> str | None:
         return f"its circuit is open: {worker.breaker.failures_in_a_row} requests failed in a row"
     if worker.capacity.paused_until_s > now_s:
         return f"it asked to be spared for {worker.capacity.paused_until_s - now_s:.1f} s more"
+    if fleet.engines is not None and worker.engine not in fleet.engines:
+        return f"its engine ({worker.engine or 'not told'}) may not keep caches of tenants apart"
     return "it names no model" if worker.model_ids == frozenset() else None
 
 

@@ -99,7 +99,7 @@ class Keeper:
                 expected_time_to_live_s=config.expected_time_to_live_s,
                 descriptor=descriptor,
             )
-        self.fleet = Fleet(config.block_size, self.index, now_s)
+        self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)

@@ -82,8 +82,8 @@ logger = logging.getLogger(__name__)
 
 TRACES_CLOSE_TIMEOUT_S = 0.5
 
-OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
-USAGE_PATH = "/usage"
+METRICS_PATH, USAGE_PATH = "/metrics", "/usage"
+OPEN_PATHS = frozenset({"/health", "/readiness", METRICS_PATH})
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret"})
 WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
@@ -292,7 +292,7 @@ class RouterService:
             request = msgspec.structs.replace(request, target=path + request.target[len(request.path) :])
         config = self._config
         if path in OPEN_PATHS or path in ADMIN_PATHS:
-            if path in ADMIN_PATHS:
+            if path in ADMIN_PATHS or (path == METRICS_PATH and config.has_tenants):
                 require_administrator(request, config.admin_key)
             return self._answer_operator(request, responder)
         if path == USAGE_PATH:

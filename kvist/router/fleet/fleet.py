@@ -33,11 +33,19 @@ class BlockSizes(NamedTuple):
 class Fleet:
     """All methods belong to the event loop."""
 
-    def __init__(self, block_size: int | None, index: Caches | None, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        block_size: int | None,
+        index: Caches | None,
+        now_s: Callable[[], float],
+        engines: frozenset[str] | None = None,
+    ) -> None:
         """Begin with nobody; `index` is None where the policy does not look at caches.
 
-        Blocks are of so many tokens where nobody tells.
+        Blocks are of so many tokens where nobody tells. Workers of other engines than these, if any are named, are
+        given nothing.
         """
+        self.engines = engines
         self._block_size = block_size or DEFAULT_BLOCK_SIZE
         self._index = index
         self._now_s = now_s
@@ -125,6 +133,7 @@ class Fleet:
             and worker.breaker.allows(now_s)
             and worker.url not in skipped
             and worker.serves(model)
+            and (self.engines is None or worker.engine in self.engines)
         ]
 
     def is_known(self, model: str | None) -> bool:

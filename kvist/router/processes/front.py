@@ -100,7 +100,7 @@ class RemoteKeeper:
         self._directory, self._front, self._pool, self._metrics, self._gauges = directory, front, pool, metrics, gauges
         self.load = load
         self.index = SharedIndex(self._tell, time.monotonic) if config.policy == "kv" else None
-        self.fleet = Fleet(config.block_size, self.index, time.monotonic)
+        self.fleet = Fleet(config.block_size, self.index, time.monotonic, config.engines)
         self.models = Models(config, self.fleet, self.fleet.renderings.start)
         self.fleet.on_paused = lambda worker: self._tell(messages.Paused(worker.url, worker.capacity.paused_until_s))
         self._conversations: Conversations | None = None

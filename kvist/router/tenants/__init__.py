@@ -2,6 +2,7 @@
 
     keys       which tenant a request is of, by the SHA-256 of its key
     tenant     what a tenant may do, and the file that says so
+    isolation  caches that tenants cannot see into
     accounts   what each has used
 
 Where nothing is said of tenants, all requests are of one that may do everything.

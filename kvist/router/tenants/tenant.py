@@ -15,12 +15,15 @@ from kvist.openai.requests import Fields
 from kvist.router.regret import DEFAULT_TENANT
 from kvist.settings import read_struct
 
+Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who may ask for which models; None allows all."""
+    """Who may ask for which models, None being all, and with whom it shares caches where they are kept apart."""
 
-    name: Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
+    name: Name
     models: frozenset[str] | None = None
+    group: Name | None = None
 
     def check_models(self, model: str | None, fields: Fields) -> None:
         """Raise RequestError (403) unless the tenant may ask for this model; one that is not named may be any.
