@@ -114,7 +114,7 @@ def sidecar(stream: PacedStream) -> tuple[float, int]:
     """Return CPU microseconds of a sidecar for each block stored, socket and splitting left out, and events lost."""
     messages = [Message(b"", sequence, payload) for sequence, payload in enumerate(stream.payloads())]
     publisher = KvEventPublisher(Discarding(), worker="bench", block_size=BLOCK_SIZE, num_ranks=0, limits=LIMITS)
-    feed = SidecarFeed(Endpoint.parse("tcp://127.0.0.1:5557"), lambda _: publisher)
+    feed = SidecarFeed(Endpoint.parse("tcp://127.0.0.1:5557"), publisher)
     cpu_s = time.process_time()
     for start in range(0, stream.num_messages, 16):
         for _ in feed.receive_all(messages[start : start + 16], 1.0):

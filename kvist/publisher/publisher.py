@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from kvist.events.engine_events import KnownWindow, Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
+from kvist.publisher.filter import WindowFilter
 from kvist.publisher.snapshot import Answers
 from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of, with_companions
 
@@ -55,7 +56,7 @@ class KvEventPublisher:
         transport: str | Publication,
         *,
         worker: str,
-        block_size: int,
+        block_size: int | None,
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
         num_ranks: int = 1,
@@ -67,23 +68,25 @@ class KvEventPublisher:
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
-        `block_size` must be the engine's. `window` is the one to publish, for engines that do not report theirs.
+        `block_size` must be the engine's; without one, `learn_block_size` comes before all reports. `window` is the
+        one to publish, for engines that do not report theirs.
         Ranks below `num_ranks` send heartbeats from the start; others from their first event on. With `counts_copies`,
         a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy; with
         `has_full_reports` it may be reported once more because somebody asked. With
         `has_all_groups` a second stream of each rank has what its other groups hold of the published one's blocks, and
         how many blocks behind a hit the engine must have as well, `num_ahead`: with EAGLE vLLM may compute one again.
         """
-        if block_size <= 0:
+        if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
-        topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry
+        topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry, as this does for a wrong window
+        WindowFilter(configured_window=window)
         self._worker = worker
-        self._block_size = block_size
+        self.block_size = block_size
+        """The engine's, None while it is neither given nor learnt."""
         self._limits = buffers.PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
         self._new_stream = partial(
             RankStream,
-            block_size=block_size,
             epoch=self._epoch,
             window=window,
             lora_names=lora_names,
@@ -133,7 +136,8 @@ class KvEventPublisher:
                 facts["block_lengths"] = _kept(lengths)
             if (mm_hashes := facts.get("mm_hashes")) is not None:
                 facts["mm_hashes"] = tuple(map(tuple, mm_hashes))
-            return EngineStored(_kept(block_hashes), _kept(token_ids), self._block_size, **facts)
+            assert self.block_size is not None
+            return EngineStored(_kept(block_hashes), _kept(token_ids), self.block_size, **facts)
 
         self._report_read(facts.get("rank", 0), read)
 
@@ -142,6 +146,18 @@ class KvEventPublisher:
 
     def cleared(self, *, rank: int = 0) -> None:
         self.report(EngineCleared(rank))
+
+    def learn_block_size(self, events: Iterable[EngineEvent]) -> bool:
+        """Take the block size from the first of these events that tells one, unless it is known; return whether it is.
+
+        Only then may they be reported.
+        """
+        if self.block_size is None:
+            sizes = (event.block_size for event in events if isinstance(event, EngineStored) and event.block_size > 0)
+            self.block_size = next(sizes, None)
+            if self.block_size is not None:
+                _logger.info("block size learnt worker=%s block_size=%d", self._worker, self.block_size)
+        return self.block_size is not None
 
     def report(self, event: EngineEvent) -> None:
         """Report any engine event; its sequences are kept as they are and must not be changed any more."""
@@ -344,7 +360,8 @@ class KvEventPublisher:
     def _stream(self, rank: int) -> RankStream:
         rank = int(rank)  # which may be one of NumPy's, that cannot be sent
         if rank not in self._streams:
-            self._streams[rank] = self._new_stream(WorkerRank(self._worker, rank))
+            assert self.block_size is not None
+            self._streams[rank] = self._new_stream(WorkerRank(self._worker, rank), self.block_size)
         return self._streams[rank]
 
 

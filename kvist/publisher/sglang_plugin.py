@@ -17,9 +17,7 @@ from typing import Any
 import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events import EngineStored
 from kvist.events.dialects import decode_block_events
-from kvist.events.transports import Publication, open_publication
 from kvist.publisher.buffers import PublisherLimits
 from kvist.publisher.publisher import KvEventPublisher
 
@@ -55,15 +53,18 @@ class SglangPublisher:
     ) -> None:
         """Bind; what SGLang configures beside is its own publisher's. Raises InvalidValueError for a wrong address."""
         self._rank = attn_dp_rank
-        self._worker = topic or socket.gethostname()
-        self._limits = PublisherLimits(replay_max_batches=buffer_steps)
-        self._publication: Publication = open_publication(_url(endpoint, replay_endpoint, attn_dp_rank))
-        self._publisher: KvEventPublisher | None = None
+        self._publisher = KvEventPublisher(
+            _url(endpoint, replay_endpoint, attn_dp_rank),
+            worker=topic or socket.gethostname(),
+            block_size=None,
+            num_ranks=0,  # of the ranks only this one is published here, from its first event on
+            limits=PublisherLimits(replay_max_batches=buffer_steps),
+        )
         self._is_shut_down = False
         self._encode = msgspec.msgpack.Encoder().encode
         self.num_malformed = 0
         atexit.register(self.shutdown)
-        _logger.info("publishing at %s worker=%s rank=%d", self._publication.endpoint, self._worker, attn_dp_rank)
+        _logger.info("publishing at %s topic=%r rank=%d", self._publisher.endpoint, topic, attn_dp_rank)
 
     def publish(self, events: Any) -> None:
         """Take a batch of the scheduler's, a `KVEventBatch`; nothing after `shutdown`."""
@@ -78,10 +79,8 @@ class SglangPublisher:
             return
         if batch.num_malformed_events:
             self._count_malformed(batch.num_malformed_events, "events are not the dialect's")
-        for event in batch.events:
-            if self._publisher is None and isinstance(event, EngineStored) and event.block_size > 0:
-                self._start(event.block_size)
-            if self._publisher is not None:
+        if self._publisher.learn_block_size(batch.events):
+            for event in batch.events:
                 self._publisher.report(event)
 
     def describe_local_source(self, block_size: int) -> None:  # noqa: ARG002 - SGLang's name
@@ -92,22 +91,10 @@ class SglangPublisher:
         """Publish what was taken, and release the ports; idempotent."""
         atexit.unregister(self.shutdown)
         self._is_shut_down = True
-        if self._publisher is None:
-            self._publication.close()
-            return
         try:
             self._publisher.close()
         except OSError as error:
             _logger.error("publishing had stopped: %s", error)
-
-    def _start(self, block_size: int) -> None:
-        self._publisher = KvEventPublisher(
-            self._publication,
-            worker=self._worker,
-            block_size=block_size,
-            num_ranks=0,  # of the ranks only this one is published here, from its first event on
-            limits=self._limits,
-        )
 
     def _count_malformed(self, num: int, reason: str) -> None:
         if self.num_malformed == 0:

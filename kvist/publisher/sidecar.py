@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +17,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Self
 
-from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.engine_events import KnownWindow
 from kvist.events.follow import Question, Ticker, follow
 from kvist.events.session import NO_REPLAY, SourceState
-from kvist.events.transports import Endpoint, Message, Publication, ReplayRequest, open_publication, open_subscription
-from kvist.events.transports.base import ReplaySource
+from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.files import in_thread
 from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
-from kvist.publisher.stream import RankState, RankStream, topic_of
+from kvist.publisher.stream import RankState, RankStream
 
 _logger = logging.getLogger(__name__)
 
@@ -61,10 +60,10 @@ class SidecarFeed:
     def __init__(
         self,
         endpoint: Endpoint,
-        publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None],
+        publisher: KvEventPublisher,
         has_full_reports: bool = False,
     ) -> None:
-        """Report to what `publisher_for` returns; with `has_full_reports` no rank of vLLM is known wholly."""
+        """Report to `publisher`; with `has_full_reports` no rank of vLLM is known wholly."""
         self._has_full_reports = has_full_reports and endpoint.engine == "vllm"
         self.endpoint = endpoint
         self.feed = EngineFeed(
@@ -74,8 +73,7 @@ class SidecarFeed:
         self.questions = self.feed.questions
         self.num_resumed = 0
         self._is_taking_answer = False
-        self._publisher_for = publisher_for
-        self._publisher: KvEventPublisher | None = None
+        self._publisher = publisher
         self._ranks: set[int] = set()
         self._num_processes = 1  # of the engine, up to the last clearing
         self._restored: Mapping[int, RankState] | None = None
@@ -103,11 +101,8 @@ class SidecarFeed:
     @property
     def is_complete(self) -> bool:
         """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
-        return self.feed.session.state is SourceState.LIVE and self._num_lost == self._num_lost_before
-
-    @property
-    def _num_lost(self) -> int:
-        return 0 if self._publisher is None else self._publisher.num_lost_events
+        num_lost = self._publisher.num_lost_events
+        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_before
 
     @property
     def _complete_ranks(self) -> frozenset[int]:
@@ -116,7 +111,8 @@ class SidecarFeed:
             return frozenset()
         if self.is_complete:
             return frozenset(self._ranks - self._keeping)
-        return frozenset(rank for rank, num_lost in self._num_lost_before_of.items() if num_lost == self._num_lost)
+        num_lost = self._publisher.num_lost_events
+        return frozenset(rank for rank, before in self._num_lost_before_of.items() if before == num_lost)
 
     def progress(self) -> EngineProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
@@ -129,12 +125,10 @@ class SidecarFeed:
         followed = self.name, session.expected_sequence, is_complete, fingerprints
         return EngineProgress(*followed, tuple(sorted(self._ranks)), complete_ranks)
 
-    def restore(
-        self, publisher: KvEventPublisher, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float
-    ) -> None:
+    def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
         """Go on from there once that is proven; to be called before anything else."""
-        self._publisher, self._restored = publisher, ranks
-        self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, publisher.num_lost_events)
+        self._restored = ranks
+        self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, self._publisher.num_lost_events)
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
 
@@ -160,17 +154,16 @@ class SidecarFeed:
 
     def _wait_for_room(self) -> Iterator[None]:
         """Yield until the publisher's thread has caught up: meanwhile nothing is received of this endpoint."""
-        while self._publisher is not None and self._publisher.num_waiting_events >= MAX_WAITING_EVENTS:
+        while self._publisher.num_waiting_events >= MAX_WAITING_EVENTS:
             if self._publisher.failure is not None:
                 return  # nobody takes them any more: they are counted as lost
             time.sleep(_WAIT_S)
             yield
 
     def apply(self, batch: DecodedEngineBatch) -> None:
-        """Report a batch's events to the publisher, once there is one (called by the feed)."""
+        """Report a batch's events to the publisher, once the block size is known (called by the feed)."""
         self._resume_ranks()
-        self._publisher = self._publisher or self._publisher_for(batch)
-        if self._publisher is None:
+        if not self._publisher.learn_block_size(batch.events):
             return
         for event in join_removals(batch.events):
             self._ranks.add(event.rank)
@@ -191,14 +184,13 @@ class SidecarFeed:
         self._keeping.clear()
         is_other_process = self.feed.session.num_epochs > self._num_processes
         self._num_processes = self.feed.session.num_epochs
-        if self._publisher is not None:
-            for rank in self._ranks:
-                self._publisher.report(EngineCleared(rank))
-            if not self.feed.session.is_complete:
-                self._tell_ranks(frozenset())
-            self._num_lost_before = self._publisher.num_lost_events
-            if is_other_process:
-                self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
+        for rank in self._ranks:
+            self._publisher.report(EngineCleared(rank))
+        if not self.feed.session.is_complete:
+            self._tell_ranks(frozenset())
+        self._num_lost_before = self._publisher.num_lost_events
+        if is_other_process:
+            self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 
     def _note_empty(self, rank: int, *, is_alone: bool) -> None:
         """Note that a rank holds nothing, and its stream if it is alone; vLLM tells that of the GPU, and no more."""
@@ -206,17 +198,16 @@ class SidecarFeed:
             self._keeping.add(rank)
             self._num_lost_before_of.pop(rank, None)
             return
-        self._num_lost_before_of[rank] = self._num_lost
+        self._num_lost_before_of[rank] = self._publisher.num_lost_events
         if is_alone:
             self.feed.session.on_cleared()
-            self._num_lost_before = self._num_lost
+            self._num_lost_before = self._publisher.num_lost_events
 
     def _resume_ranks(self) -> None:
         """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
         if self._restored is None:
             return
         restored, self._restored = self._restored, None
-        assert self._publisher is not None
         self._ranks |= restored.keys()
         for rank, state in restored.items():
             if any(state.residency.names(tier) for tier in Tier if tier is not Tier.GPU):
@@ -234,7 +225,7 @@ class SidecarFeed:
 
     def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:
         told = (complete_ranks, len(self._ranks))
-        if self._publisher is not None and told != self._published_completeness:
+        if told != self._published_completeness:
             self._published_completeness = told
             self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
 
@@ -307,41 +298,36 @@ class Sidecar:
         groups hold. Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
         """
         counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
-        # Raises now for a value that would otherwise be refused only when the first event comes.
-        source = WorkerRank(worker, 0)
-        topic_of(source)
-        RankStream(source, 1 if block_size is None else block_size, epoch=0, window=window)
-        self._worker = worker
-        self._new_publisher = partial(
-            KvEventPublisher,
-            worker=worker,
-            window=window,
-            lora_names=lora_names,
-            num_ranks=0,  # which ranks there are, the engine's events tell
-            counts_copies=counts_copies,
-            has_full_reports=has_full_reports,
-            has_all_groups=has_all_groups,
-            num_ahead=int(any(each.drops_last_block for each in engine_endpoints)),
-            limits=limits,
-        )
         counted = f"counts_copies={counts_copies} has_all_groups={has_all_groups}"
         # What a saved state depends on beside the block size.
         self._settings = f"window={window} lora_names={sorted((lora_names or {}).items())} {counted}"
-        self.block_size = block_size
-        """The engine's, None while it is neither given, nor saved, nor learnt."""
-        self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
-        self._feeds = [SidecarFeed(each, self._publisher_for, has_full_reports) for each in engine_endpoints]
         with ExitStack() as exits:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
-            saved = self._load()
-            self._publication = AnsweringPublication(open_publication(to, worker))
-            self.endpoint = self._publication.endpoint
+            saved = self._load(block_size)
+            self._publisher = KvEventPublisher(
+                to,
+                worker=worker,
+                block_size=block_size if saved is None else saved.block_size,
+                window=window,
+                lora_names=lora_names,
+                num_ranks=0,  # which ranks there are, the engine's events tell
+                counts_copies=counts_copies,
+                has_full_reports=has_full_reports,
+                has_all_groups=has_all_groups,
+                num_ahead=int(any(each.drops_last_block for each in engine_endpoints)),
+                limits=limits,
+            )
+            self.endpoint = self._publisher.endpoint
             self._exits = exits.pop_all()
-        if self.block_size is not None:
-            self._start_publisher(self.block_size)
+        self._feeds = [SidecarFeed(each, self._publisher, has_full_reports) for each in engine_endpoints]
         if saved is not None:
             self._restore(saved)
+
+    @property
+    def block_size(self) -> int | None:
+        """Return the engine's, None while it is neither given, nor saved, nor learnt."""
+        return self._publisher.block_size
 
     async def run(self) -> None:
         """Follow every endpoint until cancelled or publishing fails, as `close` raises; raises InvalidValueError."""
@@ -355,7 +341,7 @@ class Sidecar:
                 if self._store is not None:
                     running.append(tasks.create_task(self._save_now_and_then(self._store), name="kvist-sidecar-state"))
                 # Polled, because the publisher's thread knows nothing of this loop.
-                while self._publisher is None or self._publisher.failure is None:  # noqa: ASYNC110
+                while self._publisher.failure is None:  # noqa: ASYNC110
                     await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
                 for task in running:
                     task.cancel()
@@ -371,16 +357,13 @@ class Sidecar:
             num_recovered=sum(feed.session.num_recovered for feed in feeds),
             num_lost=sum(feed.session.num_lost for feed in feeds),
             num_restarts=sum(max(0, feed.session.num_epochs - 1) for feed in feeds),
-            published=PublisherStatistics() if self._publisher is None else self._publisher.statistics(),
+            published=self._publisher.statistics(),
         )
 
     def close(self) -> None:
         """Publish what was received, then stop; raises what had ended publishing, if any."""
         with self._exits:
-            if self._publisher is None:
-                self._publication.close()
-            else:
-                self._publisher.close()
+            self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -388,43 +371,28 @@ class Sidecar:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _publisher_for(self, batch: DecodedEngineBatch) -> KvEventPublisher | None:
-        """Return the publisher, started by the first batch that tells the block size if none was given."""
-        if self._publisher is None:
-            block_size = next((event.block_size for event in batch.events if isinstance(event, EngineStored)), None)
-            if block_size is not None and block_size > 0:
-                _logger.info("block size learnt from the engine worker=%s block_size=%d", self._worker, block_size)
-                self._start_publisher(block_size)
-        return self._publisher
-
-    def _start_publisher(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._publisher = self._new_publisher(self._publication, block_size=block_size)
-
     async def _follow(self, feed: SidecarFeed) -> None:
         async with open_subscription(feed.endpoint) as subscription:
             await follow(subscription, feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore())
 
-    def _load(self) -> SidecarState | None:
+    def _load(self, block_size: int | None) -> SidecarState | None:
         """Return what an earlier sidecar saved that was configured like this one."""
         saved = None if self._store is None else self._store.load()
         if saved is None:
             return None
-        if saved.settings != self._settings or self.block_size not in (None, saved.block_size):
+        if saved.settings != self._settings or block_size not in (None, saved.block_size):
             text = "saved state is of a sidecar configured otherwise, starting empty"
             _logger.warning("%s saved=%s block_size=%d now=%s", text, saved.settings, saved.block_size, self._settings)
             return None
-        self.block_size = saved.block_size
         return saved
 
     def _restore(self, saved: SidecarState) -> None:
-        assert self._publisher is not None
         streams = {stream.name: stream for stream in saved.streams}
         for feed in self._feeds:
             stream = streams.get(feed.name)
             if stream is not None:
                 ranks = {rank: saved.ranks[rank] for rank in stream.ranks if rank in saved.ranks}
-                feed.restore(self._publisher, stream, ranks, time.monotonic())
+                feed.restore(stream, ranks, time.monotonic())
 
     async def _save_now_and_then(self, store: StateStore) -> None:
         saved: list[EngineProgress] = []
@@ -432,10 +400,10 @@ class Sidecar:
         while True:
             await asyncio.sleep(interval_s)
             streams = [stream for feed in self._feeds if (stream := feed.progress()) is not None]
-            if self._publisher is None or not all(feed.is_settled for feed in self._feeds) or streams == saved:
+            if self.block_size is None or not all(feed.is_settled for feed in self._feeds) or streams == saved:
                 continue
             started_s = time.monotonic()
-            state = await self._copy(self._publisher, streams)
+            state = await self._copy(self.block_size, streams)
             try:
                 await in_thread(store.save, state)
             except OSError as error:
@@ -444,7 +412,7 @@ class Sidecar:
                 saved = streams
             interval_s = max(SAVE_INTERVAL_S, SAVE_COST_FACTOR * (time.monotonic() - started_s))
 
-    async def _copy(self, publisher: KvEventPublisher, streams: Sequence[EngineProgress]) -> SidecarState:
+    async def _copy(self, block_size: int, streams: Sequence[EngineProgress]) -> SidecarState:
         """Return what is held once all that these streams brought, and nothing else, is in the publisher's."""
         wanted = {rank for stream in streams for rank in stream.ranks}
         ranks: dict[int, RankState] = {}
@@ -452,26 +420,5 @@ class Sidecar:
         def copy(rank_streams: Mapping[int, RankStream]) -> None:
             ranks.update({rank: rank_streams[rank].state() for rank in wanted & rank_streams.keys()})
 
-        await asyncio.wrap_future(publisher.between_events(copy))
-        assert self.block_size is not None
-        return SidecarState(self.block_size, self._settings, tuple(streams), ranks)
-
-
-class AnsweringPublication:
-    """A publication that answers from the start: with nothing, until its publisher does.
-
-    While a sidecar does not know its engine's block size it has no publisher, and yet whoever followed another sidecar
-    here must learn that this one does not hold what that one did.
-    """
-
-    def __init__(self, publication: Publication) -> None:
-        self._source: ReplaySource | None = None
-        self.endpoint, self.send, self.close = publication.endpoint, publication.send, publication.close
-        publication.serve_replay(self)
-
-    def serve_replay(self, source: ReplaySource) -> None:
-        self._source = source
-
-    def replay(self, request: ReplayRequest) -> Iterable[Message]:
-        source = self._source
-        return () if source is None else source.replay(request)
+        await asyncio.wrap_future(self._publisher.between_events(copy))
+        return SidecarState(block_size, self._settings, tuple(streams), ranks)

@@ -70,10 +70,10 @@ class OneSidecar:
 
     def __init__(self, publication: object, saved: bytes | None, now_s: float) -> None:
         self.publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
-        self.feed = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: self.publisher)
+        self.feed = SidecarFeed(Endpoint.parse("tcp://h:1"), self.publisher)
         if saved is not None:
             state = unpack(saved)
-            self.feed.restore(self.publisher, state.streams[0], state.ranks, now_s)
+            self.feed.restore(state.streams[0], state.ranks, now_s)
         self.feed.on_reconnect(now_s)
 
     def receive(self, message: Message, now_s: float) -> None:
@@ -242,7 +242,7 @@ def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_h
 def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(publication):
     feed_limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=feed_limits)
-    feed = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher)
+    feed = SidecarFeed(Endpoint.parse("tcp://h:1"), publisher)
     engine = Engine(1, 1000)
 
     def receive(*messages: Message) -> None:
@@ -324,7 +324,7 @@ def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_no
     monkeypatch.setattr("kvist.publisher.sidecar.MAX_WAITING_EVENTS", 4)
     limits = PublisherLimits(coalesce_s=0, inbox_capacity=8)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
-    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), publisher), Engine(1, 1000)
     list(feed.receive_all([engine.change(1)], 1.0))
     for number in range(2, 50):
         engine.change(number)
@@ -353,7 +353,7 @@ def test_a_feed_does_not_wait_for_a_publisher_that_has_failed(publication, monke
     monkeypatch.setattr("kvist.publisher.sidecar.MAX_WAITING_EVENTS", 0)
     publication.refusal = BrokenPipeError("no route")
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
-    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), publisher), Engine(1, 1000)
     feed.feed.receive(engine.change(1), 1.0)
     until_true(lambda: publisher.failure)
     list(feed.receive_all([engine.change(2)], 2.0))
@@ -421,7 +421,7 @@ def test_a_rank_known_wholly_stays_it_beside_what_its_stream_lacks_when_it_is_sa
 
 def test_copies_are_counted_from_the_event_on_that_says_that_a_rank_holds_nothing(publication):
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, counts_copies=True, limits=QUICK)
-    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), lambda _: publisher), Engine(1, 1)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), publisher), Engine(1, 1)
     stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens_of(1)}
     engine.change(2)  # which is lost
     messages = [engine.change(3), engine.say({"type": "AllBlocksCleared"})]
@@ -468,7 +468,7 @@ def test_what_a_publisher_learns_of_its_completeness_it_tells_at_once(publicatio
 
 def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_not(publication):
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
-    feed = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), lambda _: publisher)
+    feed = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), publisher)
     payload = Engine(1, 1).change(1).payload
     timestamp_s, events, _ = msgspec.msgpack.decode(payload)
     for sequence, what, rank in (

@@ -17,11 +17,11 @@ from kvist.radix import Match
 class _Held(msgspec.Struct, gc=False):
     """What an instance has of a prompt."""
 
-    longest_matched: int = 0
-    gpu: int = 0
-    dp: dict[int, int] = {}
-    cpu: int = 0
-    disk: int = 0
+    longest_matched: int
+    gpu: int
+    dp: dict[int, int]
+    cpu: int
+    disk: int
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -51,20 +51,19 @@ def answer_to(matches: Iterable[Match], block_size: int, doubted: AbstractSet[Wo
     """
     instances: dict[str, _Held] = {}
     for match in matches:
-        for source, (gpu, cpu, _, longest) in zip(match.ranks, match.depths.tolist(), strict=True):
-            if source in doubted:
+        for source, (gpu, cpu, _, longest) in zip(match.ranks, (match.depths * block_size).tolist(), strict=True):
+            if doubted and source in doubted:
                 continue
-            name = source.worker.partition(":")[0]
+            name, rank = source.worker.partition(":")[0], source.rank
             held = instances.get(name)
             if held is None:
-                held = instances[name] = _Held()
-            gpu *= block_size
-            held.longest_matched = held.disk = max(held.disk, longest * block_size)
-            held.gpu = max(held.gpu, gpu)
-            held.cpu = max(held.cpu, cpu * block_size)
-            held.dp[source.rank] = max(held.dp.get(source.rank, 0), gpu)
+                instances[name] = _Held(longest, gpu, {rank: gpu}, cpu, longest)
+                continue
+            held.longest_matched = held.disk = max(held.disk, longest)
+            held.gpu, held.cpu = max(held.gpu, gpu), max(held.cpu, cpu)
+            held.dp[rank] = max(held.dp.get(rank, 0), gpu)
     scores = {
-        name: {rank: num_tokens for rank, num_tokens in held.dp.items() if num_tokens}
+        name: held.dp if all(held.dp.values()) else {rank: gpu for rank, gpu in held.dp.items() if gpu}
         for name, held in instances.items()
         if held.gpu
     }

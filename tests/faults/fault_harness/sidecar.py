@@ -7,27 +7,22 @@ import random
 from contextlib import suppress
 from typing import Any
 
-from fault_harness.engine import BLOCK_SIZE
 from fault_harness.publisher import SteppedPublisher
 from fault_harness.virtual import World
 from fault_harness.wire import Link, Network, WirePublication
 from fault_harness.workers import Account, StockProcess, Worker
-from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.engine_events import EngineStored
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint
-from kvist.publisher.sidecar import AnsweringPublication, SidecarFeed
+from kvist.publisher.sidecar import SidecarFeed
 
 
 class VirtualSidecar:
     """What `Sidecar` is, but for its threads and its state: follows the engine, and publishes once that has spoken."""
 
     def __init__(self, worker: SidecarWorker, network: Network, endpoint: Endpoint) -> None:
-        self.publisher: SteppedPublisher | None = None
-        self._worker = worker
+        self.publisher = worker.new_publisher()
         self._network = network
-        self._publication = AnsweringPublication(WirePublication(worker.link))
-        self._feed = SidecarFeed(endpoint, self._publisher_for)
+        self._feed = SidecarFeed(endpoint, self.publisher)
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     @property
@@ -38,12 +33,7 @@ class VirtualSidecar:
     def kill(self) -> None:
         """End at once."""
         self._following.cancel()
-        (self._publication.close if self.publisher is None else self.publisher.kill)()
-
-    def _publisher_for(self, batch: DecodedEngineBatch) -> SteppedPublisher | None:
-        if self.publisher is None and any(isinstance(event, EngineStored) for event in batch.events):
-            self.publisher = self._worker.new_publisher(self._publication)
-        return self.publisher
+        self.publisher.kill()
 
     async def _follow(self) -> None:
         loop, ticker = asyncio.get_running_loop(), Ticker()
@@ -113,8 +103,7 @@ class SidecarWorker(Worker):
 
     def is_of_now(self, position: tuple[int, int] | None) -> bool:
         assert self._sidecar is not None
-        publisher = self._sidecar.publisher
-        return position is None or (publisher is not None and position[0] == publisher.epoch)
+        return position is None or position[0] == self._sidecar.publisher.epoch
 
     def speak(self) -> None:
         assert self._process is not None
@@ -123,10 +112,10 @@ class SidecarWorker(Worker):
             Worker.live(self, 3)
             self._process.step(self.engines)
 
-    def new_publisher(self, publication: AnsweringPublication) -> SteppedPublisher:
+    def new_publisher(self) -> SteppedPublisher:
         """Return the publisher of a sidecar, of whose batches account is kept."""
-        options: dict[str, Any] = {"worker": "any", "block_size": BLOCK_SIZE, "num_ranks": 0, "counts_copies": True}
-        publisher = SteppedPublisher(publication, limits=self._settings["limits"], **options)
+        options: dict[str, Any] = {"worker": "any", "block_size": None, "num_ranks": 0, "counts_copies": True}
+        publisher = SteppedPublisher(WirePublication(self.link), limits=self._settings["limits"], **options)
         publisher.noted = self._note
         return publisher
 
