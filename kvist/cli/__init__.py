@@ -20,7 +20,7 @@ COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "sim
 # What each optional dependency comes with, for a command whose import failed.
 _MODULES_OF_EXTRA = {
     "router": "numba llvmlite httptools starlette uvicorn tokenizers jinja2 prometheus_client rich",
-    "engine": "torch safetensors",
+    "engine": "torch safetensors transformers",
     "gpu": "triton",
     "tracing": "opentelemetry",
     "replay": "mcap zstandard",

@@ -16,8 +16,7 @@ from kvist import kvcache
 from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
-from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import ModelConfig, rank_config
+from kvist.engine.models.config import ModelConfig, load_model_config, rank_config
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
 from kvist.engine.rank_processes import Followers, Leader, LeadingRunner
@@ -196,11 +195,14 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
 
 
 def _is_capturable(facts: _Facts) -> bool:
-    """Return whether steps launch alike: torch 2.13 asks for experts' counts but for bfloat16 on sm_90 and later."""
-    if facts.device.type != "cuda":
+    """Return whether steps launch alike: torch 2.13 asks for experts' counts but for bfloat16 on sm_90 and later.
+
+    Gemma 3n, as transformers has it, makes tensors of numbers amid a step.
+    """
+    if facts.device.type != "cuda" or facts.model.architecture == "Gemma3nForCausalLM":
         return False
     is_asked = facts.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(facts.device) < (9, 0)
-    return not (is_asked and any(layer.moe is not None for layer in facts.model.layers))
+    return not (is_asked and facts.model.has_experts)
 
 
 def _device(name: str, rank: int, num_ranks: int) -> torch.device:

@@ -1,6 +1,5 @@
-"""Decoder models, each described by a `ModelConfig`: `checkpoint_config` has the list of supported architectures.
+"""Decoder models: transformers' own, whose attention reads and writes paged memory.
 
-It reads Hugging Face's config.json of each family, and `weights` fills the model, or a rank's share, from safetensors.
-`transformer` is the model: a `decoder` made of `layers` and `moe`. What sets most families apart is data, not code; the
-layers of later Gemmas are more than the rest's, and in `gemma`.
+`config` says which architectures and what each layer asks of that memory, `transformer` is the model, and `weights`
+fills it, or a rank's share of it, from safetensors.
 """

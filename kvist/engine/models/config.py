@@ -1,182 +1,85 @@
-"""What a decoder model is, independent of how its checkpoint spells it, and what of it is one rank's."""
+"""What a checkpoint's config.json says, as transformers reads it, and what of the model is one rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine_events import KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
 from kvist.transfer.heads import Part
 
 MAX_HEAD_DIM = 512  # what the attention kernels take
 
+ARCHITECTURES = (
+    "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Those that tests hold equal to transformers' own attention."""
 
-class Activation(Enum):
-    """The gate's non-linearity."""
+_TEXT_PARTS = {
+    name.replace("CausalLM", "ConditionalGeneration"): name for name in ARCHITECTURES if name.startswith("Gemma")
+}
+"""Models that take images or sound too: of these, what reads and writes text."""
 
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3's frequency scaling: long wavelengths are slowed by `factor`, short ones kept, those between blended."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN (arXiv:2309.00071): pairs that turn less than `beta_slow` times over the original context are slowed by
-    `factor`, those that turn more than `beta_fast` times are kept, and a ramp lies between.
-
-    `is_truncated` rounds the ends of the ramp outwards to whole pairs; cosines and sines are multiplied by `magnitude`.
-    """
-
-    factor: float
-    beta_fast: float
-    beta_slow: float
-    original_max_position: int
-    is_truncated: bool
-    magnitude: float
+_SLIDING, _WHOLE = "sliding_attention", "full_attention"
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
+"""Others turn a token by how long its sequence is, or will be: what a step has of many sequences does not say."""
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Frequencies `theta ** (-2i / head_dim) / linear_factor`; of all pairs only the first `rotated_share` turn."""
-
-    theta: float
-    linear_factor: float = 1.0
-    rotated_share: float = 1.0
-    scaling: Llama3Scaling | YarnScaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ClampedSwiglu:
-    """The gate `g * sigmoid(alpha * g) * (u + 1)`, with g at most `limit` and u within it on both sides."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """A mixture of experts: each token goes to the `top_k` of the router's softmax.
-
-    `is_normalised`: the chosen weights are scaled to sum to 1. With `swiglu`, the router and the experts have biases,
-    and checkpoints store the experts' matrices transposed, gate and up outputs in turn.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    is_normalised: bool
-    swiglu: ClampedSwiglu | None = None
-
-    def __post_init__(self) -> None:
-        if self.top_k > self.num_experts:
-            raise InvalidValueError("num_experts_per_tok", self.top_k, f"at most the {self.num_experts} experts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What differs from layer to layer.
-
-    `kv_source`: the layer whose keys and values this one reads, having none of its own. `is_value_key`: values are
-    what the key projection gives, before its norm. `activation_sparsity`: the share of the MLP's gates set to zero, if
-    they are distributed normally (Gemma 3n). `moe`: experts instead of an MLP, or beside it (Gemma 4).
-    """
+    """What a layer keeps; `kv_source` is the layer whose keys and values it reads, having none of its own."""
 
     window: KnownWindow
-    rope: RopeConfig
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     kv_source: int | None = None
-    is_value_key: bool = False
-    activation_sparsity: float = 0.0
-    moe: MoeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PerLayerInputConfig:
-    """Gemma's per-layer embeddings: each token has `size` numbers for every layer, from a table of `vocab_size`."""
-
-    vocab_size: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3nConfig:
-    """Only Gemma 3n's: alternating updates over several residual streams, and a low-rank branch beside attention.
-
-    Each layer computes on the stream `active_stream` alone; the others are predicted from all and corrected by what it
-    found. `has_output_scale` scales the active stream before the layer's own embedding is mixed in.
-    """
-
-    num_streams: int
-    active_stream: int
-    has_output_scale: bool
-    laurel_rank: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.active_stream < self.num_streams:
-            raise InvalidValueError("altup_active_idx", self.active_stream, f"0 to {self.num_streams - 1}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder: pre-norm blocks of grouped-query attention and a gated MLP or experts.
+    """A decoder that transformers has: its text part, if the checkpoint has more, to see or hear with.
 
-    `norm_offset` is added to every norm weight (Gemma stores weight - 1); `has_output_norms` norms what attention and
-    MLP give before it joins the residual; `has_v_norm` norms values, without a weight; `has_sinks` adds a learned logit
-    a head to the attention's softmax, that takes weight from the keys. `renamed_weights` maps our names of parts to the
-    checkpoint's: "" where it has no such level. `is_text_part`: the checkpoint has more, to see or hear with: left out.
-    `num_ranks`: over how many processes the heads and MLPs are split, of which this is one's (`rank_config`).
+    `num_ranks`: over how many processes the heads and MLPs are split, of which `text` is one's (`rank_config`).
     """
 
     architecture: str
-    is_text_part: bool = False
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    max_position: int
-    norm_eps: float
-    activation: Activation
+    text: PreTrainedConfig
     layers: tuple[LayerConfig, ...]
-    attention_scale: float
-    embedding_scale: float = 1.0
-    norm_offset: float = 0.0
-    has_attention_bias: bool = False
-    has_mlp_bias: bool = False
-    has_qk_norm: bool = False
-    has_v_norm: bool = False
-    has_output_norms: bool = False
-    has_sinks: bool = False
-    has_tied_embeddings: bool = False
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    per_layer_inputs: PerLayerInputConfig | None = None
-    gemma3n: Gemma3nConfig | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    renamed_weights: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: frozenset[int]
+    is_text_part: bool = False
     num_ranks: int = 1
 
-    def __post_init__(self) -> None:
-        """Raise InvalidValueError when the numbers cannot be a model, or not one that the kernels take."""
-        for layer in dict.fromkeys(self.layers):
-            if self.num_heads % layer.num_kv_heads:
-                raise InvalidValueError(
-                    "num_key_value_heads", layer.num_kv_heads, f"a divisor of {self.num_heads} heads"
-                )
-            if layer.head_dim % 2 or layer.head_dim > MAX_HEAD_DIM:
-                raise InvalidValueError("head_dim", layer.head_dim, f"an even number up to {MAX_HEAD_DIM}")
+    @property
+    def max_position(self) -> int:
+        length: int = self.text.max_position_embeddings
+        return length
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.text.vocab_size
+        return size
+
+    @property
+    def has_experts(self) -> bool:
+        is_said = getattr(self.text, "enable_moe_block", True)  # only of Gemma 4
+        return is_said and any(getattr(self.text, name, None) for name in ("num_experts", "num_local_experts"))
 
     def layer_kv(self, dtype: KvDtype) -> list[LayerKv | SharedKv]:
         return [
@@ -185,6 +88,40 @@ class ModelConfig:
             else SharedKv(layer.kv_source)
             for layer in self.layers
         ]
+
+
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Return the configuration of a model, or of its text part; raises InvalidValueError that names the field."""
+    raw = read_json_object(model_dir / "config.json")
+    named = str((raw.get("architectures") or [None])[0])
+    architecture, is_text_part = _TEXT_PARTS.get(named, named), named in _TEXT_PARTS
+    if architecture not in ARCHITECTURES:
+        raise InvalidValueError(
+            "architectures", raw.get("architectures"), f"one of {sorted((*ARCHITECTURES, *_TEXT_PARTS))}"
+        )
+    if (quantization := raw.get("quantization_config")) is not None:
+        raise InvalidValueError("quantization_config", quantization, "none: weights are floating-point numbers")
+    generation = model_dir / "generation_config.json"
+    extra = read_json_object(generation) if generation.is_file() else {}
+    if is_text_part:
+        raw = _text_part(raw)
+    kind = getattr(transformers, architecture).config_class
+    text = _made(kind, raw)
+    _check_text(text)
+    return ModelConfig(architecture, text, _layers(text), _eos(raw) | _eos(extra), is_text_part)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a model directory; raises InvalidValueError."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InvalidValueError("model path", str(path.parent), f"a directory with {path.name}") from None
+    except ValueError as error:
+        raise InvalidValueError(path.name, str(path), f"valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidValueError(path.name, str(path), "a JSON object")
+    return value
 
 
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -198,16 +135,15 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     """
     if num_ranks == 1:
         return config
-    _check_split(config, num_ranks)
-    layers = tuple(
-        replace(
-            layer,
-            num_kv_heads=max(1, layer.num_kv_heads // num_ranks),
-            intermediate_size=layer.intermediate_size // num_ranks,
-        )
-        for layer in config.layers
-    )
-    return replace(config, num_heads=config.num_heads // num_ranks, layers=layers, num_ranks=num_ranks)
+    fields = config.text.to_dict()
+    _check_split(config, fields, num_ranks)
+    fields["num_attention_heads"] //= num_ranks
+    for sizes in (fields, *fields.get("per_layer_config", {}).values()):
+        for name, least in (("num_key_value_heads", 1), ("intermediate_size", 0)):
+            if name in sizes:
+                sizes[name] = max(least, sizes[name] // num_ranks)
+    text = _made(type(config.text), fields)
+    return ModelConfig(config.architecture, text, _layers(text), config.eos_token_ids, config.is_text_part, num_ranks)
 
 
 def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple[slice, ...]:
@@ -216,18 +152,100 @@ def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple
     return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 
 
-def _check_split(config: ModelConfig, num_ranks: int) -> None:
+def _made(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        return kind.from_dict(fields)
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidValueError("config.json", kind.__name__, f"what transformers takes ({reason})") from None
+
+
+def _layers(text: PreTrainedConfig) -> tuple[LayerConfig, ...]:
+    """Return what each layer keeps; raises InvalidValueError for what cannot be kept, or read by the kernels."""
+    layers: list[LayerConfig] = []
+    owners: dict[str, int] = {}
+    num_layers, num_heads = text.num_hidden_layers, text.num_attention_heads
+    default = _WHOLE if getattr(text, "sliding_window", None) is None else _SLIDING
+    kinds = getattr(text, "layer_types", None) or [default] * num_layers
+    if unknown := set(kinds) - {_SLIDING, _WHOLE}:
+        raise InvalidValueError("layer_types", sorted(unknown), f"{_SLIDING} or {_WHOLE}")
+    try:
+        sharing = getattr(text, "kv_sharing_modes", [None] * num_layers)
+    except ValueError as error:
+        raise InvalidValueError("num_kv_shared_layers", text.num_kv_shared_layers, f"fewer ({error})") from None
+    for layer_idx, (kind, mode, sizes) in enumerate(zip(kinds, sharing, text.per_layer_config, strict=True)):
+        num_kv_heads = getattr(sizes, "num_key_value_heads", None) or num_heads
+        head_dim = text.hidden_size // num_heads if getattr(sizes, "head_dim", None) is None else sizes.head_dim
+        size = sizes.sliding_window if kind == _SLIDING else None
+        if kind == _SLIDING and (size is None or size < 1):
+            raise InvalidValueError("sliding_window", size, "a number of tokens, as layers slide")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise InvalidValueError("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")
+        if head_dim < 1 or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+            raise InvalidValueError("head_dim", head_dim, f"an even number up to {MAX_HEAD_DIM}")
+        source = owners[kind] if mode == "reuse" else None
+        if source is None:
+            owners[kind] = layer_idx
+        layers.append(LayerConfig(FULL if size is None else size, num_kv_heads, head_dim, source))
+    return tuple(layers)
+
+
+def _check_text(text: PreTrainedConfig) -> None:
+    """Raise InvalidValueError for what transformers would compute, and the paged model would not, or not alike."""
+    if text.model_type == "mistral" and getattr(text, "layer_types", None):
+        raise InvalidValueError("layer_types", text.layer_types, "none: sliding_window holds for every layer")
+    looks_ahead = getattr(text, "use_bidirectional_attention", None)
+    if looks_ahead not in (None, False, "vision"):
+        raise InvalidValueError("use_bidirectional_attention", looks_ahead, "false, or vision: text only looks back")
+    ropes = text.rope_parameters or {}
+    for rope in ropes.values() if all(isinstance(each, dict) for each in ropes.values()) else [ropes]:
+        kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+        if kind not in _ROPE_TYPES:
+            raise InvalidValueError("rope_type", kind, f"one of {list(_ROPE_TYPES)}")
+        if share != 1.0 and kind != "proportional":
+            raise InvalidValueError("partial_rotary_factor", share, "1.0, or rope_type proportional")
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    for name in ("num_experts_per_tok", "top_k_experts"):
+        if num_experts and (top_k := getattr(text, name, None) or 0) > num_experts:
+            raise InvalidValueError(name, top_k, f"at most the {num_experts} experts")
+    num_streams = getattr(text, "altup_num_inputs", 1)
+    if not 0 <= getattr(text, "altup_active_idx", 0) < num_streams:
+        raise InvalidValueError("altup_active_idx", text.altup_active_idx, f"0 to {num_streams - 1}")
+    has_inputs = text.model_type == "gemma4_text" and text.hidden_size_per_layer_input
+    if has_inputs and text.vocab_size_per_layer_input < text.vocab_size:
+        expected = f"all {text.vocab_size} of vocab_size"
+        raise InvalidValueError("vocab_size_per_layer_input", text.vocab_size_per_layer_input, expected)
+
+
+def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
+    if not isinstance(raw.get("text_config"), dict):
+        raise InvalidValueError("config.json: text_config", raw.get("text_config"), "an object")
+    whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if raw.get(field) is not None}
+    return raw["text_config"] | whole
+
+
+def _eos(raw: dict[str, Any]) -> frozenset[int]:
+    given = raw.get("eos_token_id")
+    try:
+        eos: list[int] = msgspec.convert([given] if isinstance(given, int) else given or [], list[int])
+    except msgspec.ValidationError:
+        raise InvalidValueError("eos_token_id", given, "a token's number, or a list of them") from None
+    return frozenset(eos)
+
+
+def _check_split(config: ModelConfig, fields: dict[str, Any], num_ranks: int) -> None:
     expected = None
-    if config.gemma3n is not None:
+    if config.architecture == "Gemma3nForCausalLM":
         expected = f"1 for {config.architecture}, whose MLP compares all its gates"
-    elif any(layer.moe is not None for layer in config.layers):
+    elif config.has_experts:
         expected = f"1 for {config.architecture} with experts, which are not split"
-    elif config.num_heads % num_ranks:
-        expected = f"a divisor of {config.num_heads} attention heads"
-    for layer in dict.fromkeys(config.layers):
-        if layer.intermediate_size % num_ranks:
-            expected = expected or f"a divisor of intermediate_size={layer.intermediate_size}"
-        if layer.num_kv_heads % num_ranks and num_ranks % layer.num_kv_heads:
-            expected = expected or f"a divisor or a multiple of {layer.num_kv_heads} KV heads"
+    elif fields["num_attention_heads"] % num_ranks:
+        expected = f"a divisor of {fields['num_attention_heads']} attention heads"
+    elif fields["intermediate_size"] % num_ranks:
+        expected = f"a divisor of intermediate_size={fields['intermediate_size']}"
+    for num_kv_heads in {layer.num_kv_heads for layer in config.layers}:
+        if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+            expected = expected or f"a divisor or a multiple of {num_kv_heads} KV heads"
     if expected is not None:
         raise InvalidValueError("tensor_parallel_size", num_ranks, expected)

@@ -1,39 +1,120 @@
-"""A decoder with a head over the vocabulary."""
+"""A model of transformers whose attention is over pages: a step of many sequences is one row of tokens to it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+import transformers
+from torch import distributed, nn
 from torch.nn import functional
+from transformers.initialization import no_init_weights
 
 from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
-from kvist.engine.models.decoder import Decoder
-from kvist.engine.models.gemma import Gemma3nDecoder, Gemma4Decoder
-from kvist.engine.models.layers import Linear
+from kvist.errors import InvalidValueError
+from kvist.events.engine_events import FULL
+from kvist.kernels import paged_decode, paged_prefill, write_kv
+from kvist.kvcache.stale import effective_window
 
-# Of the families whose layers are more than `decoder`'s.
-_DECODERS: dict[str, type[Decoder]] = {"Gemma3nForCausalLM": Gemma3nDecoder, "Gemma4ForCausalLM": Gemma4Decoder}
+_ATTENTION = "kvist_paged"
 
 
 class CausalLM(nn.Module):
     """Logits for the next token of every sequence.
 
-    Made on torch's default device in its default dtype, with uninitialised parameters: `weights.load_model` fills them.
+    Made on torch's default device with uninitialised parameters: `weights.load_model` fills them.
     """
 
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> None:
+        """Raise InvalidValueError for sizes that are no model's."""
         super().__init__()
         self.config = config
-        self.model = _DECODERS.get(config.architecture, Decoder)(config, max_model_len)
-        if not config.has_tied_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.requires_grad_(False)
+        windows = (effective_window(layer.window, max_model_len) for layer in config.layers)
+        self.kernel_windows = [None if window is FULL else window for window in windows]  # where any can be outgrown
+        kind = getattr(transformers, config.architecture)
+        try:
+            with no_init_weights():
+                self.decoder = kind._from_config(config.text, dtype=dtype, attn_implementation=_ATTENTION)
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidValueError("config.json", config.architecture, f"a model ({error})") from error
+        self.decoder.tie_weights()
+        if config.num_ranks > 1:
+            for name, module in self.decoder.named_modules():
+                if name.endswith((".o_proj", ".down_proj")):
+                    module.__class__ = RowParallelLinear
+        self.eval().requires_grad_(False)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`."""
-        hidden = self.model(batch)
-        head = self.model.embed_tokens if self.config.has_tied_embeddings else self.lm_head
-        logits = functional.linear(hidden, head.weight).float()
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`; fills the step's cache slots."""
+        ids, positions = batch.input_ids[None], batch.positions[None]
+        step = {"model": self, "batch": batch}
+        output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection whose inputs are split over the ranks: each gets the sum of all, and the bias once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., out_features]`, the same on every rank."""
+        out = functional.linear(x, self.weight)
+        distributed.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _: None,
+    *,
+    scaling: float,
+    model: CausalLM,
+    batch: ForwardBatch,
+    s_aux: torch.Tensor | None = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return `[1, num_tokens, num_heads, head_dim]`, as transformers asks a layer's attention: its heads come first.
+
+    Stores the step's keys and values in the layer's pages first, if it has any of its own.
+    """
+    pages = batch.layers[module.layer_idx]
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    if model.config.layers[module.layer_idx].kv_source is None:
+        write_kv(key, value, pages.cache, pages.slot_mapping)
+    decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
+    alike: dict[str, Any] = {
+        "scale": scaling,
+        "window": model.kernel_windows[module.layer_idx],
+        "soft_cap": getattr(model.config.text, "attn_logit_softcapping", None),
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    out = torch.empty_like(query)
+    if batch.num_decodes:
+        paged_decode(
+            query[decodes],
+            pages.cache,
+            pages.block_tables[decodes],
+            batch.seq_lens[decodes],
+            page_offsets=pages.page_offsets[decodes],
+            out=out[decodes],
+            **alike,
+        )
+    if batch.num_decodes < batch.seq_lens.shape[0]:
+        paged_prefill(
+            query[prefills],
+            pages.cache,
+            pages.block_tables[prefills],
+            batch.prefill_start_loc,
+            batch.seq_lens[prefills],
+            page_offsets=pages.page_offsets[prefills],
+            out=out[prefills],
+            **alike,
+        )
+    return out[None], None
+
+
+transformers.AttentionInterface.register(_ATTENTION, attend)

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvist.engine.models.checkpoint_config import read_json_object
-from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
-from kvist.engine.models.layers import PackedLinear, RMSNorm
-from kvist.engine.models.moe import Experts
+from kvist.engine.models.config import ModelConfig, rank_config, rank_slices, read_json_object
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
 from kvist.transfer.heads import Part
@@ -34,7 +31,7 @@ def load_model(
     device: torch.device,
     shard: Part | None = None,
 ) -> CausalLM:
-    """Return the model with every parameter filled from the checkpoint: norms in float32, all else in `dtype`.
+    """Return the model with every parameter filled from the checkpoint, in `dtype`.
 
     With a shard it is one rank's model, `config` being the whole one's, and no more of the weights is read. Raises
     InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
@@ -42,8 +39,8 @@ def load_model(
     with ExitStack() as opened:
         files = [opened.enter_context(_opened(path)) for path in weight_files(model_dir)]
         stored = {ours: (file, theirs) for file in files for ours, theirs in _text_names(file.keys(), config).items()}
-        with _default_dtype(dtype), device:
-            model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len)
+        with device:
+            model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
         wholes = targets if shard is None else _whole_targets(config, stored)
         missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
@@ -54,9 +51,6 @@ def load_model(
     unknown = {name for name in unknown if not _is_redundant(name, config)}
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
-    for module in model.modules():
-        if isinstance(module, RMSNorm) and module.elementwise_affine:
-            module.weight.add_(module.offset)
     return model
 
 
@@ -87,32 +81,25 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return where each weight goes, by the layout that `stored` has: a parameter, or a part of a packed one."""
+    """Return where each weight goes, by the layout that `stored` has: experts may be one tensor, or one each."""
     targets: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        prefix = _checkpoint_path(path, model.config)
-        if isinstance(module, Experts):
-            targets |= module.targets(prefix, stored)
+    for name, weight in model.decoder.state_dict().items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts") or name in stored:
+            targets[name] = weight
             continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, PackedLinear):
-                parent = prefix.rpartition(".")[0]
-                for part, rows in module.rows.items():
-                    targets[f"{parent}.{part}.{name}"] = parameter.data[rows]
-            else:
-                targets[f"{prefix}.{name}"] = parameter.data
+        parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        for part, of_experts in parts.items() if kind == "gate_up_proj" else [(kind, weight)]:
+            targets |= {f"{prefix}.{expert}.{part}.weight": each for expert, each in enumerate(of_experts)}
+    if model.config.text.tie_word_embeddings:
+        del targets["lm_head.weight"]
     return targets
-
-
-def _checkpoint_path(path: str, config: ModelConfig) -> str:
-    renamed = (config.renamed_weights.get(part, part) for part in path.split("."))
-    return ".".join(part for part in renamed if part)
 
 
 def _whole_targets(config: ModelConfig, stored: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the weights of the whole model, without memory: for their shapes."""
     with torch.device("meta"):
-        return checkpoint_targets(CausalLM(config, 1), stored)
+        return checkpoint_targets(CausalLM(config, 1, torch.float32), stored)
 
 
 def _text_names(stored: Iterable[str], config: ModelConfig) -> dict[str, str]:
@@ -139,7 +126,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Return whether some exporters store this although the configuration implies it or leaves it without a use."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.has_tied_embeddings):
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.text.tie_word_embeddings):
         return True
     in_layer = _SHARABLE.fullmatch(name)
     sharing = {str(i) for i, layer in enumerate(config.layers) if layer.kv_source is not None}
@@ -150,13 +137,3 @@ def _some(names: Set[str]) -> str:
     listed = sorted(names)
     rest = len(listed) - _NUM_NAMED
     return ", ".join(listed[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

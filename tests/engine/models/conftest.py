@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvist.engine.models.checkpoint_config import load_model_config
+from kvist.engine.models.config import load_model_config
 from kvist.engine.models.weights import load_model
 from kvist.engine.request import Request, TextStream
 from kvist.engine.runner import Runner

@@ -175,8 +175,9 @@ def test_in_bfloat16_the_error_is_no_larger_than_that_of_transformers(family: st
     model = harness(family, dtype=torch.bfloat16, kv_dtype=KvDtype.BFLOAT16)
     request = model.open(tokens)
     ours = torch.cat([model.step((request, NUM_PROMPT)), model.decode(request, 60)])
-    # Rounding alone: measured 0.3 to 0.9 of theirs, where a wrong mask or position would give ten times theirs.
-    assert (ours - exact).square().mean() < 1.2 * (theirs - exact).square().mean()
+    # Rounding alone: measured 0.7 to 1.1 of theirs, with a token that goes to another expert 1.6; a wrong mask or
+    # position would give ten times theirs.
+    assert (ours - exact).square().mean() < 2 * (theirs - exact).square().mean()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -195,7 +196,7 @@ def test_an_eight_bit_cache_rounds_keys_and_values_and_does_nothing_else(
         write_kv(*(x.clamp(-limit, limit).to(stored).float() for x in (key, value)), *memory)
 
     got = run(harness(family, kv_dtype=KvDtype(kv_dtype)))
-    monkeypatch.setattr("kvist.engine.models.layers.write_kv", write_rounded)
+    monkeypatch.setattr("kvist.engine.models.transformer.write_kv", write_rounded)
     assert_close(got, run(harness(family)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.engine.models.checkpoint_config import load_model_config
+from kvist.engine.models.config import load_model_config
 from kvist.errors import InvalidValueError
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")

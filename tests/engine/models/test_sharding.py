@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvist.engine.batch import GroupPages, HostBatch
-from kvist.engine.models import layers
-from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import rank_config, rank_slices
+from kvist.engine.models import transformer
+from kvist.engine.models.config import load_model_config, rank_config, rank_slices
+from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
@@ -43,11 +43,13 @@ class Sum:
         self._barrier.wait()
 
 
-def logits_of(model_dir: Path, shard: Part | None) -> torch.Tensor:
+def load(model_dir: Path, shard: Part | None) -> CausalLM:
+    return load_model(model_dir, load_model_config(model_dir), MAX_LEN, torch.float32, torch.device("cpu"), shard)
+
+
+def logits_of(model: CausalLM) -> torch.Tensor:
     """Return the logits of a prompt's every token."""
-    config = load_model_config(model_dir)
     device = torch.device("cpu")
-    model = load_model(model_dir, config, MAX_LEN, torch.float32, device, shard)
     plan = plan_windows(model.config.layer_kv(KvDtype.FLOAT32), MAX_LEN)
     tensors = KvTensors(plan, [NUM_BLOCKS] * len(plan.groups), BLOCK_SIZE, device)
     rows = np.arange(NUM_TOKENS)
@@ -84,20 +86,19 @@ def test_ranks_together_give_the_whole_models_logits(
 ) -> None:
     """The checkpoints have four heads and two KV heads: of four ranks, two share each KV head."""
     model_dir = checkpoint(name)
-    whole = logits_of(model_dir, None)
-    monkeypatch.setattr(layers.distributed, "all_reduce", Sum(num_ranks))
+    whole = logits_of(load(model_dir, None))
+    monkeypatch.setattr(transformer.distributed, "all_reduce", Sum(num_ranks))
+    ranks = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
-        by_rank = list(pool.map(lambda rank: logits_of(model_dir, Part(rank, num_ranks)), range(num_ranks)))
+        by_rank = list(pool.map(logits_of, ranks))
     for logits in by_rank:
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_a_whole_model_has_no_linear_that_sums(checkpoint: Callable[[str], Path]) -> None:
-    model_dir = checkpoint("llama")
-    config = load_model_config(model_dir)
-    model = load_model(model_dir, config, MAX_LEN, torch.float32, torch.device("cpu"))
-    assert not [each for each in model.modules() if isinstance(each, layers.RowParallelLinear)]
-    assert rank_config(config, 1) is config
+    model = load(checkpoint("llama"), None)
+    assert not [each for each in model.modules() if isinstance(each, transformer.RowParallelLinear)]
+    assert rank_config(model.config, 1) is model.config
 
 
 @pytest.mark.parametrize(
