@@ -150,7 +150,7 @@ class Residency:
             residency._digest = (residency._digest + held.holding().digest) & _U64_MASK
         return residency
 
-    def names(self, tier: Tier) -> Mapping[EngineHash, int]:
+    def names(self, tier: Tier) -> dict[EngineHash, int]:
         """Return what the engine calls the blocks of a tier."""
         return self._block_of[tier]
 

@@ -68,7 +68,7 @@ def test_whatever_was_held_is_held_again_and_goes_on_alike(chains, data):
     assert contents(again) == contents(residency)
 
 
-def test_more_blocks_than_are_packed_at_a_time_come_back():
+def test_a_state_of_many_blocks_comes_back():
     residency = Residency()
     residency.hold(range(50_000), range(100_000, 150_000), None, Tier.GPU)
     assert contents(unpack(pack(state_of(r0=residency))).ranks[0].residency) == contents(residency)
@@ -90,8 +90,8 @@ def test_a_state_with_any_byte_altered_is_refused():
 
 def test_a_later_version_is_refused_by_its_number():
     data = pack(small_state())
-    with pytest.raises(UnreadableStateError, match="version is 258, expected 2"):
-        unpack(data[:20] + b"\x02\x01" + data[22:])
+    with pytest.raises(UnreadableStateError, match=r"begins with .*kvist-sidecar-state 4.* expected .*state 3"):
+        unpack(data.replace(b"state 3", b"state 4"))
 
 
 def test_the_store_returns_what_was_saved_last(tmp_path):
