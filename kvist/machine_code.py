@@ -2,8 +2,8 @@
 
 It is cached per user and per version of its source: a directory's name has a hash of the sources, so stale machine code
 is never loaded, whatever a package manager did to the files' times. A stamp beside it says what was written when all
-modules had been compiled, for one version of Python and Numba and one kind of CPU. Directories of other versions that
-nobody has used for a month are removed.
+modules had been compiled, for one version of Python and Numba and one kind of CPU, or for all of an architecture where
+`NUMBA_CPU_NAME` is `generic`. Directories of other versions that nobody has used for a month are removed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def mark_filled() -> Filled | None:
         caches = stamp.parent.parent
         paths = [path for directory in directories if directory is not None for path in directory.rglob("*.nb[ci]")]
         with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False) as file:
+            os.fchmod(file.fileno(), 0o644)  # an image is built as one user and run as another
             json.dump({str(path.relative_to(caches)): path.stat().st_size for path in paths}, file)
         os.replace(file.name, stamp)
     except (OSError, RuntimeError):
@@ -118,7 +119,9 @@ def _stamp() -> Path:
         raise MissingExtraError("router", "numba") from None
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     settings = [item for item in settings if item[0] != "NUMBA_CACHE_DIR"]
-    target = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    is_generic = os.environ.get("NUMBA_CPU_NAME", "").lower() == "generic"
+    host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    target = binding.get_process_triple() if is_generic else host
     others = _directory(*ROUTER_SOURCES).name
     means = sys.version, version("numba"), version("llvmlite"), target, settings, others
     name = hashlib.sha256(repr(means).encode()).hexdigest()[:16]

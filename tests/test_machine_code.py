@@ -101,6 +101,16 @@ def test_a_filled_cache_is_none_for_another_source_or_other_settings_of_numba(
     assert machine_code.find_filled() is None
 
 
+@pytest.mark.usefixtures("sources")
+def test_only_what_was_compiled_for_every_cpu_is_used_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, is_used in (("generic", True), ("native", False)):
+        monkeypatch.setenv("NUMBA_CPU_NAME", name)
+        assert machine_code.mark_filled() is not None
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("llvmlite.binding.get_host_cpu_name", lambda: "another")
+            assert (machine_code.find_filled() is not None) == is_used
+
+
 def test_a_stamp_that_is_no_stamp_fills_nothing(sources: list[Path]) -> None:
     machine_code.mark_filled()
     (stamp,) = machine_code_of(sources[1]).parent.glob("*.json")
@@ -133,6 +143,12 @@ with machine_code.only_one_compiles():
     print("held", flush=True)
     signal.pause()
 """
+
+
+def test_who_may_read_machine_code_may_read_that_it_is_all_there(sources: list[Path]) -> None:
+    machine_code.mark_filled()
+    (stamp,) = machine_code_of(sources[1]).parent.glob("*.json")
+    assert stamp.stat().st_mode & 0o777 == 0o644
 
 
 def test_one_process_compiles_at_a_time_and_one_that_is_killed_is_in_nobodys_way(sources: list[Path]) -> None:

@@ -57,5 +57,5 @@ def test_every_make_target_shown_exists() -> None:
 
 def test_every_file_named_exists() -> None:
     for page in PAGES:
-        for path in re.findall(r"`((?:docs|examples|benchmarks|tests)/[\w./]+)`", page):
+        for path in re.findall(r"`((?:docs|examples|benchmarks|tests|deploy)/[\w./]+)`", page):
             assert (ROOT / path).exists(), path

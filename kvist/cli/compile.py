@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Machine code goes to kvist/ in the directory that NUMBA_CACHE_DIR names, else in XDG_CACHE_HOME, else in "
         "~/.cache. What is there is kept, and prints the same line. A service that has the same environment, version, "
-        "Python and kind of CPU then compiles nothing, and needs only to read the directory."
+        "Python and kind of CPU then compiles nothing, and needs only to read the directory. With "
+        "NUMBA_CPU_NAME=generic it is for every CPU of the architecture."
     )
 
 

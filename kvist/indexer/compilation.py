@@ -57,8 +57,8 @@ def compile_all() -> Filled | None:
 
 def fill() -> Filled | None:
     """Compile what the cache lacks, unless another process does: then wait for it. Returns what `compile_all` does."""
-    if cache_directory(*INDEXER_SOURCES) is None:
-        return None
+    if (filled := find_filled()) is not None or cache_directory(*INDEXER_SOURCES) is None:
+        return filled
     with only_one_compiles():
         return find_filled() or compile_all()
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
+import tempfile
 
 import pytest
 
 from kvist.cli import main
+from kvist.indexer import compilation
 
 
 def test_it_says_where_the_machine_code_lies_and_how_much_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile"]) == 0
     line = r"kvist compile: [1-9]\d* files, \d+\.\d MB in /.*/kvist after \d+\.\d s\n"
     assert re.fullmatch(line, capsys.readouterr().out)
+
+
+def test_it_says_so_too_where_all_is_there_and_nothing_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["compile"]) == 0
+
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(compilation, "only_one_compiles", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert main(["compile"]) == 0
+    first, second = (line.partition(" after ")[0] for line in capsys.readouterr().out.splitlines())
+    assert first == second
 
 
 def test_it_fails_where_nothing_can_be_written(
