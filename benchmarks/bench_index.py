@@ -46,7 +46,7 @@ from _index_loads import (
 from _index_memory import MIXES, PEER, bench_memory
 from dynamo.llm import RadixTree
 
-from kvist.charts import svg_lines
+from kvist.charts import Chart, svg_document
 from kvist.events import Removed, Stored, Tier
 from kvist.radix import RadixIndex
 
@@ -126,7 +126,8 @@ def plot_growth(rows: list[Row], path: Path) -> None:
         for side, column in (("kvist", 2), ("RadixTree", 4)):
             points = series.setdefault(f"{side}: {what}", [])
             points.append((SCALES[number // (len(rows) // len(SCALES))], float(str(row[column]))))
-    path.write_text(svg_lines("Growth", "times the blocks and the workers", "µs of CPU a call", series, log_y=True))
+    chart = Chart("Growth", "times the blocks and the workers", "µs of CPU a call", series, log_y=True)
+    path.write_text(svg_document(chart))
 
 
 def timed_loop(function: Callable[..., object], *columns: Any) -> tuple[float, float]:

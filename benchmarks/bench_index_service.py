@@ -27,7 +27,7 @@ from _engines import Probe
 from _fleet import Dump, Fleet, quantile, query_times_ms
 from _indexers import CANONICAL, SIDES, Indexer, held_by, query_of
 
-from kvist.charts import svg_lines
+from kvist.charts import Chart, svg_document
 
 RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS, NUM_WORKERS, FACTORS = 250_000, 16, (1, 4, 16)
@@ -135,7 +135,8 @@ def growth(quick: bool, save: bool) -> tuple[str, dict[str, Any]]:
         }
         path = RESULTS / f"bench_index_service_{name}.svg"
         x_label = f"times {num_blocks:,} blocks, or times {NUM_WORKERS} workers at {4 * num_blocks:,}"
-        path.write_text(svg_lines(text, x_label, text, {label: points for label, points in series.items() if points}))
+        measured_series = {label: points for label, points in series.items() if points}
+        path.write_text(svg_document(Chart(text, x_label, text, measured_series)))
     text = "Each cell: peer / kvist / canonical, as far as measured.\n\n" + table(headers, rows)
     return text, {f"{blocks} blocks, {workers} workers": r[0] for (blocks, workers), r in measured.items()}
 

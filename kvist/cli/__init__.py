@@ -24,6 +24,7 @@ _MODULES_OF_EXTRA = {
     "gpu": "triton",
     "tracing": "opentelemetry",
     "replay": "mcap zstandard",
+    "charts": "matplotlib",
     "epp": "grpc grpc_health grpc_reflection envoy google",
 }
 _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() for name in names.split()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from kvist.errors import InvalidValueError
@@ -74,8 +75,10 @@ def _check(args: argparse.Namespace) -> None:
     """Raise InvalidValueError where flags do not go together."""
     if args.stats and args.loop != 1:
         raise InvalidValueError("--loop", args.loop, "1 with --stats")
-    if args.plot is not None and args.plot.suffix != ".svg":
-        raise InvalidValueError("--plot", str(args.plot), "a name that ends in .svg")
+    if args.plot is not None:
+        import_module("matplotlib")  # or it would be missed when all is read
+        if args.plot.suffix != ".svg":
+            raise InvalidValueError("--plot", str(args.plot), "a name that ends in .svg")
     if (args.at is None) != (args.prompt is None) or (args.at and args.until):
         raise InvalidValueError("--at", args.at, "a time, with --prompt and without --until")
     for name in ("delay", "linger"):

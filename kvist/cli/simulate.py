@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
     with suppress(ModuleNotFoundError):
         import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
+    if args.report is not None:
+        import_module("matplotlib")  # or it would be missed when all is simulated
     args.machines, args.memory = _machines(args), _memory(args)
     if args.trace == "fit":
         return _fit(args)

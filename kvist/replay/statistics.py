@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvist.charts import short_number, svg_lines, svg_stack
+from kvist.charts import Chart, svg_document
 from kvist.errors import MalformedMessageError
 from kvist.events import Cleared, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch
@@ -327,7 +327,7 @@ def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
 
 def _overview(statistics: RecordingStatistics) -> str:
     began = datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds")
-    rate = short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
+    rate = f"{statistics.num_events / max(statistics.duration_s, 1e-9):,.0f}"
     return (
         f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second\n"
         f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions\n\nsources"
@@ -384,6 +384,6 @@ def svg_plot(spans: Sequence[Span], title: str) -> str:
         "live blocks": [(span.start_s, span.num_live) for span in spans],
         "events a second": [(span.start_s, span.events_per_s) for span in spans],
     }
-    return svg_stack(
-        *(svg_lines(title, "seconds", name, {name: curve or [(0, 0)]}, log_x=False) for name, curve in curves.items())
+    return svg_document(
+        *(Chart(title, "seconds", name, {name: curve or [(0, 0)]}, log_x=False) for name, curve in curves.items())
     )

@@ -8,7 +8,7 @@ from html import escape
 from statistics import median
 from typing import Any, TypeAlias
 
-from kvist.charts import svg_lines
+from kvist.charts import Chart, svg_document
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
 """A row: the `load`, how many `workers`, of what `fleet`, the `policy`, and the `runs`, an outcome for each seed."""
@@ -107,7 +107,8 @@ def html_report(title: str, rows: Rows) -> str:
                 beside[f"{row['policy']}{fleet}: held by another worker"][row[over]] = elsewhere
         if lines:
             points = {line: list(values.items()) for line, values in (lines | beside).items()}
-            parts.append(svg_lines(text, over, unit, points, log_x=over == "workers", log_y=name.startswith("ttft")))
+            is_log = {"log_x": over == "workers", "log_y": name.startswith("ttft")}
+            parts.append(svg_document(Chart(text, over, unit, points, **is_log)))
     cells = ("<tr>" + "".join(f"<td>{escape(cell)}" for cell in line) for line in table(rows))
     return "\n".join([*parts, "<div><table>", *cells, "</table></div>"]) + "\n"
 
