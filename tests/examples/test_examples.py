@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -97,3 +100,16 @@ def test_a_trace_is_shown_as_a_tree(free_port: Callable[[], int]) -> None:
 def test_examples_are_short() -> None:
     for example in EXAMPLES.glob("*.py"):
         assert len(example.read_text().splitlines()) <= 80, example
+
+
+def test_serve_sends_chats_to_the_replica_that_holds_them() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvist[ray]'")
+    printed = run(str(EXAMPLES / "ray_serve_router.py"))
+    asked = re.findall(r"(?m)^(\w+) had (\d+) of \d+ tokens of '[^']*' about '(.*)'$", printed)
+    assert len(asked) == 8
+    for document in {document for _, _, document in asked}:
+        (_, _), (_, _), (third, _), (last, num_cached) = (
+            (who, int(num)) for who, num, what in asked if what == document
+        )
+        assert third == last
+        assert num_cached > 400

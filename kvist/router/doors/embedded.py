@@ -10,14 +10,17 @@ It follows streams and workers as `kvist route` does, and listens to nobody.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from random import Random
-from typing import Self
+from typing import NamedTuple, Protocol, Self
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from kvist.http import LoopClock
 from kvist.openai.requests import without_field
 from kvist.router.admission import Admission
 from kvist.router.attempts import RANK_HEADER
@@ -25,14 +28,17 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.board import LoadBoard
+from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import num_replicas
 from kvist.router.fleet.worker import Worker
 from kvist.router.healing import REPORT_MODE
+from kvist.router.index import Caches
 from kvist.router.policy.decision import Decision
 from kvist.router.policy.priced import Dispatched
 from kvist.router.prefill.dialect import Local
-from kvist.router.prompts import PromptReader, with_model
+from kvist.router.prompts import Ask, PromptReader, with_model
 from kvist.router.routing import Prefix, Routing
 
 
@@ -105,28 +111,59 @@ class RoutedRequest:
             self._worker.breaker.abandon()
 
 
+class Choice(NamedTuple):
+    """A decision that nothing counts yet, what it was made for, and the body for the worker."""
+
+    ask: Ask
+    decision: Decision
+    body: bytes
+
+    def at(self, worker: str) -> Choice | None:
+        """Return the same with another worker chosen, None if that was no candidate."""
+        candidates = self.decision.candidates
+        found = (idx for idx, each in enumerate(candidates) if each.target.worker == worker)
+        idx = self.decision.chosen_idx if self.decision.chosen.target.worker == worker else next(found, None)
+        return None if idx is None else self._replace(decision=replace(self.decision, chosen_idx=idx))
+
+
+class Known(Protocol):
+    """What a `Router` goes by."""
+
+    fleet: Fleet
+    models: Models
+    load: LoadTracker
+
+    @property
+    def index(self) -> Caches | None:
+        """What is known of caches, None where the policy does not look at them."""
+
+
 class Router:
     """Decides while its context is open; all methods belong to one event loop."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Go by the same configuration as `kvist route`; what is said there of listening counts for nothing."""
-        self._config = config
+    def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[Known] | None = None) -> None:
+        """Go by the same configuration as `kvist route`; what is said there of listening counts for nothing.
+
+        Where others say who the workers are, and check them, what is `known` of them is opened along with this.
+        """
+        self._config, self._known = config, known
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Ask each worker who it is, and begin to follow its stream."""
         config, now_s = self._config, time.monotonic
         async with AsyncExitStack() as exits:
-            pool = await exits.enter_async_context(Certificates(config).worker_pool())
-            load = LoadTracker(LoadBoard(num_replicas=num_replicas(config)))
-            keeper = Keeper(config, pool, load, now_s(), registry=CollectorRegistry())
-            self.known = await exits.enter_async_context(keeper)
-            index = keeper.index
+            if self._known is None:
+                pool = await exits.enter_async_context(Certificates(config).worker_pool())
+                load = LoadTracker(LoadBoard(num_replicas=num_replicas(config)))
+                self._known = Keeper(config, pool, load, now_s(), registry=CollectorRegistry())
+            known = self.known = await exits.enter_async_context(self._known)
+            index, clock = known.index, LoopClock(asyncio.get_running_loop())
             limits = config.max_worker_prefill_tokens, config.max_fleet_requests
-            self._admission = Admission(keeper.fleet, load, now_s, pool.clock, 0, *limits)  # nobody waits here
-            self._routing = Routing(keeper.fleet, keeper.models, load, index, Random(), now_s)
+            self._admission = Admission(known.fleet, known.load, now_s, clock, 0, *limits)  # nobody waits here
+            self._routing = Routing(known.fleet, known.models, known.load, index, Random(), now_s)
             self._reader = PromptReader(
-                keeper.models,
+                known.models,
                 has_index=lambda: index is not None and index.has_joined,
                 needs_tokens=lambda: index is not None,
             )
@@ -146,16 +183,27 @@ class Router:
         and message are for the client: 400 for a wrong body, 404 for a model that nobody has, 429 for a sheddable
         request that nobody has room for, 503 where nobody can take it now.
         """
+        choice = await self.choose(path, body, excluded, is_sheddable=is_sheddable)
+        return self.begin(choice, is_streamed=choice.ask.fields.get("stream") is True)
+
+    async def choose(
+        self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False
+    ) -> Choice:
+        """Return which worker that is, as `route` does, and count nothing."""
         ask = await self._reader.read(path, body)
         prefix = self._routing.prefix(ask) or Prefix()
         if is_sheddable:
             self._admission.shed(ask.model, excluded)
         full = self._admission.full(ask.model, excluded)
-        decision = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT).answer
+        plan = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT)
+        return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask))
+
+    def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
+        """Count a request where it was decided to go; only one that `is_streamed` shows when its prompt is computed."""
+        ask, decision, body = choice
         target, now_s = decision.chosen.target, time.monotonic()
         worker = self.known.fleet.get(target.worker)
         assert worker is not None
-        body = with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask)
         headers = self._config.authorization(target.worker)
         if self._routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
@@ -167,6 +215,6 @@ class Router:
             worker,
             self._admission,
             self.known.load.begin(target, decision.prompt, decision.overlap_tokens, now_s),
-            self._routing.dispatched(now_s, decision, is_streamed=ask.fields.get("stream") is True),
+            self._routing.dispatched(now_s, decision, is_streamed=is_streamed),
             lambda: self._routing.computed(ask, target.worker),
         )

@@ -217,10 +217,9 @@ def endpoint_of(url: str) -> str:
 
 def _endpoints_of(routed: RoutedRequest, fleet: Fleet) -> list[str]:
     """Return who takes the request, and who if it cannot: the next ones that were weighed as likely."""
-    weighed = zip(routed.decision.weighing.probabilities, routed.decision.candidates, strict=True)
-    ranked = sorted(weighed, key=lambda each: -each[0])
-    urls = dict.fromkeys([routed.worker, *(candidate.target.worker for _, candidate in ranked)])
-    return [endpoint_of(url) for url in urls if fleet.get(url) is not None][: 1 + _NUM_FALLBACKS]
+    return [endpoint_of(url) for url in routed.decision.ranked_workers if fleet.get(url) is not None][
+        : 1 + _NUM_FALLBACKS
+    ]
 
 
 def _headers_of(told: pb.HttpHeaders) -> dict[str, str]:

@@ -81,6 +81,13 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return self.candidates[self.chosen_idx]
 
     @property
+    def ranked_workers(self) -> list[str]:
+        """Return the worker that takes the request, and then the others: the cheaper, or likelier, before."""
+        costs = [-each for each in self.weighing.probabilities] if self.prices is None else self.prices.cost_s.tolist()
+        ranked = sorted(range(len(costs)), key=costs.__getitem__)
+        return list(dict.fromkeys(self.candidates[idx].target.worker for idx in (self.chosen_idx, *ranked)))
+
+    @property
     def overlap_tokens(self) -> int:
         """Return how many prompt tokens the chosen candidate is expected to find in its cache, in any tier."""
         blocks = self.chosen.overlap_blocks

@@ -78,3 +78,25 @@ async def test_what_is_sent_has_the_models_own_name_and_the_workers_key(worker) 
             await router.route(PATH, body(model="no"))
         with pytest.raises(RequestError, match="body"):
             await router.route(PATH, b"{")
+
+
+async def test_those_to_fall_back_to_are_ranked_by_what_they_hold(worker, engine, until) -> None:
+    async with worker() as none, worker() as some, worker() as most:
+        with engine("some") as less, engine("most") as more:
+            some.server_info, most.server_info = less.server_info, more.server_info
+            urls = (none.url, some.url, most.url)
+            async with Router(RouterConfig(worker_urls=urls, health_interval_s=0.05)) as router:
+                less.store(TOKENS[:32])
+                more.store(TOKENS)
+                index = router.known.index
+                for url, num_blocks in ((some.url, 2), (most.url, 5)):
+                    await until(lambda: [rank.num_blocks for rank in index.ranks(url)] == [num_blocks])  # noqa: B023
+                choice = await router.choose(PATH, body())
+                assert choice.decision.ranked_workers == [most.url, some.url, none.url]
+                choice = choice.at(some.url)
+                assert choice.decision.ranked_workers == [some.url, most.url, none.url]
+                assert choice.decision.overlap_tokens == 32
+                assert choice.at("http://elsewhere") is None
+                with router.begin(choice, is_streamed=False) as routed:
+                    assert routed.worker == some.url
+                    assert router.known.load.prefill_tokens(some.url) == 48
