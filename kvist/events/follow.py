@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class Turns:
     """Does the work of many, in pieces, without anybody else on the event loop waiting longer than for one turn."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Iterator[None], asyncio.Future[None]]] = deque()
+        self._turn = asyncio.Lock()  # which who waited longest gets
         self._ends_at_s = 0.0
         self._is_over = False
 
@@ -71,7 +70,7 @@ class Turns:
         small, less work than handing it over, is done whatever else goes on.
         """
         now_s = time.monotonic()
-        if self._is_over or self._queue:
+        if self._is_over or self._turn.locked():
             return now_s + SLICE_S if is_small else None
         if now_s >= self._ends_at_s:
             self._ends_at_s = now_s + SLICE_S
@@ -86,34 +85,23 @@ class Turns:
 
     async def run_in_turns(self, pieces: Iterator[None]) -> None:
         """Return once all pieces are done, in turns with those of others; an error in one of them is raised."""
-        if not (self._is_over or self._queue):  # in what is left of this turn, without waiting for another
-            while time.monotonic() < self._ends_at_s:
-                try:
-                    next(pieces)
-                except StopIteration:
+        is_mine = not (self._is_over or self._turn.locked()) and time.monotonic() < self._ends_at_s
+        if is_mine and self._is_finished(pieces):  # in what is left of this turn, without waiting for another
+            return
+        while True:
+            async with self._turn:
+                # With the one below, twice: what the event loop finds ready comes behind what was called for before it
+                # looked.
+                await asyncio.sleep(0)
+                self._is_over = False
+                self._ends_at_s = time.monotonic() + SLICE_S
+                if self._is_finished(pieces):
                     return
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._queue.append((pieces, done))
-        if len(self._queue) == 1:
-            loop.call_soon(self._serve)
-        await done
+            await asyncio.sleep(0)
 
-    def _serve(self) -> None:
-        """Do the work that waited longest for a turn, and have the next turn come behind what is ready by then."""
-        self._is_over = False
-        self._ends_at_s = time.monotonic() + SLICE_S
-        while self._queue:
-            pieces, done = self._queue[0]
-            if done.cancelled() or _is_finished(pieces, done):
-                self._queue.popleft()
-            if time.monotonic() >= self._ends_at_s:
-                break
-        if self._queue:
-            self._queue.rotate(-1)
-            # What the event loop finds ready comes behind what was called for before it looked, and so before this.
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._serve)
+    def _is_finished(self, pieces: Iterator[None]) -> bool:
+        """Do pieces, one at least, until the turn is over; return whether those were all."""
+        return all(time.monotonic() < self._ends_at_s for _ in pieces)
 
 
 class Ticker:
@@ -247,18 +235,3 @@ def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:
 def _raising(error: Exception) -> Iterator[None]:
     yield
     raise error
-
-
-def _is_finished(pieces: Iterator[None], done: asyncio.Future[None]) -> bool:
-    """Do one piece; return whether that was the end, which is told to who still waits for it."""
-    try:
-        next(pieces)
-    except StopIteration:
-        if not done.done():
-            done.set_result(None)
-    except Exception as error:  # noqa: BLE001 - it is raised where it is waited for, if anybody still waits
-        if not done.done():
-            done.set_exception(error)
-    else:
-        return False
-    return True
