@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule, Holding
-from kvist.radix._housekeeping import Cap, Sweeper, is_half_full
+from kvist.radix._housekeeping import Sweeper
 from kvist.radix._slots import SlotTable
-from kvist.radix.compiled import blocks, layout, matching
-from kvist.radix.compiled.layout import Records
+from kvist.radix.compiled import blocks, housekeeping, layout, matching
+from kvist.radix.compiled.layout import Record, Records
 from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
@@ -27,6 +27,12 @@ _U64_END = 1 << 64
 _OPERATION = struct.Struct("=qqQq")
 _NUM_OPERATIONS = 64  # room to begin with
 _MAX_SEGMENT_BITS = 12
+_EPOCHS_A_CAP = 64
+
+
+def is_half_full(core: Record) -> bool:
+    """Return whether matches count as uses: before, which blocks will be the least recently used is open."""
+    return bool(0 < core["max_blocks"] <= core["table"]["num_rows"] * 2)
 
 
 class _Writing:
@@ -63,9 +69,9 @@ class RadixIndex:
         By default there are 256, and more if `max_blocks` needs them; where there is no room for another block, what
         stores raises MemoryError.
 
-        Beyond `max_blocks` distinct blocks, the least recently matched or stored are evicted, whoever holds them: a
-        sixteenth of the cap or so at a time, in slices of the calls that store. One large call may go beyond the cap;
-        those after it come back to it.
+        Beyond `max_blocks` distinct blocks, those that were matched or stored about least recently are evicted, whoever
+        holds them. Matches count as uses once the index is half full: until then they cost what they cost without a
+        cap, a fifth. Time is counted in epochs, each of which ends once as many blocks were used as a 64th of the cap.
 
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
         prompts can choose where their blocks land.
@@ -95,7 +101,7 @@ class RadixIndex:
         self._make_operations(_NUM_OPERATIONS)
         self._progress = np.zeros(1, layout.PROGRESS)
         self._counters = self._progress.view(np.int64)
-        self._cap = None if max_blocks is None else Cap(self.core, self.segments, max_blocks)
+        self._core["max_blocks"] = max_blocks or 0
         table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
         self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
         self._snapshot: weakref.ref[Snapshot] | None = None
@@ -191,10 +197,10 @@ class RadixIndex:
 
     def touch(self, hashes: NDArray[np.uint64]) -> None:
         """Note that blocks are in use now, up to the first that nobody holds; it tells which to evict."""
-        if self._cap is not None:
+        if self._core["max_blocks"]:
             with self.writing:
                 matching.touch(self.core, self.segments, hashes)
-                self._cap.keep()
+            self.keep_to_cap()
 
     def ranks(self) -> list[WorkerRank]:
         return [source for source, _ in self._slots.items()]
@@ -280,15 +286,22 @@ class RadixIndex:
 
     def keep_to_cap(self) -> None:
         """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
-        if self._cap is not None:
+        core = self._core
+        max_blocks = int(core["max_blocks"])
+        if not max_blocks:
+            return
+        if core["num_stamped"] * _EPOCHS_A_CAP >= max_blocks:
+            core["num_stamped"] = 0
+            core["epoch"] = core["epoch"] + (1 << layout.EPOCH_SHIFT) & blocks.EPOCH_MARKS
+        num_excess = int(core["table"]["num_rows"]) - max_blocks
+        if num_excess > 0:
             with self.writing:
-                self._cap.keep()
+                housekeeping.evict(self.core, self.segments, num_excess)
 
     def make_room(self) -> None:
         """Evict what is due, once compiled code said FULL, before it goes on; raises MemoryError where nothing is."""
         before = self.num_evicted
-        while self._cap is not None and self._cap.is_exceeded and self.num_evicted == before:
-            self.keep_to_cap()
+        self.keep_to_cap()
         if self.num_evicted == before:
             raise MemoryError(f"an index of {self._core['table']['num_rows']} blocks has no room for more")
 

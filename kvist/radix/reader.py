@@ -8,9 +8,9 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.radix._housekeeping import is_half_full
 from kvist.radix.compiled import matching
 from kvist.radix.compiled.layout import CORE, QUERY, SEGMENT
+from kvist.radix.index import is_half_full
 from kvist.radix.memory import CORE_BYTES, reserved_array
 
 _PATIENCE, _MATCH = 64, 32

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, RadixIndex, Snapshot, SnapshotChunk, _housekeeping, snapshot
+from kvist.radix import ApplyResult, RadixIndex, Snapshot, SnapshotChunk, snapshot
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -201,7 +201,6 @@ def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(
     IndexMachine.make_oracle = staticmethod(make_oracle)
     IndexMachine.blocks_of = staticmethod(blocks_of)
     monkeypatch.setattr(snapshot, "_MAX_VISITS", 3)  # many steps
-    monkeypatch.setattr(_housekeeping, "_WORK_PER_ROW", 100)  # rounds that take several calls
     run_state_machine_as_test(
         IndexMachine,
         settings=settings(

@@ -115,6 +115,7 @@ CORE = np.dtype(
         ("max_blocks", "i8"),  # beyond which some are evicted; 0: there is no cap
         ("epoch", "i8"),  # as it stands in marks
         ("num_stamped", "i8"),  # blocks used since the epoch began
+        *integers("hand_segment hand_place"),  # which row to look at next for what to evict
         ("num_evicted", "i8"),
         ("num_retired", "i8"),  # slots whose rank is gone, and which sets may still have
         ("retirement", "i8"),  # a number for the last time that a slot was retired
@@ -156,21 +157,6 @@ QUERY = np.dtype(
 )
 """Scratch of one who matches, and the answer."""
 
-OLDEST, NUM_DEPTH_CLASSES = 1 << 11, 1 << 7
-"""Age in epochs beyond which rows are as old; classes of depth that an eviction tells apart."""
-ROUND = np.dtype(
-    [
-        *integers("segment place"),  # where it stands
-        ("now", "i8"),  # the epoch in which it began
-        ("threshold", "i8"),  # rows above this priority go
-        ("quota", "i8"),  # and so many at it
-        ("highest", "i8"),  # priority of a row
-        ("counts", "u4", (NUM_EPOCHS * NUM_DEPTH_CLASSES,)),  # of rows, by priority
-    ],
-    align=True,
-)
-"""A round of eviction: rows are counted by priority (age in epochs, then class of depth), then the highest go."""
-
 # --- What callers say and are told ----------------------------------------------------------------------------------
 OPERATION = np.dtype([("kind", "i8"), ("tier", "i8"), ("parent", "u8"), ("num_hashes", "i8")], align=True)
 STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = range(4)
@@ -186,7 +172,5 @@ DONE, FULL, ORPHAN, INVALID, CLEARED = 0, -1, -2, -3, -4
 _typeof: Any = numba.typeof
 HEAD_TYPE, CORE_TYPE, SEGMENTS_TYPE, ROWS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (HEAD, CORE, SEGMENT, ROW))
 INDEX_TYPES, TABLE_TYPES = (CORE_TYPE, SEGMENTS_TYPE), (HEAD_TYPE, SEGMENTS_TYPE)
-QUERY_TYPE, ROUND_TYPE, OPERATIONS_TYPE, PROGRESS_TYPE = (
-    _typeof(np.empty(0, dtype)) for dtype in (QUERY, ROUND, OPERATION, PROGRESS)
-)
+QUERY_TYPE, OPERATIONS_TYPE, PROGRESS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (QUERY, OPERATION, PROGRESS))
 HASHES_TYPE: Any = numba.types.Array(numba.types.uint64, 1, "C", readonly=True)
