@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args, ServeConfig, {"model_dir": Path})
     with _listen(config.host, config.port) as listener:
-        worker = f"{config.host}:{listener.getsockname()[1]}"
+        worker = worker_name(config.host, listener.getsockname()[1])
         traces = config.otlp_traces_endpoint
         tracing = None if traces is None else open_tracing(traces, _SERVICES[config.role], worker)
         transfers, allocate, open_server = None, None, None
@@ -169,6 +169,11 @@ def run(args: argparse.Namespace) -> int:
                 loaded = load_engine(config, publisher, allocate, open_server)
                 where_it_fails.pop_all()
             return asyncio.run(_serve(config, listener, loaded, publisher, transfers, tracing))
+
+
+def worker_name(host: str, port: int) -> str:
+    """Return what a worker is called in its stream: one that listens on all addresses by its machine's name."""
+    return f"{socket.gethostname() if host in _WILDCARDS else host}:{port}"
 
 
 def _publisher(config: ServeConfig, worker: str) -> AbstractContextManager[KvEventPublisher | None]:

@@ -24,7 +24,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvist.cli import route
+from kvist.cli import route, serve
 from kvist.events.transports import Endpoint
 from kvist.publisher.engine_config import engine_endpoints
 from kvist.router.config import RouterConfig
@@ -268,7 +268,7 @@ def test_the_tokeniser_is_fetched_by_a_command_that_there_is(fleet: Objects, tmp
 # Compose
 
 
-def test_what_compose_starts_fits_together() -> None:
+def test_what_compose_starts_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
     compose = json.loads(output_of("docker-compose", "-f", DEPLOY / "compose.yaml", "config", "--format", "json"))
     services = compose["services"]
     assert services.keys() == {"nats", "worker-1", "worker-2", "router"}
@@ -281,9 +281,10 @@ def test_what_compose_starts_fits_together() -> None:
     for name in ("worker-1", "worker-2"):
         worker = parsed(services[name]["command"])
         (url,) = [each for each in router.worker_urls if urlsplit(each).hostname == name]
-        assert router.kv_event_sources[url] == (worker.kv_events,)
-        assert f"http://127.0.0.1:{urlsplit(url).port}/health" in services[name]["healthcheck"]["test"][-1]
         assert urlsplit(url).port == 8100  # which `kvist serve` listens on by itself
+        monkeypatch.setattr("socket.gethostname", lambda name=name: services[name]["hostname"])
+        assert router.kv_event_sources[url] == (f"{worker.kv_events}/{serve.worker_name(worker.host, 8100)}",)
+        assert "http://127.0.0.1:8100/health" in services[name]["healthcheck"]["test"][-1]
         (mounted,) = services[name]["volumes"]
         assert mounted in services["router"]["volumes"]  # so that the router reads prompts as the workers do
         assert (mounted["target"], (Path(mounted["source"]) / "tokenizer.json").exists()) == (worker.model_dir, True)
