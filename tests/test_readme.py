@@ -59,3 +59,17 @@ def test_every_file_named_exists() -> None:
     for page in PAGES:
         for path in re.findall(r"`((?:docs|examples|benchmarks|tests|deploy)/[\w./]+)`", page):
             assert (ROOT / path).exists(), path
+
+
+def test_what_is_said_of_kvist_beside_others_is_shown_by_tests() -> None:
+    section = README.partition("## Beside other routers\n")[2].partition("\n## ")[0]
+    (_, *head), _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in re.findall(r"^\|.*", section, re.M)
+    )
+    assert [head[0], head[-1]] == ["Kvist", "shown by"]
+    for capability, ours, *others, shown in rows:
+        assert len([other for other in others if other]) == len(head) - 2, capability
+        paths = re.findall(r"\]\((.*?)\)", shown)
+        assert bool(paths) == (ours != "no"), capability
+        for path in paths:
+            assert re.search(r"^(async )?def test_", (ROOT / path).read_text(), re.M), path
