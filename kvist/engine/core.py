@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from kvist.engine.handoff import Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import (
-    RemoteDecode,
-    RemotePrefill,
     Request,
     RequestOutput,
     RequestTimes,
@@ -25,7 +23,7 @@ from kvist.engine.sampler import sample
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
-from kvist.openai.requests import SamplingParams
+from kvist.openai.requests import RemoteDecode, RemotePrefill, SamplingParams
 from kvist.openai.responses import FinishReason
 from kvist.transfer.commands import Command, FetchCompleted, FetchFailed, FetchReleased, OfferReleased, Report
 
@@ -112,9 +110,9 @@ class EngineCore:
             if self._handoffs is None:
                 expected = "none: this engine was started without --kv-transfer"
                 raise InvalidValueError("kv_transfer_params", handoff, expected)
+            if isinstance(handoff, RemoteDecode):
+                return 1
             check_handoff(handoff, num_prompt, self.limits.vocab_size)
-        if isinstance(handoff, RemoteDecode):
-            return 1
         return longest - num_prompt if limit is None else limit
 
     def add_request(self, request_id: str, wanted: SequenceInput, times: RequestTimes | None = None) -> None:

@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvist.engine.request import RemoteDecode, RemotePrefill, Request
+from kvist.engine.request import Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
+from kvist.openai.requests import RemotePrefill
 from kvist.transfer import commands
 
 logger = logging.getLogger(__name__)
@@ -130,23 +131,21 @@ class Handoffs:
         request.blocks = None
 
 
-def check_handoff(handoff: RemoteDecode | RemotePrefill, num_prompt_tokens: int, vocab_size: int) -> None:
-    """Raise InvalidValueError unless what another worker says of a prompt fits it."""
-    match handoff:
-        case RemotePrefill(num_tokens=num_tokens) if num_tokens != num_prompt_tokens:
-            raise InvalidValueError("kv_transfer_params.num_tokens", num_tokens, f"{num_prompt_tokens}, as the prompt")
-        case RemotePrefill(first_token_ids=token_ids) if len(token_ids) != 1 or token_ids[0] >= vocab_size:
-            raise InvalidValueError("kv_transfer_params.first_token_ids", token_ids, f"one token below {vocab_size}")
-        case RemotePrefill(remote_request_id=name) if not 1 <= len(name) <= commands.MAX_NAME_LEN:
+def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int, vocab_size: int) -> None:
+    """Raise InvalidValueError unless what another worker says of a prompt fits it, and that worker can be asked."""
+    token_ids, name_len = handoff.first_token_ids, len(handoff.remote_request_id)
+    try:
+        if handoff.num_tokens != num_prompt_tokens:
+            raise InvalidValueError("num_tokens", handoff.num_tokens, f"{num_prompt_tokens}, as the prompt")
+        if len(token_ids) != 1 or token_ids[0] >= vocab_size:
+            raise InvalidValueError("first_token_ids", token_ids, f"one token below {vocab_size}")
+        if not 1 <= name_len <= commands.MAX_NAME_LEN:
             # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
-            raise InvalidValueError(
-                "kv_transfer_params.remote_request_id", name, f"1 to {commands.MAX_NAME_LEN} characters"
-            )
-        case RemotePrefill(remote_endpoints=endpoints):
-            try:
-                commands.check_endpoints(endpoints)
-            except InvalidValueError as error:
-                raise InvalidValueError(f"kv_transfer_params.{error.field}", error.value, error.expected) from None
+            expected = f"1 to {commands.MAX_NAME_LEN} characters"
+            raise InvalidValueError("remote_request_id", handoff.remote_request_id, expected)
+        commands.check_endpoints(handoff.remote_endpoints)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"kv_transfer_params.{error.field}", error.value, error.expected) from None
 
 
 def _lists(blocks: SequenceBlocks) -> commands.BlockLists:

@@ -6,10 +6,10 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvist.kvcache import BlockHashChain, SequenceBlocks
-from kvist.openai.requests import SamplingParams
+from kvist.openai.requests import Handoff, SamplingParams
 from kvist.openai.responses import FinishReason
 
 if TYPE_CHECKING:
@@ -67,24 +67,6 @@ class TokenLogprobs(NamedTuple):
 
     sampled: LogprobEntry
     top: tuple[LogprobEntry, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteDecode:
-    """Compute the prompt and its first token here; another worker fetches the blocks and goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePrefill:
-    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched."""
-
-    remote_endpoints: tuple[str, ...]
-    remote_request_id: str
-    num_tokens: int
-    first_token_ids: tuple[int, ...]
-
-
-Handoff: TypeAlias = RemoteDecode | RemotePrefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvist.engine.request import RemotePrefill, Request
+from kvist.engine.request import Request
 from kvist.kvcache import KvCacheManager, PrefixHit, SequenceBlocks, can_resume
 from kvist.kvcache.stale import num_blocks_for
+from kvist.openai.requests import RemotePrefill
 
 logger = logging.getLogger(__name__)
 

@@ -141,27 +141,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a request is another worker's; the field is named as in vLLM.
+class RemoteDecode(msgspec.Struct, frozen=True):
+    """Compute the prompt and its first token here; another worker fetches the blocks and goes on."""
 
-    Asked with `do_remote_decode`, a worker computes the prompt and one token, keeps the blocks, and answers with the
-    params of `do_remote_prefill`. With those, the same request goes on at another worker, which fetches the blocks from
-    `remote_endpoints`: one a rank that computed the prompt, by rank.
-    """
 
+class RemotePrefill(msgspec.Struct, frozen=True):
+    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched."""
+
+    remote_endpoints: tuple[str, ...]
+    remote_request_id: str
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    first_token_ids: tuple[TokenId, ...]
+
+
+Handoff: TypeAlias = RemoteDecode | RemotePrefill
+"""Which part of a request is another worker's.
+
+Asked with `do_remote_decode` in `kv_transfer_params`, as vLLM calls them, a worker answers with those of
+`do_remote_prefill`. With these, the same request goes on at another worker.
+"""
+
+
+class _HandoffKind(msgspec.Struct, frozen=True):
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_endpoints: list[str] | None = None
-    remote_request_id: str | None = None
-    num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    first_token_ids: list[TokenId] | None = None
 
 
-class _WithKvTransfer(msgspec.Struct, frozen=True):
-    kv_transfer_params: KvTransferParams | None = None
+class _WithHandoffKind(msgspec.Struct, frozen=True):
+    kv_transfer_params: _HandoffKind | None = None
 
 
-Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, TokenizeRequest, SamplingParams, _WithKvTransfer)
+class _WithRemotePrefill(msgspec.Struct, frozen=True):
+    kv_transfer_params: RemotePrefill
+
+
+Request = TypeVar("Request", bound=msgspec.Struct)
 
 MAX_DEPTH = 128
 """Levels of arrays and objects in a body; templates and engines walk them by recursion."""
@@ -287,24 +301,16 @@ def decode_sampling_params(fields: Fields) -> SamplingParams:
     return params
 
 
-def decode_kv_transfer_params(fields: Fields) -> KvTransferParams | None:
-    """Return the `kv_transfer_params` of a request, None without; raises RequestError (400) for a part of them."""
-    params = _convert(fields, _WithKvTransfer).kv_transfer_params
-    if params is None:
+def decode_handoff(fields: Fields) -> Handoff | None:
+    """Return the `kv_transfer_params` of a request, None without; raises RequestError (400) that names the field."""
+    kind = _convert(fields, _WithHandoffKind).kv_transfer_params
+    if kind is None:
         return None
-    if params.do_remote_decode == params.do_remote_prefill:
-        got = "both" if params.do_remote_decode else "neither"
-        expected = "one of do_remote_decode and do_remote_prefill"
-        raise _handoff_refusal("kv_transfer_params", f"got {got}, expected {expected}")
-    if params.do_remote_prefill:
-        for name in ("remote_endpoints", "remote_request_id", "num_tokens", "first_token_ids"):
-            if getattr(params, name) is None:
-                raise _handoff_refusal(f"kv_transfer_params.{name}", "missing, expected with do_remote_prefill")
-    return params
-
-
-def _handoff_refusal(field: str, reason: str) -> RequestError:
-    return RequestError(400, f"{field}: {reason}", param="kv_transfer_params")
+    if kind.do_remote_decode == kind.do_remote_prefill:
+        got = "both" if kind.do_remote_decode else "neither"
+        message = f"kv_transfer_params: got {got}, expected one of do_remote_decode and do_remote_prefill"
+        raise RequestError(400, message, param="kv_transfer_params")
+    return RemoteDecode() if kind.do_remote_decode else _convert(fields, _WithRemotePrefill).kv_transfer_params
 
 
 def _convert(fields: Fields, kind: type[Request]) -> Request:

@@ -15,9 +15,10 @@ from kvist.engine import handoff
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_engine
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes, SequenceInput
+from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
+from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.transfer.commands import (
     CancelFetch,
     Command,

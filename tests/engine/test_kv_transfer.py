@@ -19,7 +19,8 @@ import zmq
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import LoadedEngine, load_engine
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, SequenceInput
+from kvist.engine.request import RequestOutput, SequenceInput
+from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer

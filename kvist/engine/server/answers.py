@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
 from kvist.openai.errors import RequestError, error_body
-from kvist.openai.requests import KvTransferParams
+from kvist.openai.requests import RemotePrefill
 from kvist.openai.responses import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -56,13 +58,9 @@ class Shape(ABC):
         """
         body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
         if outputs[0].remote_request_id is not None:
-            body["kv_transfer_params"] = KvTransferParams(
-                do_remote_prefill=True,
-                remote_endpoints=list(self._heading.kv_transfer_endpoints),
-                remote_request_id=outputs[0].remote_request_id,
-                num_tokens=usage["prompt_tokens"],
-                first_token_ids=list(outputs[0].token_ids),
-            )
+            places = (self._heading.kv_transfer_endpoints, outputs[0].remote_request_id)
+            remote = RemotePrefill(*places, usage["prompt_tokens"], outputs[0].token_ids)
+            body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
         return body
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, SequenceInput
+from kvist.engine.request import SequenceInput
 from kvist.openai import requests as api
 from kvist.openai.errors import RequestError
 from kvist.openai.tokenization import ChatTokenizer
@@ -30,7 +30,7 @@ class Job:
     swa_scratch: bool | None
     is_stream: bool
     has_stream_usage: bool
-    handoff: Handoff | None = None
+    handoff: api.Handoff | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -80,7 +80,7 @@ async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[st
     params = _check(request, api.decode_sampling_params(fields), model_names)
     _check_is_text(request)
     prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(request).tolist())
-    return _job(request, params, (prompt,), _handoff(fields))
+    return _job(request, params, (prompt,), api.decode_handoff(fields))
 
 
 async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
@@ -98,7 +98,7 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
             for prompt in request.prompts
         )
 
-    return _job(request, params, await _off_loop(tokenizer, body, tokenize), _handoff(fields))
+    return _job(request, params, await _off_loop(tokenizer, body, tokenize), api.decode_handoff(fields))
 
 
 async def read_tokenize(
@@ -168,32 +168,15 @@ def _job(
     request: api.ChatCompletionRequest | api.CompletionRequest,
     params: api.SamplingParams,
     prompts: tuple[list[int], ...],
-    handoff: Handoff | None,
+    handoff: api.Handoff | None,
 ) -> Job:
     if handoff is not None and len(prompts) * params.n != 1:
         message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
         raise RequestError(400, message, param="kv_transfer_params")
-    if isinstance(handoff, RemoteDecode) and request.stream:
+    if isinstance(handoff, api.RemoteDecode) and request.stream:
         raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
     has_usage = request.stream_options is not None and request.stream_options.include_usage
     return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage, handoff)
-
-
-def _handoff(fields: api.Fields) -> Handoff | None:
-    """Return which part of the request is another worker's; raises RequestError that names the field."""
-    match api.decode_kv_transfer_params(fields):
-        case None:
-            return None
-        case api.KvTransferParams(
-            do_remote_prefill=True,
-            remote_endpoints=list(endpoints),
-            remote_request_id=str(request_id),
-            num_tokens=int(num_tokens),
-            first_token_ids=list(token_ids),
-        ):
-            return RemotePrefill(tuple(endpoints), request_id, num_tokens, tuple(token_ids))
-        case _:
-            return RemoteDecode()
 
 
 async def _off_loop(tokenizer: ChatTokenizer, body: bytes, tokenize: Callable[[], _T]) -> _T:

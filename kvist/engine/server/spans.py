@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestTimes
+from kvist.engine.request import RequestTimes
 from kvist.engine.server.intake import Job
+from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.tracing import NO_SPAN, Attributes, Span
 from kvist.transfer.commands import FetchTimes, HoldTimes, TransferTimes, WriteTimes
 
