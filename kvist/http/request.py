@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -28,21 +28,14 @@ _REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"++) ([\x21-\x7e]++) HTTP/([0-9]\.[
 _ORIGIN_FORM = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|" + _PCT + rb")*+")
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?)://([^/?@]++)(.*+)")
 _HOST = re.compile(rb"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=]|" + _PCT + rb")++|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5}+)?")
-_LENGTH_FIELD = re.compile(rb"(?i)\r\ncontent-length:[\t ]*+([0-9]{1,18})\r\n")
 _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
-_MAX_LENGTH_DIGITS = 18
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
-_MAX_REMEMBERED_BYTES = 2048
-"""The longest head kept, for each connection, to be recognised when it comes again."""
 
 
 class Request(msgspec.Struct, frozen=True, dict=True):
-    """A whole request, whose headers the next one may share: they are not to be changed.
-
-    `target` is in origin form (or `*`), ASCII, still percent-encoded.
-    """
+    """A whole request; `target` is in origin form (or `*`), ASCII, still percent-encoded."""
 
     method: str
     target: str
@@ -93,54 +86,6 @@ _CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b
 """The fields that decide about the message itself."""
 
 
-class Head(NamedTuple):
-    """What a head says, but for the length of its body."""
-
-    method: str
-    target: str
-    headers: Headers
-    http_version: HttpVersion
-    is_keep_alive: bool
-    expects_continue: bool
-
-
-class _KnownHead:
-    """A valid head, by which others are known that differ from it in nothing but the digits of their length.
-
-    A client says nearly the same in front of each of its requests; what was read once need not be read again.
-    """
-
-    __slots__ = ("_before", "_behind", "_digits", "_head", "_length")
-
-    def __init__(self, head: Head, length: int | None, text: bytes) -> None:
-        """`length` is that of the body, None for a chunked one."""
-        self._head, self._length = head, length
-        self._before, self._digits, self._behind = text, b"", b""
-        field = _LENGTH_FIELD.search(text)  # as the head is valid, there is no other
-        if field is not None:
-            self._before, self._digits, self._behind = text[: field.start(1)], field[1], text[field.end(1) :]
-
-    def find(self, text: bytes) -> tuple[bytes, int] | None:
-        """Return the digits, if any, and where the body begins, if the text begins with such a head."""
-        if not text.startswith(self._before):
-            return None
-        start = len(self._before)
-        if not self._digits:
-            return b"", start
-        end = text.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
-        digits = text[start:end]
-        if end < 0 or not digits.isdigit() or not text.startswith(self._behind, end):
-            return None
-        return digits, end + len(self._behind)
-
-    def with_digits(self, digits: bytes) -> tuple[Head, int | None]:
-        """Return such a head, and the length of its body."""
-        if digits == self._digits:
-            return self._head, self._length
-        headers = [(name, digits if name == b"content-length" else value) for name, value in self._head.headers]
-        return self._head._replace(headers=headers), int(digits)
-
-
 @dataclass(slots=True, eq=False)
 class RequestParser:
     """Yields only requests that have one reading; holds the current request and the bytes read ahead of it."""
@@ -149,8 +94,7 @@ class RequestParser:
     _client: tuple[str, int] | None
     _buffer: bytes = b""
     _scanned: int = 0
-    _head: Head | None = None
-    _known: _KnownHead | None = None  # the last head: a client's are often the same
+    _head: Request | None = None  # without its body
     _body: Body | None = None
     _payload: bytearray = field(default_factory=bytearray)
     _awaits_continue: bool = False
@@ -197,9 +141,6 @@ class RequestParser:
 
     def _read_head(self) -> bool:
         buffer, limits = self._buffer, self._limits
-        if self._known is not None and (found := self._known.find(buffer)) is not None:
-            self._begin(*self._known.with_digits(found[0]), found[1])
-            return True
         end = buffer.find(b"\r\n\r\n", max(0, self._scanned - 3))
         line_end = buffer.find(b"\r\n", 0, limits.max_request_line_bytes + 2)
         if line_end < 0 and len(buffer) > limits.max_request_line_bytes:
@@ -213,23 +154,17 @@ class RequestParser:
             self._scanned = len(buffer)
             return False
         self._scanned = 0
-        head, length = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
-        longest = end + _MAX_LENGTH_DIGITS  # that could be known by this one
-        is_short = longest < _MAX_REMEMBERED_BYTES and longest - line_end <= limits.max_header_bytes
-        self._known = _KnownHead(head, length, buffer[: end + 4]) if is_short else None
-        self._begin(head, length, end + 4)
-        return True
-
-    def _begin(self, head: Head, length: int | None, body_start: int) -> None:
-        """Awaits the body of a head, of `length` bytes or chunked."""
+        head, length, expects_continue = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
         if length is not None:
             self._check_size(length)
         self._head = head
-        self._buffer = self._buffer[body_start:]
+        self._buffer = buffer[end + 4 :]
         self._body = ChunkedBody() if length is None else LengthBody(length)
-        self._awaits_continue = head.expects_continue and not self._body.is_complete and not self._buffer
+        self._awaits_continue = expects_continue and not self._body.is_complete and not self._buffer
+        return True
 
-    def _parse_head(self, request_line: bytes, block: bytes) -> tuple[Head, int | None]:
+    def _parse_head(self, request_line: bytes, block: bytes) -> tuple[Request, int | None, bool]:
+        """Return a request, the length of its body, None for a chunked one, and whether it waits to send that."""
         match = _REQUEST_LINE.fullmatch(request_line)
         if match is None:
             raise MalformedHttpError("the request line is not 'METHOD target HTTP/1.1'")
@@ -246,15 +181,16 @@ class RequestParser:
         options = list_members(control[b"connection"])
         _refuse_upgrade(control[b"upgrade"])
         length = _length(control, is_http11=is_http11)
-        head = Head(
+        request = Request(
             method.decode(),
             target.decode(),
             headers,
+            b"",
+            self._client,
             "1.1" if is_http11 else "1.0",
             is_keep_alive=b"close" not in options and (is_http11 or b"keep-alive" in options),
-            expects_continue=is_http11 and bool(control[b"expect"]),
         )
-        return head, length
+        return request, length, is_http11 and bool(control[b"expect"])
 
     def _read_body(self) -> Request | None:
         body = self._body
@@ -278,9 +214,7 @@ class RequestParser:
             self._payload = bytearray()
         head, self._head, self._body = self._head, None, None
         self._awaits_continue = False
-        return Request(
-            head.method, head.target, head.headers, body, self._client, head.http_version, head.is_keep_alive
-        )
+        return msgspec.structs.replace(head, body=body)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_body_bytes:

@@ -7,13 +7,16 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 import asyncio
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.http.fields import Headers, content_length, render_head, status_line
 from kvist.http.request import Request
+
+if TYPE_CHECKING:
+    from kvist.http.server import ServerConnection
 
 _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
@@ -39,23 +42,11 @@ def _answer_start(status: int, content_type: bytes) -> bytes:
     return b"%b\r\ncontent-type: %b\r\ncontent-length: " % (status_line(status), content_type)
 
 
-class ClientConnection(Protocol):
-    """What a response needs of the connection it goes out on."""
-
-    def send(self, data: bytes) -> None: ...
-
-    def cut(self) -> None: ...
-
-    def on_response_end(self) -> None: ...
-
-    async def drained(self) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Responder:
     """Sends exactly one response; until `has_started` is True the client has seen nothing, and another may be begun."""
 
-    _connection: ClientConnection
+    _connection: "ServerConnection"
     _request: Request
     _loop: asyncio.AbstractEventLoop
     keep_alive: bool
