@@ -25,11 +25,8 @@ def blocks(language: str, *pages: str) -> list[str]:
 def commands() -> list[str]:
     """Return the kvist commands shown anywhere, with their continuation lines joined."""
     text = "\n".join(blocks("sh", *PAGES)).replace("\\\n", " ")
-    return [
-        line.partition("  #")[0].partition(" > ")[0].rstrip(" &")
-        for line in text.splitlines()
-        if line.startswith("kvist ")
-    ]
+    shown = [re.sub(r"^docker run .* (?=kvist )", "", line) for line in text.splitlines()]
+    return [line.partition("  #")[0].partition(" > ")[0].rstrip(" &") for line in shown if line.startswith("kvist ")]
 
 
 def test_the_example_runs() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +35,8 @@ _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() fo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
     argv = sys.argv[1:] if argv is None else argv
+    if os.getpid() == 1:  # of a container: the kernel spares such a process what it does not handle
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     anywhere = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = ("debug", "info", "warning", "error")
     anywhere.add_argument("--log-level", choices=levels, help="what goes to stderr (default: info)")

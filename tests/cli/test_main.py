@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -130,6 +132,19 @@ def test_each_command_whose_extra_is_missing_says_which(
         assert code == 2, (command, errors)
         assert errors.startswith(f"kvist {command.split()[0]}: error: "), errors
         assert errors.endswith(f" is not installed: pip install 'kvist[{extra}]'\n"), errors
+
+
+def test_the_first_process_of_a_container_ends_at_sigterm_though_its_service_does_not_listen_for_it_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr("kvist.cli.compile.run", lambda _: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["compile"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_unknown_command_is_refused() -> None:
