@@ -121,6 +121,7 @@ async def _up(args: argparse.Namespace) -> int:
         if args.exit:
             return exit_code
         console.print(f"\nServing on [bold]{router_url}[/bold] (OpenAI API; metrics at /metrics). Ctrl-C stops it.")
+        console.print(f"What it does, live: [bold]{router_url}/ui[/bold]")
         await asyncio.Event().wait()
     return exit_code
 

@@ -73,6 +73,7 @@ class _Attempt(ResponseReceiver):
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         now_s, prompt = router.now_s(), decision.prompt
+        self.sent_s = now_s
         self._load = router.load.begin(
             target, prompt, decision.overlap_tokens if computes else prompt.num_tokens, now_s
         )

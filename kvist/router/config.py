@@ -212,6 +212,9 @@ class RouterConfig:
     debug_headers: Annotated[
         bool, Meta(description="tell every client, not administrators alone, which worker answered and what it held")
     ] = False
+    show_prompts: Annotated[
+        bool, Meta(description="show administrators the beginnings and ends of prompts on the live page (/ui)")
+    ] = False
     max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
     max_connections: Annotated[
         Annotated[int, Meta(ge=1)] | None,

@@ -95,6 +95,7 @@ class Forwarder:
     now_s: Callable[[], float]
     refuse: Refuse
     on_routed: Callable[[Routed], None]
+    on_ended: Callable[[Forwarding, Exception | None], None]
     tracing: Tracing | None = None
     access_log: AccessLog | None = None
     recorder: RequestRecorder | None = None
@@ -500,6 +501,7 @@ class Forwarding:
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
         self._account()
+        self.router.on_ended(self, error)
         if self.router.access_log is not None or self.router.recorder is not None:
             self._log(error)
         if error is not None or self.responder.status != HTTPStatus.OK:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -155,6 +155,15 @@ class _Bucket:
     """Of blocks that were evicted before reuse, likewise, in seconds."""
     prefixes: dict[str, tuple[float, int, int]] = field(default_factory=dict)
     """What prefixes cost: tokens computed for want of them, how long they are, how often."""
+    total: Counter[str] | None = None
+    """Of all rows, once the next minute has begun."""
+
+    def summed(self) -> Counter[str]:
+        """Return what all rows add up to."""
+        total = Counter[str]()
+        for row in self.rows.values():
+            total.update(row)
+        return total
 
 
 class Regret:
@@ -169,6 +178,8 @@ class Regret:
     def add(self, now_s: float, requests: Iterable[Routed], capacity_blocks: int) -> None:
         """Count requests that ended by now; the fleet's caches together hold so many blocks."""
         if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
+            if self._buckets:
+                self._buckets[-1].total = self._buckets[-1].summed()
             self._buckets.append(_Bucket(now_s))
         bucket = self._buckets[-1]
         for request in requests:
@@ -227,9 +238,21 @@ class Regret:
             if len(bucket.prefixes) > MAX_PREFIXES:
                 del bucket.prefixes[min(bucket.prefixes, key=lambda each: bucket.prefixes[each][0])]
 
+    def by_worker(self, now_s: float, window_s: float, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return what the requests of each worker add up to, of what has these names."""
+        hits: dict[str, dict[str, int]] = {}
+        for bucket in self._since(now_s, window_s):
+            for (_, _, worker), row in bucket.rows.items():
+                before = hits.get(worker) or dict.fromkeys(names, 0)
+                hits[worker] = {name: before[name] + row[name] for name in names}
+        return hits
+
+    def _since(self, now_s: float, window_s: float) -> list[_Bucket]:
+        return [each for each in self._buckets if each.began_s > now_s - window_s - BUCKET_S]
+
     def report(self, now_s: float, window_s: float) -> dict[str, Any]:
-        """Return what the requests of the last `window_s` add up to, up to a minute more."""
-        buckets = [each for each in self._buckets if each.began_s > now_s - window_s - BUCKET_S]
+        """Return what the requests of the last `window_s` add up to, up to a minute more, and each kept minute's."""
+        buckets = self._since(now_s, window_s)
         rows: dict[tuple[str, str], Counter[str]] = {}
         tenants: dict[str, Counter[str]] = {}
         total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
@@ -255,6 +278,10 @@ class Regret:
             "total": _told(total),
             "by": [{"model": model, "worker": worker, **_told(row)} for (model, worker), row in sorted(rows.items())],
             "by_tenant": [{"tenant": tenant, **_told(row)} for tenant, row in sorted(tenants.items())],
+            "over_time": [
+                {"ago_s": round(now_s - bucket.began_s, 1), **_told(bucket.total or bucket.summed())}
+                for bucket in self._buckets
+            ],
             "sample": sample,
             "reuse_distance_blocks": {str(1 << power): num for power, num in sorted(distances.items())},
             "stay_needed_s": {str(1 << power): num for power, num in sorted(stays.items())},

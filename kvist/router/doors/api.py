@@ -5,6 +5,7 @@
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
     GET  /regret      where hits went, of ?window=10m           GET    /usage      what tenants have used
+    GET  /ui/state    what the live page shows, ?since=…
 
 The caller has checked who may ask (`kvist.router.doors.auth`), and answers /route itself: who decides can explain.
 """
@@ -26,7 +27,8 @@ from kvist import __version__
 from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
-from kvist.router.doors.explain import explain_load, explain_readiness, explain_worker
+from kvist.router.doors.explain import explain_load, explain_readiness, explain_workers
+from kvist.router.doors.live import STATE_PATH, LiveState
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership, WorkerConflictError
@@ -74,6 +76,7 @@ class AdminApi:
     counted: Callable[[], Iterable[Metric | None]]
     """What is counted of requests, among other metrics."""
     replicas: Replicas | None
+    live: LiveState
     started_s: float
     now_s: Callable[[], float]
 
@@ -88,6 +91,7 @@ class AdminApi:
             ("GET", "/get_loads"): self._loads,
             ("GET", "/regret"): self._regret,
             ("GET", "/usage"): self._usage,
+            ("GET", STATE_PATH): self._live_state,
         }
         method = "GET" if question.method == "HEAD" else question.method
         try:
@@ -123,9 +127,7 @@ class AdminApi:
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _list_workers(self, _: Question) -> Answer:
-        explained = [
-            explain_worker(worker, self.fleet, self.load, self.index, self.now_s()) for worker in self.fleet.workers
-        ]
+        explained = explain_workers(self.fleet, self.load, self.index, self.regret, self.now_s())
         return json_answer({"workers": explained})
 
     def _add_worker(self, question: Question) -> Answer:
@@ -158,6 +160,9 @@ class AdminApi:
         if window is None:
             raise InvalidValueError("window", given, "a time of up to an hour: 90s, 10m or 1h")
         return json_answer(self.regret.report(self.now_s(), int(window[1]) * _UNITS_S[window[2]]))
+
+    def _live_state(self, question: Question) -> Answer:
+        return Answer(HTTPStatus.OK, self.live.state(question.query))
 
     def _usage(self, question: Question) -> Answer:
         return json_answer({"usage": used(self.counted(), question.tenant)})

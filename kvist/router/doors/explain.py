@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
+from heapq import nsmallest
 from typing import Any
 
 from kvist.events import Tier, WorkerRank
@@ -18,9 +19,13 @@ from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Candidate, Decision, Load
 from kvist.router.prefill.handover import Plan
 from kvist.router.prompts import Ask
+from kvist.router.regret import Regret
 
 MAX_TOLD = 20
 """Workers and streams that are named; the rest is counted."""
+HITS_WINDOW_S = 120.0
+"""How far a worker's hits reach back."""
+_HITS = ("prompt_tokens", "routed", "told_tokens", "predicted", "reported")
 
 
 class Condition(StrEnum):
@@ -70,6 +75,14 @@ def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[
 
 def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Return who takes the request, by which rule, and what every candidate would have cost."""
+    page = explain_choice(decision, ask)
+    for candidate, explained in zip(decision.candidates, page["candidates"], strict=True):
+        explained |= explain_load(candidate.target, load.load(candidate.target, now_s))
+    return page
+
+
+def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dict[str, Any]:
+    """Return the same without loads, of the `most` candidates that came nearest and of the chosen one."""
     page: dict[str, Any] = {
         "worker": decision.chosen.target.worker,
         "rank": decision.chosen.target.rank,
@@ -79,25 +92,28 @@ def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: flo
         "prompt_tokens": decision.prompt.num_tokens,
         "block_size": decision.prompt.block_size,
         "untokenized_reason": ask.untokenized_reason,
-        "candidates": [
-            explain_load(candidate.target, load.load(candidate.target, now_s))
-            | _explain_candidate(candidate, probability)
-            for candidate, probability in zip(decision.candidates, decision.weighing.probabilities, strict=True)
-        ],
+        "num_candidates": len(decision.candidates),
     }
-    if decision.prices is not None:
-        page |= {"utilisation": decision.prices.load.utilisation, "price_of_computing": decision.prices.price}
-        for candidate, tokens in zip(page["candidates"], decision.prices.cached_tokens.tolist(), strict=True):
-            candidate |= {"tokens_cached_or_in_flight": tokens, "seconds": {}}
-        for term, seconds in decision.prices.terms_s().items():
-            for candidate, value in zip(page["candidates"], seconds, strict=True):
-                candidate["seconds"][term] = value
+    prices, probabilities = decision.prices, decision.weighing.probabilities
+    shown = list(range(len(decision.candidates)))
+    if most is not None and len(shown) > most:
+        costs = [-each for each in probabilities] if prices is None else prices.cost_s.tolist()
+        shown = sorted({decision.chosen_idx, *nsmallest(most - 1, shown, key=costs.__getitem__)})
+    page["candidates"] = [_explain_candidate(decision.candidates[idx], probabilities[idx]) for idx in shown]
+    if prices is not None:
+        page |= {"utilisation": prices.load.utilisation, "price_of_computing": prices.price}
+        terms = prices.terms_s()
+        for idx, candidate in zip(shown, page["candidates"], strict=True):
+            candidate["tokens_cached_or_in_flight"] = int(prices.cached_tokens[idx])
+            candidate["seconds"] = {term: seconds[idx] for term, seconds in terms.items()}
     return page
 
 
 def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, Any]:
     depths = candidate.overlap_blocks or (0,) * len(Tier)
     return {
+        "worker": candidate.target.worker,
+        "rank": candidate.target.rank,
         "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
         "cached_blocks": candidate.num_cached_blocks,
         "approximate": candidate.is_approximate,
@@ -117,10 +133,28 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
     }
 
 
-def explain_worker(
+def explain_workers(
+    fleet: Fleet, load: LoadTracker, index: FleetIndex | None, regret: Regret, now_s: float
+) -> list[dict[str, Any]]:
+    """Return each worker's state and what it follows from."""
+    sources: dict[str, list[SourceStatistics]] = {}
+    for source in index.every_source() if index is not None else ():
+        sources.setdefault(source.worker, []).append(source)
+    speeds, hits = load.prompt_speeds(), regret.by_worker(now_s, HITS_WINDOW_S, _HITS)
+    return [
+        _explain_worker(worker, fleet, load, index, now_s)
+        | {
+            "prompt_tokens_per_s": speeds.get(worker.url),
+            "hits": hits.get(worker.url),
+            "kv_events": _explain_events(worker, index, sources.get(worker.url, [])),
+        }
+        for worker in fleet.workers
+    ]
+
+
+def _explain_worker(
     worker: Worker, fleet: Fleet, load: LoadTracker, index: FleetIndex | None, now_s: float
 ) -> dict[str, Any]:
-    """Return a worker's state and what it follows from."""
     identity = worker.identity
     return {
         "url": worker.url,
@@ -130,24 +164,29 @@ def explain_worker(
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
+        "ended_requests": load.ended_requests(worker.url),
+        "prefill_tokens": load.prefill_tokens(worker.url),
         "max_requests": worker.capacity.bound(load.num_steps(worker.url)),
         "warming": worker.capacity.warms_from is not None,
-        "prompt_tokens_per_s": load.prompt_tokens_per_s(worker.url),
         "last_failure": worker.last_failure,
         "engine": identity.engine,
         "version": identity.version,
         "block_size": index.block_sizes.get(worker.url, identity.block_size) if index else identity.block_size,
+        "num_cache_tokens": identity.num_cache_tokens,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "rendering": None if worker.rendering is None else worker.rendering.described(),
-        "kv_events": {
-            "error": worker.event_error,
-            "sources": [_explain_source(source) for source in index.sources(worker.url)] if index else [],
-            "ranks": [
-                {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks}
-                for status in (index.ranks(worker.url) if index else ())
-            ],
-        },
+    }
+
+
+def _explain_events(worker: Worker, index: FleetIndex | None, sources: list[SourceStatistics]) -> dict[str, Any]:
+    ranks = [] if index is None else index.ranks(worker.url)
+    return {
+        "error": worker.event_error,
+        "sources": [_explain_source(source) for source in sources],
+        "ranks": [
+            {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks} for status in ranks
+        ],
     }
 
 
@@ -173,6 +212,7 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
         "failure": source.failure,
         "batches": source.num_batches,
         "last_event_age_s": source.last_event_age_s,
+        "lag_s": source.lag_s,
         "gaps": source.num_gaps,
         "restarts": source.num_restarts,
         "refused_batches": source.num_refused_batches,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -24,6 +24,8 @@ from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.api import AdminApi, Answer, Question
+from kvist.router.doors.journal import Seen
+from kvist.router.doors.live import LiveState
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
@@ -54,6 +56,9 @@ class FleetKnowledge(Protocol):
 
     def on_routed(self, request: Routed) -> None:
         """Take what came of a request, for `GET /regret`."""
+
+    def on_seen(self, request: Seen) -> None:
+        """Take a request, as the live page shows it."""
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""
@@ -109,6 +114,7 @@ class Keeper:
         if config.state_dir is not None:
             self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
+        self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_others)
         self._api = AdminApi(
             self.fleet,
             self.models,
@@ -119,6 +125,7 @@ class Keeper:
             self._regret,
             counted or gauges,
             self.replicas,
+            self._live,
             started_s,
             now_s,
         )
@@ -135,6 +142,8 @@ class Keeper:
             await self.models.configured()
             if self.replicas is not None:
                 await exits.enter_async_context(self.replicas)
+            self._live.start()
+            exits.callback(self._live.close)
             self._exits = exits.pop_all()
         return self
 
@@ -152,6 +161,19 @@ class Keeper:
             ranks = (rank for worker in self.fleet.workers for rank in self.fleet.ranks(worker))
             self._capacity_blocks, self._sized_at_s = sum(rank.num_blocks for rank in ranks), now_s
         self._regret.add(now_s, [request], self._capacity_blocks)
+
+    def on_seen(self, request: Seen) -> None:
+        """Show a request on the live page."""
+        self._live.add(request)
+
+    def _explain_others(self) -> dict[str, Any]:
+        """Return what readiness tells beside the fleet."""
+        told: dict[str, Any] = {"discovery": self.membership.discovery.explain()}
+        if self.replicas is not None:
+            told["replicas"] = self.replicas.described()
+        if self.index is not None and (state := self.index.state_statistics()) is not None:
+            told["state"] = state.described()
+        return told
 
     def _on_tokenizer(self, tokenizer: ChatTokenizer) -> None:
         """Have the tokens of the model's workers compared with these from now on."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from random import Random
 from types import TracebackType
@@ -57,7 +58,10 @@ from kvist.router.doors.auth import (
     require_administrator,
 )
 from kvist.router.doors.explain import explain_plan
+from kvist.router.doors.journal import Journal
 from kvist.router.doors.keeper import FleetKnowledge, Keeper
+from kvist.router.doors.live import STATE_PATH
+from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.load import LoadTracker
@@ -84,7 +88,7 @@ TRACES_CLOSE_TIMEOUT_S = 0.5
 
 METRICS_PATH, USAGE_PATH = "/metrics", "/usage"
 OPEN_PATHS = frozenset({"/health", "/readiness", METRICS_PATH})
-ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret"})
+ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret", STATE_PATH})
 WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
 
@@ -207,6 +211,7 @@ class RouterService:
             now_s,
             self._refuse,
             known.on_routed,
+            Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).ended,
             tracing,
             access_log,
             recorder,
@@ -297,6 +302,12 @@ class RouterService:
             return self._answer_operator(request, responder)
         if path == USAGE_PATH:
             return self._show_usage(request, responder)
+        if path == EVENTS_PATH:
+            self._check_watcher(request)
+            return stream(request, responder, self.known.answer, partial(self._check_watcher, request))
+        if path == UI_PATH or path.startswith(UI_PATH + "/"):
+            show_file(request, responder)
+            return None
         if methods_of(path) is None:
             require_administrator(request, config.admin_key)
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
@@ -321,6 +332,12 @@ class RouterService:
         if tenant is DEFAULT:
             require_administrator(request, self._config.admin_key)
         return self._answer_operator(request, responder, tenant.name)
+
+    def _check_watcher(self, request: Request) -> None:
+        """Raise RequestError unless the request may go on to be told what the page shows."""
+        require_administrator(request, self._config.admin_key)
+        if self._is_draining:
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is shutting down", code="shutting_down")
 
     async def _answer_operator(self, request: Request, responder: Responder, tenant: str | None = None) -> None:
         if (request.method, request.path) == ("POST", "/route"):

@@ -19,6 +19,8 @@ import math
 from collections.abc import Callable
 from typing import Self
 
+import numpy as np
+
 from kvist.events import WorkerRank
 from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
@@ -148,10 +150,13 @@ class LoadTracker:
         """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
         return self._sum(worker, _PREFILL)
 
-    def prompt_tokens_per_s(self, worker: str) -> float | None:
-        """Return how fast the worker's ranks compute prompts, as first tokens have told; None before any."""
-        learnt = [speed for target, speed in self.board.learnt().items() if target.worker == worker]
-        return round(sum(work for _, work in learnt) / sum(seconds for seconds, _ in learnt), 1) if learnt else None
+    def prompt_speeds(self) -> dict[str, float]:
+        """Return how many prompt tokens a second each worker's ranks compute, as first tokens have told."""
+        totals: dict[str, tuple[float, float]] = {}
+        for target, (seconds, work) in self.board.learnt().items():
+            before = totals.get(target.worker, (0.0, 0.0))
+            totals[target.worker] = before[0] + seconds, before[1] + work
+        return {worker: round(work / seconds, 1) for worker, (seconds, work) in totals.items()}
 
     def ended_requests(self, worker: str) -> int:
         """Return how many requests of the worker have ended so far."""
@@ -180,6 +185,12 @@ class LoadTracker:
     def num_dispatched(self) -> int:
         """Return how many decisions were acted on."""
         return sum(self.ints[whole + Whole.DISPATCHED] for whole in self.board.wholes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many wait for a worker, for whichever model, at whichever front."""
+        ends = ((whole + QUEUES_WORD, whole + QUEUES_WORD + NUM_QUEUES) for whole in self.board.wholes)
+        return sum(int(np.asarray(self.ints[begin:end]).sum()) for begin, end in ends)
 
     def show_listening(self) -> None:
         """Note that this process takes requests."""

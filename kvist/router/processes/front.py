@@ -28,6 +28,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.api import Answer, Question, json_answer, refusal
 from kvist.router.doors.explain import explain_readiness
+from kvist.router.doors.journal import Seen
 from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, CircuitState, HealthGauge
@@ -50,8 +51,8 @@ FIRST_NEWS_S = 10.0
 """How long a front that starts waits for a keeper; then it listens, and refuses requests until there is one."""
 ANSWER_TIMEOUT_S, READINESS_TIMEOUT_S = 15.0, 0.5
 """How long a keeper is waited for; whoever asks for readiness waits a second or so."""
-HEARD_INTERVAL_S = 0.5
-MAX_ENDED = 4096
+HEARD_INTERVAL_S = 0.25
+MAX_ENDED, MAX_SEEN = 4096, 256
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
 
@@ -111,7 +112,7 @@ class RemoteKeeper:
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._seen: set[str] = set()
-        self._ended: list[Routed] = []
+        self._ended = messages.Ended([], [])
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
 
@@ -169,8 +170,13 @@ class RemoteKeeper:
 
     def on_routed(self, request: Routed) -> None:
         """Tell the keeper soon; while it is away, no more than there is room for."""
-        if len(self._ended) < MAX_ENDED:
-            self._ended.append(request)
+        if len(self._ended.requests) < MAX_ENDED:
+            self._ended.requests.append(request)
+
+    def on_seen(self, request: Seen) -> None:
+        """Likewise."""
+        if len(self._ended.seen) < MAX_SEEN:
+            self._ended.seen.append(request)
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on; the keeper reads its own itself."""
@@ -307,9 +313,9 @@ class RemoteKeeper:
         """Show now and then what the keeper cannot know: when workers were last heard, and what came of requests."""
         while True:
             await asyncio.sleep(HEARD_INTERVAL_S)
-            if self._ended and self._link is not None:
-                self._tell(messages.Ended(self._ended))
-                self._ended = []
+            if (self._ended.requests or self._ended.seen) and self._link is not None:
+                self._tell(self._ended)
+                self._ended = messages.Ended([], [])
             for worker in self.fleet.workers:
                 silent_s = self._pool.silent_s(worker.url)
                 if silent_s < math.inf:

@@ -208,9 +208,11 @@ class KeeperProcess:
                 self._tell_all(encode(message), but=link)
                 if self._keeper.replicas is not None:
                     self._keeper.replicas.relayed(message.response_id, message.worker)
-            case messages.Ended(requests):
+            case messages.Ended(requests, seen):
                 for request in requests:
                     self._keeper.on_routed(request)
+                for each in seen:
+                    self._keeper.on_seen(each)
             case messages.Asked():
                 self._tasks.create_task(self._answer(link, message), name="kvist-answer")
             case messages.Metrics(number, families):

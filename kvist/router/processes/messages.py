@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvist.router.doors.api import Answer, Question
+from kvist.router.doors.journal import Seen
 from kvist.router.fleet.health import CircuitBreaker
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
@@ -146,9 +147,10 @@ class Said(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """What came of requests, for `GET /regret`."""
+    """What came of requests, for `GET /regret`, and some of them as the live page shows them."""
 
     requests: list[Routed]
+    seen: list[Seen]
 
 
 class Asked(Message, frozen=True):

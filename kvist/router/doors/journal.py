@@ -1,0 +1,110 @@
+"""What the live page shows of requests: where each went, the terms of its decision, how long each part took.
+
+At most `RATE` a second are looked at, whatever the traffic, so that it costs next to nothing; the others are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvist.router.access_log import MAX_CHARS
+from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt
+from kvist.router.doors.explain import explain_choice
+from kvist.router.policy.decision import usable_blocks
+from kvist.router.prompts import KnownModels
+
+if TYPE_CHECKING:
+    from kvist.router.forward import Forwarding
+    from kvist.router.prompts import Ask
+
+RATE, BURST = 20.0, 60.0
+MAX_CANDIDATES = 8
+"""Whose terms are shown: those that came nearest."""
+MAX_BLOCKS = 4096
+"""Of a prompt, for the tree of prefixes."""
+_QUOTED_TOKENS = 96
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that has ended."""
+
+    row: bytes
+    """What is shown of it: JSON."""
+    num_skipped: int = 0
+    """How many before it are not shown."""
+    model: str = ""
+    block_size: int = 1
+    num_held: int = 0
+    """Leading blocks that the chosen rank was expected to hold."""
+    hashes: bytes = b""
+    """Of its leading blocks: u64."""
+    tokens: bytes = b""
+    """Those of these blocks, u32, where prompts may be shown."""
+
+
+class Journal:
+    """Tells of requests as they end; it belongs to the event loop."""
+
+    def __init__(self, models: KnownModels, tell: Callable[[Seen], None], *, shows_prompts: bool) -> None:
+        self._models, self._tell, self._shows_prompts = models, tell, shows_prompts
+        self._allowance, self._looked_at_s, self._num_skipped = BURST, 0.0, 0
+
+    def ended(self, request: Forwarding, error: Exception | None) -> None:
+        """Tell of a request that has just ended, if there may be one more."""
+        now_s = request.router.now_s()
+        self._allowance = min(BURST, self._allowance + (now_s - self._looked_at_s) * RATE)
+        self._looked_at_s = now_s
+        if self._allowance < 1.0:
+            self._num_skipped += 1
+            return
+        self._allowance -= 1.0
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        row = self._row(request, error, now_s)
+        ask: Ask | None = getattr(request, "ask", None)
+        if ask is None or ask.token_ids is None or request.attempt is None:
+            self._tell(Seen(_encode(row), num_skipped))
+            return
+        decision, hashes, tokens = request.attempt.decision, request.prefix.block_hashes, b""
+        hashes = hashes[: min(usable_blocks(len(hashes), decision.prompt), MAX_BLOCKS)]
+        if self._shows_prompts:
+            tokenizer = self._models.tokenizer(ask.model)
+            row["prompt"] = tokenizer.text(ask.token_ids[-_QUOTED_TOKENS:].tolist()) if tokenizer is not None else None
+            tokens = ask.token_ids[: len(hashes) * decision.prompt.block_size].tobytes()
+        block_size = decision.prompt.block_size
+        num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(ask.model)
+        self._tell(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
+
+    def _row(self, request: Forwarding, error: Exception | None, now_s: float) -> dict[str, Any]:
+        ask: Ask | None = getattr(request, "ask", None)  # there is none of a prompt that could not be read
+        attempt, handover = request.attempt, request.handover
+        queue_s = 0.0 if request.place is None else request.place.waited_s
+        usage = None if attempt is None else attempt.usage
+        row: dict[str, Any] = {
+            "id": request.request_id.decode("latin-1")[:MAX_CHARS],
+            "at": round(time(), 3),
+            "path": request.request.path[:MAX_CHARS],
+            "model": None if ask is None or ask.model is None else ask.model[:MAX_CHARS],
+            "tenant": request.tenant.name,
+            "status": request.responder.status or CLIENT_LEFT_STATUS,
+            "error": None if error is None else str(error)[:MAX_CHARS],
+            "num_attempts": len(request.tried),
+            "prompt_tokens": None if ask is None else ask.num_tokens,
+            "reported": None if usage is None else usage.cached_tokens,
+            "output_tokens": None if not isinstance(attempt, AnswerAttempt) else attempt.num_output_tokens,
+            "queue_s": round(queue_s, 4),
+            "total_s": round(now_s - request.started_s, 4),
+        }
+        if attempt is not None and ask is not None:
+            row["sent_s"] = round(attempt.sent_s - request.started_s, 4)
+            row["first_byte_s"] = attempt.first_byte_s
+            row["decision"] = explain_choice(attempt.decision, ask, MAX_CANDIDATES)
+            if handover is not None and request.computed_by is not None:
+                row |= {"prefill_s": round(handover.prefill_s, 4), "transfer_s": round(handover.transfer_s, 4)}
+                row["prefill"] = explain_choice(request.computed_by, ask, MAX_CANDIDATES)
+        return row

@@ -1,0 +1,142 @@
+"""The tree of prefixes that requests asked for of late: how often, how much of them was held, and who holds it now.
+
+A node is a run of blocks that no request has left so far; a block's hash tells of all before it, so two prompts are
+the same up to where their hashes are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
+from secrets import token_bytes
+from time import monotonic, time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.events import Tier
+from kvist.router.doors.journal import Seen
+from kvist.router.index import FleetIndex
+from kvist.router.prompts import KnownModels
+
+MAX_LEAVES = 512
+"""The least recently used one goes."""
+MAX_SHOWN = 200
+MAX_HOLDERS_SHOWN = 8
+_QUOTED_TOKENS = 48
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A run of blocks, from where its parent ends, that `uses` prompts have; `hits` of them found each block held."""
+
+    hashes: NDArray[np.uint64]
+    hits: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]
+    depth: int
+    """Of its end, in blocks."""
+    used_at_s: float
+    uses: int = 0
+    children: dict[int, _Node] = field(default_factory=dict)
+
+    def split(self, num_blocks: int, block_size: int) -> _Node:
+        """Return the node of its first blocks, whose child it is from now on."""
+        cut, depth = num_blocks * block_size, self.depth - len(self.hashes) + num_blocks
+        first = self.hashes[:num_blocks], self.hits[:num_blocks], self.tokens[:cut]
+        upper = _Node(*first, depth, self.used_at_s, self.uses)
+        self.hashes, self.hits, self.tokens = self.hashes[num_blocks:], self.hits[num_blocks:], self.tokens[cut:]
+        upper.children[int(self.hashes[0])] = self
+        return upper
+
+
+class PrefixTree:
+    """Adds up prompts; times are handed in, and never go back."""
+
+    def __init__(self, models: KnownModels, index: FleetIndex | None) -> None:
+        """Quote prompts by the tokenisers of `models`, where their tokens are told."""
+        self._models, self._index = models, index
+        self._roots: dict[tuple[str, int], _Node] = {}
+        self._num_leaves = 0
+        self._secret = token_bytes(16)
+
+    def add(self, seen: Seen, now_s: float) -> None:
+        """Count a prompt."""
+        hashes, tokens = np.frombuffer(seen.hashes, np.uint64), np.frombuffer(seen.tokens, np.uint32)
+        if not len(hashes):
+            return
+        hits = (np.arange(len(hashes)) < seen.num_held).astype(np.uint32)
+        root = _Node(hashes[:0], hits[:0], tokens[:0], 0, now_s)
+        node = self._roots.setdefault((seen.model, seen.block_size), root)
+        node.used_at_s = now_s
+        while node.depth < len(hashes):
+            first = int(hashes[node.depth])
+            child = node.children.get(first)
+            if child is None:
+                rest = hashes[node.depth :], np.zeros_like(hits[node.depth :]), tokens[node.depth * seen.block_size :]
+                child = _Node(*rest, len(hashes), now_s)
+                self._num_leaves += bool(node.children) or node.depth == 0
+            else:
+                num = min(len(child.hashes), len(hashes) - node.depth)
+                same = child.hashes[:num] == hashes[node.depth : node.depth + num]
+                num_same = num if same.all() else int(same.argmin())
+                if num_same < len(child.hashes):
+                    child = child.split(num_same, seen.block_size)
+            child.uses, child.used_at_s = child.uses + 1, now_s
+            child.hits += hits[node.depth : child.depth]
+            node.children[first], node = child, child
+        while self._num_leaves > MAX_LEAVES:
+            self._forget_one()
+
+    def _forget_one(self) -> None:
+        """Forget the leaf that is found by going to where nobody has been for longest."""
+        place, node = min(self._roots.items(), key=lambda each: each[1].used_at_s)
+        above, first = node, 0
+        while node.children:
+            above, (first, node) = node, min(node.children.items(), key=lambda each: each[1].used_at_s)
+        del above.children[first]
+        if not self._roots[place].children:
+            del self._roots[place]
+        self._num_leaves -= bool(above.children) or above.depth == 0  # else that one is a leaf now
+
+    def explain(self, most: int = MAX_SHOWN) -> list[dict[str, Any]]:
+        """Return the nodes that are used most, each behind its parent, which it names by its place."""
+        numbers, shown = itertools.count(), list[dict[str, Any]]()
+        waiting: list[tuple[int, int, _Node, str, int, int | None]] = [
+            (-child.uses, next(numbers), child, model, block_size, None)
+            for (model, block_size), root in self._roots.items()
+            for child in root.children.values()
+        ]
+        heapify(waiting)
+        while waiting and len(shown) < most:
+            _, _, node, model, block_size, parent = heappop(waiting)
+            for child in node.children.values():
+                heappush(waiting, (-child.uses, next(numbers), child, model, block_size, len(shown)))
+            last = node.hashes[-1:]
+            held = {} if self._index is None else self._index.match(last)
+            tiers = Counter(Tier(bisect_left(depths, 1)).name.lower() for depths in held.values())
+            shown.append(
+                {
+                    "prefix": blake2b(last.tobytes(), key=self._secret, digest_size=6).hexdigest(),
+                    "parent": parent,
+                    "model": model,
+                    "from_tokens": (node.depth - len(node.hashes)) * block_size,
+                    "to_tokens": node.depth * block_size,
+                    "uses": node.uses,
+                    "hits": int(node.hits[-1]),
+                    "used_at": round(time() - monotonic() + node.used_at_s, 1),
+                    "tiers": tiers,
+                    "num_holders": len(held),
+                    "holders": sorted(f"{rank.worker} {rank.rank}" for rank in held)[:MAX_HOLDERS_SHOWN],
+                    "text": self._quote(model, node.tokens),
+                }
+            )
+        return shown
+
+    def _quote(self, model: str, tokens: NDArray[np.uint32]) -> str | None:
+        tokenizer = self._models.tokenizer(model) if len(tokens) else None
+        return None if tokenizer is None else tokenizer.text(tokens[:_QUOTED_TOKENS].tolist())

@@ -1,0 +1,73 @@
+"""What is not as it should be, from what `/workers` and `/readiness` tell, each with the page that explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvist.router.index import APPROXIMATE
+
+_MIN_TOLD_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
+"""A worker that finds less of what was predicted, of so much at least, is told of."""
+
+
+def problems_of(workers: list[dict[str, Any]], readiness: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what is wrong, by what stays the same while it is: where, what, why, how bad, and which page explains."""
+    found = {}
+    for worker in workers:
+        for problem in _of_worker(worker):
+            found[f"{worker['url']} {problem['what']}"] = {"where": worker["url"], **problem}
+    for problem in _of_router(readiness):
+        found[f"{problem['where']} {problem['what']}"] = problem
+    return found
+
+
+def _problem(what: str, why: str | None, page: str, *, is_bad: bool = True) -> dict[str, Any]:
+    return {"what": what, "why": why, "page": f"docs/{page}.md", "is_bad": is_bad}
+
+
+def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    events, hits = worker["kv_events"], worker["hits"]
+    if worker["state"] != "healthy":
+        yield _problem(f"is {worker['state']}", worker["last_failure"], "fleet", is_bad=worker["state"] == "unhealthy")
+    elif worker["takes_nothing_as"] is not None:
+        yield _problem("takes no requests", worker["takes_nothing_as"], "operating")
+    if events["error"] is not None:
+        is_expected = any(rank["state"] == APPROXIMATE for rank in events["ranks"])
+        yield _problem("has no events that are followed", events["error"], "engines", is_bad=not is_expected)
+    for source in events["sources"]:
+        if source["condition"] != "live":
+            yield _problem(f"has a stream that is {source['condition']}: {source['url']}", source["reason"], "recovery")
+        if source["malformed"] or source["refused_batches"] or source["refused_ranks"]:
+            counts = {name: source[name] for name in ("malformed", "refused_batches", "refused_ranks") if source[name]}
+            why = ", ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in counts.items())
+            yield _problem(f"has a stream of which parts are refused: {source['url']}", why, "engines")
+    rendering = worker["rendering"]
+    if rendering is not None and rendering["state"] == "differs":
+        yield _problem("makes other tokens of chats than the router", rendering["reason"], "engines")
+    if hits is not None and hits["told_tokens"] > _MIN_TOLD_TOKENS:
+        routed, reported = hits["predicted"], hits["reported"]
+        if reported < _MIN_FOUND_SHARE * routed:
+            why = f"its engine reports {reported:,} cached tokens where {routed:,} were predicted"
+            yield _problem("finds less in its cache than was predicted", why, "why")
+
+
+def _of_router(readiness: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if not readiness["ready"]:
+        yield _router("cannot take requests", readiness["reason"], "operating")
+    if readiness.get("index") == "compiling":
+        yield _router("routes by load", "the index is being compiled", "operating", is_bad=False)
+    for name, model in readiness["models"].items():
+        if "index" in readiness and model.get("problem"):
+            yield _router(f"cannot read prompts of {name}", model["problem"], "engines")
+    for source in readiness.get("discovery", ()):
+        if source["reason"] is not None:
+            yield _router(f"cannot ask {source['source']} who the workers are", source["reason"], "fleet")
+    if (problem := readiness.get("replicas", {}).get("problem")) is not None:
+        yield _router("does not hear other routers", problem, "operating")
+    if (failure := readiness.get("state", {}).get("last_save_failure")) is not None:
+        yield _router("cannot save what it knows of caches", failure, "operating")
+
+
+def _router(what: str, why: str | None, page: str, *, is_bad: bool = True) -> dict[str, Any]:
+    return {"where": "router"} | _problem(what, why, page, is_bad=is_bad)

@@ -1,0 +1,139 @@
+// The page's state, how it stays true, and which view is shown.
+
+import { fill, h } from "/ui/dom.js";
+import fleet from "/ui/fleet.js";
+import health from "/ui/health.js";
+import prefixes from "/ui/prefixes.js";
+import regret from "/ui/regret.js";
+import requests from "/ui/requests.js";
+
+const SILENCE_MS = 5000;
+const MAX_REQUESTS = 1000;
+const VIEWS = { fleet, requests, prefixes, regret, health };
+const $ = (id) => document.getElementById(id);
+
+export const state = { fleet: null, workers: new Map(), requests: [], prefixes: null, regret: null, clock: 0, arrived: 0 };
+const known = {};
+let shown, stream, retryMs, isDue;
+
+export const now = () => state.clock + (performance.now() - state.arrived) / 1000;
+
+// Asks the router as whoever uses the page; where that is nobody it knows, the page asks for a key.
+export async function ask(path, options = {}) {
+  const key = sessionStorage.getItem("key");
+  const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  if (response.status === 401 || response.status === 403) {
+    const { error } = await response.json();
+    $("key-why").textContent = response.status === 401 && key ? "The key is not, or no longer, the administrators'." : error.message;
+    $("key").hidden = false;
+    throw new Refused("Not signed in");
+  }
+  $("key").hidden = true;
+  return response;
+}
+
+class Refused extends Error {}
+
+function show(text, kind = "") {
+  const output = $("connection");
+  if (output.textContent !== text) output.textContent = text;
+  output.className = `connection ${kind}`;
+}
+
+function take(news, view) {
+  [state.clock, state.arrived, known[view]] = [news.now, performance.now(), news.number];
+  if (news.is_whole) {
+    state.workers.clear();
+    if (view === "requests") state.requests = [];
+  }
+  const [before, fleet] = [state.fleet, news.fleet ?? state.fleet];
+  const rate = before ? Math.max(0, fleet.dispatched - before.dispatched) / Math.max(0.1, news.now - before.at) : 0;
+  state.fleet = { ...fleet, at: news.now, rate: 0.7 * (before?.rate ?? rate) + 0.3 * rate };
+  for (const worker of news.workers) state.workers.set(worker.url, worker);
+  if (news.requests?.length) state.requests = [...news.requests.reverse(), ...state.requests].slice(0, MAX_REQUESTS);
+  state.prefixes = news.prefixes ?? state.prefixes;
+  state.regret = news.regret ?? state.regret;
+  draw();
+}
+
+async function follow() {
+  stream?.abort();
+  const own = (stream = new AbortController());
+  const view = shown.source;
+  let watchdog;
+  const heard = () => {
+    clearTimeout(watchdog);
+    watchdog = setTimeout(() => own.abort(), SILENCE_MS);
+  };
+  try {
+    heard();
+    const response = await ask(`/ui/events?view=${view}&since=${known[view] ?? 0}`, { signal: own.signal });
+    if (!response.ok) throw new Error(`the router answered ${response.status}`);
+    let rest = "";
+    for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
+      heard();
+      retryMs = 500;
+      const events = (rest + piece).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        const [name, data] = event.split("\n").map((line) => line.slice(line.indexOf(": ") + 2));
+        if (name === "state") {
+          take(JSON.parse(data), view);
+          show("Live", "good");
+        } else show(JSON.parse(data).error?.message ?? "The router does not know its fleet just now", "bad");
+      }
+    }
+  } catch (error) {
+    if (error instanceof Refused) {
+      clearTimeout(watchdog);
+      show("A key is needed", "bad");
+      return;
+    }
+  }
+  clearTimeout(watchdog);
+  if (own !== stream) return; // another one has taken over
+  show("Connection lost; trying again …", "bad");
+  setTimeout(() => own === stream && follow(), retryMs);
+  retryMs = Math.min(5000, retryMs * 1.5);
+}
+
+export function draw() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    const bad = state.fleet?.problems.filter((each) => each.until === null && each.is_bad).length ?? 0;
+    document.title = bad ? `(${bad}) Kvist` : "Kvist";
+    $("views").querySelector("[href='#health']").dataset.count = bad || "";
+    if (state.fleet) shown.update(state);
+  });
+}
+
+function open() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  const view = VIEWS[name] ?? fleet;
+  for (const link of $("views").children) {
+    if (link.hash === `#${view.name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  const source = shown?.source;
+  if (view !== shown) fill($("main"), view.build());
+  shown = view;
+  view.open?.(rest.map(decodeURIComponent).join("/"));
+  draw();
+  if (view.source !== source || !stream) {
+    retryMs = 500;
+    follow();
+  }
+}
+
+fill($("views"), Object.values(VIEWS).map((view) => h("a", { href: `#${view.name}` }, view.title)));
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", new FormData(event.target).get("key"));
+  event.target.reset();
+  follow();
+});
+addEventListener("hashchange", open);
+open();

@@ -1,0 +1,38 @@
+// What is not as it should be, newest first.
+
+import { now } from "/ui/app.js";
+import { clock, duration, fill, h, host } from "/ui/dom.js";
+
+let list, calm;
+
+function item(problem) {
+  const isOver = problem.until !== null;
+  const kind = isOver ? "" : problem.is_bad ? "bad" : "warn";
+  const when = isOver
+    ? `${clock(problem.since)} to ${clock(problem.until)}`
+    : `since ${clock(problem.since)}, for ${duration(now() - problem.since)}`;
+  return h(
+    "li",
+    { class: isOver ? "over" : "" },
+    h("p", {}, h("span", { class: `mark ${kind}` }, isOver ? "over" : problem.is_bad ? "wrong" : "note"), " ", h("strong", {}, host(problem.where)), ` ${problem.what}`),
+    problem.why && h("p", {}, problem.why),
+    h("p", { class: "note" }, `${when} · explained in `, h("code", {}, problem.page)),
+  );
+}
+
+export default {
+  name: "health",
+  title: "Health",
+  source: "health",
+  build() {
+    list = h("ol", { class: "problems" });
+    calm = h("p", { class: "calm" });
+    return [h("h1", { class: "unseen" }, "Health"), calm, list];
+  },
+  update({ fleet }) {
+    const open = fleet.problems.filter((each) => each.until === null).length;
+    calm.textContent = open ? `${open} not as ${open > 1 ? "they" : "it"} should be` : "All is as it should be.";
+    calm.className = `calm mark ${open ? "bad" : "good"}`;
+    fill(list, fleet.problems.toSorted((a, b) => (a.until !== null) - (b.until !== null) || b.since - a.since).map(item));
+  },
+};

@@ -1,0 +1,103 @@
+// Where the hits went: what could have been cached, what was, and what to do about the difference.
+
+import { Table, clock, fill, h, host, number, share, short, tile } from "/ui/dom.js";
+
+const LINES = [
+  { name: "one cache", value: (row) => Math.min(row.prompt_tokens, Math.max(row.one_cache, row.held)) / row.prompt_tokens }, // estimated; held is not
+  { name: "held", value: (row) => row.held / row.prompt_tokens },
+  { name: "routed", value: (row) => row.routed / row.prompt_tokens },
+  { name: "reported", value: (row) => row.reported / row.told_tokens },
+];
+const longest = (stays) => {
+  const all = Object.entries(stays);
+  let left = 0.9 * all.reduce((sum, [, count]) => sum + count, 0);
+  return all.find(([, count]) => (left -= count) <= 0)?.[0];
+};
+// What to do about each cause, with the number that says how much of it.
+const ADVICE = {
+  "evicted before reuse": (report) => `More cache, or host memory behind it: ${longest(report.stay_needed_s) ? `nine of ten such blocks would have had to stay up to ${longest(report.stay_needed_s)} s longer` : "how long blocks would have had to stay is not known yet"}.`,
+  "held, when last used, by a rank that is not known exactly": () => "A stream is partial, resyncing or silent: Health says which and why.",
+  "cached under another salt or adapter": () => "Give those who may share one salt; adapters can never share.",
+  "held elsewhere, where it would have cost more": (_, cost) => `Nothing, most often: waiting was dearer. If workers are idle, raise what a cached block is worth (docs/policy.md); at most ${short(cost)} tokens are to be won.`,
+  "predicted, but not found by the engine": () => "Events and cache disagree: docs/engines.md says what is exact for which engine.",
+  "not readable, so that nothing was looked for": () => "Give the router the model's tokeniser: Health names the model.",
+};
+
+const CAUSES = [
+  { name: "Cause", text: (row) => row.cause },
+  { name: "Tokens", class: "number", text: (row) => short(row.cost) },
+  { name: "Of prompts", class: "number", text: (row) => share(row.cost, row.whole), bar: (row) => [[["loss", row.cost]], row.whole] },
+  { name: "To do", class: "prose", text: (row) => row.advice },
+];
+const BY = [
+  { name: "Worker", value: (row) => row.worker, text: (row) => host(row.worker) },
+  { name: "Model", value: (row) => row.model, text: (row) => row.model },
+  { name: "Requests", class: "number", value: (row) => row.requests, text: (row) => number(row.requests) },
+  { name: "Prompt tokens", class: "number", value: (row) => row.prompt_tokens, text: (row) => short(row.prompt_tokens) },
+  ...LINES.map((line) => ({ name: line.name, class: "number", value: (row) => line.value(row) || 0, text: (row) => share(line.value(row) || 0, 1) })),
+];
+const COSTLIEST = [
+  { name: "Prefix", class: "mono", text: (row) => row.prefix },
+  { name: "Tokens lost", class: "number", text: (row) => short(row.tokens_lost) },
+  { name: "Length", class: "number", text: (row) => number(row.length) },
+  { name: "Times", class: "number", text: (row) => number(row.times) },
+];
+
+let tiles, chart, plot, causes, by, costliest, note, width;
+
+function draw(minutes, at) {
+  const data = [minutes.map((each) => at - each.ago_s), ...LINES.map((line) => minutes.map((each) => (Number.isFinite(line.value(each)) ? 100 * line.value(each) : null)))];
+  const place = () => plot.setScale("x", { min: Math.min(at - 600, data[0][0] ?? at), max: at });
+  if (plot && width === chart.clientWidth) {
+    plot.setData(data, false);
+    return place();
+  }
+  plot?.destroy();
+  width = chart.clientWidth;
+  const colour = (name) => {
+    chart.style.color = `var(${name})`;
+    return getComputedStyle(chart).color;
+  };
+  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+  const series = LINES.map((line, idx) => ({ label: line.name, stroke: colour(`--line-${idx + 1}`), width: 2, dash: [[], [6, 3], [2, 3], [8, 3, 2, 3]][idx], points: { show: minutes.length < 3 }, value: (_, value) => (value == null ? "–" : `${value.toFixed(1)} %`) }));
+  const options = { width, height: 240, scales: { x: { auto: false }, y: { range: [0, 100] } }, axes: [{ ...axis, values: (_, values) => values.map((value) => clock(value).slice(0, 5)), space: 70 }, { ...axis, values: (_, values) => values.map((value) => `${value} %`) }], series: [{ value: (_, value) => (value == null ? "–" : clock(value)) }, ...series] };
+  chart.style.color = "";
+  plot = new uPlot(options, data, chart);
+  place();
+}
+
+export default {
+  name: "regret",
+  title: "Regret",
+  source: "regret",
+  build() {
+    [plot, width] = [null, null];
+    tiles = h("dl", { class: "tiles" });
+    chart = h("div", { class: "chart", role: "img", "aria-label": "Shares of prompt tokens, minute by minute; the tables below say the same of the last ten" });
+    causes = new Table("Lost, by cause", CAUSES, (row) => row.cause);
+    by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker" });
+    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix);
+    note = h("p", { class: "note" });
+    matchMedia("(prefers-color-scheme: dark)").onchange = () => (width = null);
+    return [h("h1", { class: "unseen" }, "Regret"), tiles, chart, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
+  },
+  update({ regret, clock: at }) {
+    if (!regret) return;
+    const { total, sample } = regret;
+    const [most, held, routed, reported] = LINES.map((line) => share(line.value(total) || 0, 1));
+    fill(
+      tiles,
+      tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${Math.round(regret.window_s / 60)} min`),
+      tile("One cache", most, `would have held, ± ${(200 * sample.standard_error).toFixed(1)} points`),
+      tile("Held", held, "by the worker that held most"),
+      tile("Routed", routed, "held where it was sent"),
+      tile("Reported", reported, "found, as engines say"),
+    );
+    draw(regret.over_time, at);
+    const rows = Object.entries(total.lost).map(([cause, cost]) => ({ cause, cost, whole: total.prompt_tokens, advice: ADVICE[cause]?.(regret, cost) ?? "" }));
+    causes.update(rows.toSorted((a, b) => b.cost - a.cost));
+    by.update(regret.by);
+    costliest.update(regret.costliest_prefixes);
+    note.textContent = `By the minute, as docs/why.md explains. One cache is estimated from ${number(sample.blocks)} blocks.`;
+  },
+};

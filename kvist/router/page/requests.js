@@ -1,0 +1,159 @@
+// The last requests: where each went, from what terms, how long each part took; and where a prompt would go.
+
+import { ask, state } from "/ui/app.js";
+import { Table, bar, clock, facts, field, fill, h, host, legend, number, seconds, share, tokens } from "/ui/dom.js";
+
+const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", running: "running", recent: "recent" };
+const PHASES = ["queue", "read", "prefill", "first-token", "decode"];
+
+// How long each part of a request took, in order.
+function phases(request) {
+  const { queue_s: queue, sent_s: sent, first_byte_s: first, total_s: total, prefill_s: prefill = 0 } = request;
+  if (sent == null) return [["queue", queue], ["read", total - queue]];
+  const before = Math.max(0, sent - queue - prefill);
+  const upTo = first ?? total;
+  return [["queue", queue], ["read", before], ["prefill", prefill], ["first-token", upTo - sent], ["decode", total - upTo]];
+}
+
+const worker = (request) => request.decision?.worker ?? "";
+const outcome = (request) => [`${request.status}`, request.error, request.status < 400 && !request.error ? "" : "bad"];
+const longest = () => state.requests.slice(0, 200).reduce((most, each) => Math.max(most, each.total_s), 0.001);
+
+const COLUMNS = [
+  { name: "Ended", text: (r) => clock(r.at) },
+  { name: "Worker", text: (r) => [host(worker(r)) || "none", r.prefill && `prefilled by ${host(r.prefill.worker)}`] },
+  { name: "Prompt", class: "number", text: (r) => number(r.prompt_tokens) },
+  { name: "Held", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
+  { name: "Found", class: "number", text: (r) => share(r.reported ?? 0, r.reported === null ? 0 : r.prompt_tokens) },
+  { name: "Took", class: "number", text: (r) => seconds(r.total_s) },
+  { name: "Time line", class: "wide", text: () => "", bar: (r) => [phases(r), longest()] },
+  { name: "Status", text: outcome },
+  { name: "Id", class: "mono", text: (r) => (r.id.length > 14 ? `…${r.id.slice(-12)}` : r.id) },
+];
+
+export function requestTable(caption, open) {
+  const columns = open ? [COLUMNS.at(-1), ...COLUMNS.slice(0, -1)] : COLUMNS;
+  return new Table(caption, columns, (request) => request.id, { open });
+}
+
+// The terms of a decision for each candidate: the same numbers as POST /route, stacked and in columns.
+export function decision(choice) {
+  const most = Math.max(...choice.candidates.map((each) => each.seconds?.cost ?? 0), 1e-9);
+  const isPriced = choice.candidates.some((each) => each.seconds);
+  const ofTerms = isPriced ? Object.entries(TERMS) : [];
+  const isChosen = (each) => each.worker === choice.worker && each.rank === choice.rank;
+  const rows = choice.candidates.map((each) =>
+    h(
+      "tr",
+      { class: isChosen(each) ? "chosen" : "" },
+      h("th", { scope: "row" }, `${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, isChosen(each) && h("small", {}, "chosen")),
+      h("td", { class: "number" }, number(each.tokens_cached_or_in_flight ?? (each.overlap_blocks.external ?? 0) * choice.block_size)),
+      h("td", { class: "number" }, each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`),
+      isPriced && h("td", { class: "wide" }, bar(ofTerms.map(([name, term]) => [term, each.seconds[name]]), most)),
+      ofTerms.map(([name]) => h("td", { class: "number term" }, seconds(each.seconds[name]))),
+    ),
+  );
+  const names = ["Candidate", "Cached or in flight", isPriced ? "Cost" : "Chance", ...(isPriced ? ["Of what"] : [])];
+  const heads = [...names.map((name) => h("th", { scope: "col" }, name)), ...ofTerms.map(([, term]) => h("th", { scope: "col", class: "term" }, term.replaceAll("-", " ")))];
+  const others = choice.num_candidates - choice.candidates.length;
+  return [
+    h("p", {}, `Policy ${choice.policy}: ${tokens(choice.prompt_tokens)}, ${tokens(choice.overlap_tokens)} held by ${host(choice.worker)}`, choice.untokenized_reason && `; ${choice.untokenized_reason}`),
+    isPriced && h("p", { class: "note" }, `The lowest cost wins. Utilisation ${share(choice.utilisation, 1)}; computing costs ${(1 + choice.price_of_computing).toFixed(2)} times its time.`),
+    isPriced && legend(Object.values(TERMS)),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Candidates" }, h("table", {}, h("caption", { class: "unseen" }, "Candidates"), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows))),
+    others > 0 && h("p", { class: "note" }, `${others} more candidates cost more.`),
+  ];
+}
+
+function details(request) {
+  const told = {
+    Ended: clock(request.at),
+    Path: request.path,
+    Model: request.model ?? "not named",
+    Tenant: request.tenant,
+    Outcome: outcome(request).slice(0, 2).filter(Boolean).join(": "),
+    Attempts: number(request.num_attempts),
+    Prompt: tokens(request.prompt_tokens),
+    "Found cached": request.reported === null ? "not told" : tokens(request.reported),
+    Answer: request.output_tokens === null ? "none" : tokens(request.output_tokens),
+    ...Object.fromEntries(phases(request).filter(([, value]) => value > 0).map(([name, value]) => [name.replaceAll("-", " "), seconds(value)])),
+  };
+  return [
+    h("h2", { class: "mono" }, request.id),
+    bar(phases(request), request.total_s),
+    legend(PHASES),
+    facts(told),
+    request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
+    request.decision ? [h("h3", {}, "Who answers"), decision(request.decision)] : h("p", {}, "It was sent to nobody."),
+    request.prefill && [h("h3", {}, "Who computes the prompt"), decision(request.prefill)],
+  ];
+}
+
+let table, search, pause, detail, kept, counted, id, frozen, answer, models;
+
+async function explain(event) {
+  event.preventDefault();
+  const asked = Object.fromEntries(new FormData(event.target));
+  const text = asked.kind === "chat" ? { messages: [{ role: "user", content: asked.prompt }] } : { prompt: asked.prompt };
+  try {
+    const response = await ask("/route", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ ...(asked.model && { model: asked.model }), ...text }) });
+    const told = await response.json();
+    if (!response.ok) throw new Error(told.error.message);
+    fill(answer, decision(told), told.queued && h("p", {}, "It would wait for a worker with room."), told.local && h("p", {}, `Nobody computes the prompt for another: ${told.local}.`), told.prefill && [h("h3", {}, "Who computes the prompt"), decision(told.prefill)]);
+  } catch (error) {
+    fill(answer, h("p", { class: "mark bad" }, error.message));
+  }
+}
+
+export default {
+  name: "requests",
+  title: "Requests",
+  source: "requests",
+  build() {
+    table = requestTable("Requests", (key) => (location.hash = `#requests/${encodeURIComponent(key)}`));
+    search = h("input", { type: "search", placeholder: "Id, worker, model or tenant", oninput: () => this.update(state) });
+    pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggle() }, "Pause");
+    counted = h("p", { class: "note" });
+    kept = h("div");
+    detail = h("section", { class: "detail", "aria-label": "Request" }, h("a", { href: "#requests", class: "close" }, "Close"), kept);
+    models = h("select", { name: "model" });
+    answer = h("div", { "aria-live": "polite" });
+    const kinds = h("select", { name: "kind" }, h("option", { value: "text" }, "as text"), h("option", { value: "chat" }, "as a chat"));
+    const prompt = h("textarea", { name: "prompt", rows: "3", required: true, placeholder: "A prompt: where would it go? Nothing is sent." });
+    const form = h("form", { class: "tools", onsubmit: explain }, field("Prompt", prompt), field("Model", models), field("Read", kinds), h("button", {}, "Explain"));
+    return [
+      h("h1", { class: "unseen" }, "Requests"),
+      h("details", {}, h("summary", {}, "Explain a prompt"), form, answer),
+      h("div", { class: "tools" }, field("Search", search), pause, legend(PHASES)),
+      counted,
+      detail,
+      table.element,
+    ];
+  },
+  open(rest) {
+    [id, detail.hidden] = [rest, !rest];
+    detail.dataset.shown = "";
+    if (id) detail.scrollIntoView({ block: "nearest" });
+  },
+  toggle() {
+    frozen = frozen ? null : state.requests;
+    pause.setAttribute("aria-pressed", String(Boolean(frozen)));
+    pause.textContent = frozen ? "Go on" : "Pause";
+    this.update(state);
+  },
+  update({ fleet, requests }) {
+    const all = frozen ?? requests;
+    const text = search.value.toLowerCase();
+    const found = all.filter((each) => `${each.id} ${worker(each)} ${each.prefill?.worker ?? ""} ${each.model} ${each.tenant}`.toLowerCase().includes(text));
+    table.update(found);
+    counted.textContent = `${number(found.length)} of the last ${number(all.length)}; ${number(fleet.requests_skipped)} others ended too fast after one another to be kept.`;
+    if (models.dataset.names !== fleet.models.join()) {
+      fill(models, ["", ...fleet.models].map((name) => h("option", { value: name }, name || "any model")));
+      models.dataset.names = fleet.models.join();
+    }
+    if (!id || detail.dataset.shown === id) return;
+    const request = all.find((each) => each.id === id);
+    if (request) detail.dataset.shown = id;
+    fill(kept, request ? details(request) : h("p", {}, "This request is not among those that are kept."));
+  },
+};
