@@ -1,7 +1,9 @@
 """Requests that no worker has room for stand in one bounded queue a model, and are decided when they leave it.
 
     room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.capacity`)
-    order     by priority, lower first, then by arrival; who comes when others wait, waits behind them
+    order     by priority, lower first, then by tenants' shares, then by arrival; who comes when others wait, waits, too
+    shares    virtual time goes on with what is served; who has had its share of it starts later (start-time fair
+              queueing: Goyal, Vin and Cheng, 1996)
     out       when a worker has room, or the deadline has passed (503), or a full queue has no place for it (429)
 
 Where nothing is bounded, nothing is looked at. Which worker takes a request is the policy's to say: here it is only
@@ -18,6 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Protocol
 from zlib import crc32
 
@@ -28,6 +31,8 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.policy.decision import Role
+from kvist.router.tenants.rows import Field
+from kvist.router.tenants.tenant import DEFAULT, Tenant
 
 TIMEOUT_HEADER = b"x-kvist-queue-timeout"
 """By which a client says how many seconds it would wait, if that is less than the router's own limit."""
@@ -52,19 +57,37 @@ class Waiter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place in a queue, best first when sorted; from its end on it `is_left`, having `waited_s`."""
+    """A request's place in a line, best first when sorted; from its end on it `is_left`, having `waited_s`.
+
+    It came at a virtual time, and takes a span of that: its work over its tenant's share.
+    """
 
     priority: int
     number: int
     model: str | None
     waiter: Waiter
     since_s: float
+    tenant: str
+    came_at: float
+    span: float
     deadline: Deadline | None = None
     is_left: bool = False
     waited_s: float = 0.0
 
     def __lt__(self, other: Place) -> bool:
         return (self.priority, self.number) < (other.priority, other.number)
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """Those of one tenant that wait for one model. The first starts where what its tenant had served before finishes,
+    in virtual time, but not before it came; the others have no times yet, so that who leaves costs its tenant nothing.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    span: float = 0.0
+    rank: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
+    """Of the first: its priority, start, arrival and number; all but the last are compared between fronts, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +109,8 @@ class Admission:
     """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
     on_wait: Callable[[str, float], None] = lambda *_: None
     """Is told of each wait that ended well: for which model as metrics name it, and seconds."""
-    _queues: dict[str | None, list[Place]] = field(default_factory=dict)
+    _queues: dict[str | None, dict[str, Line]] = field(default_factory=dict)
+    """By model and tenant; nobody's line is empty."""
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
     ring: Callable[[int], None] = lambda _: None
@@ -144,40 +168,65 @@ class Admission:
 
     # Who waits.
 
-    def enter(self, waiter: Waiter, model: str | None, priority: int, timeout_s: float) -> Place | None:
+    def enter(
+        self,
+        waiter: Waiter,
+        model: str | None,
+        priority: int,
+        timeout_s: float,
+        tenant: Tenant = DEFAULT,
+        work: Callable[[], float] = lambda: 0.0,
+    ) -> Place | None:
         """Return the request's place in the queue, or None if it may be sent at once.
 
-        Raises RequestError (429) if the queue is full of requests that are not less urgent.
+        It is so much work, of which its tenant has its share; what is none goes by arrival. Raises RequestError (429)
+        if the queue is full of requests that are not behind it.
         """
         if not self.would_wait(model):
             return None
-        queue = self._queues.get(model, [])
         self._num_arrived, number = self._num_arrived + 1, _number_of(model)
-        place = Place(priority, self._num_arrived, model, waiter, self.now_s())
+        span = work() / tenant.share
+        came_at = self.load.tenants.virtual_time if span else 0.0
+        place = Place(priority, self._num_arrived, model, waiter, self.now_s(), tenant.name, came_at, span)
         if self.load.num_queued(number) >= self.max_queued:
-            if not queue or not place < queue[-1]:
+            lines = self._queues.get(model, {})
+            own_span = span + (lines[tenant.name].span if tenant.name in lines else 0.0)
+            longest = max(lines.values(), key=lambda line: (line.places[-1].priority, line.span), default=None)
+            if longest is None or (priority, own_span) >= (longest.places[-1].priority, longest.span):
                 raise self._refusal("queue full", HTTPStatus.TOO_MANY_REQUESTS, "too many requests wait for a worker")
-            displaced = queue[-1]
+            displaced = longest.places[-1]
             self.leave(displaced)
             text = "more urgent requests wait for a worker"
             displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
         place.deadline = Deadline(self.clock, lambda _: self._on_timeout(place, timeout_s))
         place.deadline.set("queue", timeout_s)
-        insort(self._queues.setdefault(model, []), place)
+        line = self._queues.setdefault(model, {}).setdefault(tenant.name, Line())
+        insort(line.places, place)
+        line.span += span
+        if line.places[0] is place:
+            self._set_start(line)
         self.load.show_queued(number, 1)
         self._show()
         return place
 
-    def leave(self, place: Place) -> None:
-        """Give the place up, as the client has left or a worker was found. Idempotent."""
+    def leave(self, place: Place, *, is_served: bool = False) -> None:
+        """Give the place up, as a worker was found or nobody waits any more. Idempotent."""
         if not place.is_left:
             place.is_left, place.waited_s = True, self.now_s() - place.since_s
             if place.deadline is not None:
                 place.deadline.close()
-            queue = self._queues[place.model]
-            del queue[bisect_left(queue, place)]
-            if not queue:
+            lines = self._queues[place.model]
+            line = lines[place.tenant]
+            del line.places[bisect_left(line.places, place)]
+            line.span -= place.span
+            if is_served and place.span:
+                self.load.tenants.advance(line.rank[1])
+                self.load.tenants.write(place.tenant, Field.FINISH, line.rank[1] + place.span)
+            if not line.places:
+                del lines[place.tenant]
+            if not lines:
                 del self._queues[place.model]
+            self._set_starts(place.tenant)
             self.load.show_queued(_number_of(place.model), -1)
             self._show()
 
@@ -192,15 +241,25 @@ class Admission:
     def pump(self) -> None:
         """Send whom there is room for, the first first, whatever their models: those may share workers."""
         self._is_due = False
-        heads = [queue[0] for queue in self._queues.values()]
+        if self._is_one_of_several:
+            self._set_starts()
+            self._show()
+        heads = [(_first(lines).rank, model) for model, lines in self._queues.items()]
         heapify(heads)
         while heads:
-            place = heappop(heads)
-            if place.is_left or not self._is_first(place) or not self._has_room_for(place.model):
+            rank, model = heappop(heads)
+            if model not in self._queues:
                 continue
-            self.leave(place)
-            if place.model in self._queues:
-                heappush(heads, self._queues[place.model][0])
+            line = _first(self._queues[model])
+            if line.rank > rank:  # its tenant was served at another model
+                heappush(heads, (line.rank, model))
+                continue
+            place = line.places[0]
+            if not self._is_first(line) or not self._has_room_for(model):
+                continue
+            self.leave(place, is_served=True)
+            if model in self._queues:
+                heappush(heads, (_first(self._queues[model]).rank, model))
             self._mean_wait_s += (place.waited_s - self._mean_wait_s) / 16
             self.on_wait(self.fleet.label_of(place.model), place.waited_s)
             try:
@@ -210,41 +269,53 @@ class Admission:
                 raise
         self._ring_next()
 
-    # Among several fronts, the first first: each shows its most urgent, and takes no slot before another's.
+    def _set_start(self, line: Line) -> None:
+        first = line.places[0]
+        start = max(first.came_at, self.load.tenants.read(first.tenant)[-1]) if first.span else 0.0
+        line.rank = first.priority, start, first.since_s, first.number
 
-    def _is_first(self, place: Place) -> bool:
-        first = self.load.first_elsewhere(self.now_s(), _number_of(place.model))
-        return first is None or (place.priority, place.since_s) <= first[:2]
+    def _set_starts(self, tenant: str | None = None) -> None:
+        """Have lines, of one tenant or all, start where what was served before them finishes."""
+        for lines in self._queues.values():
+            for line in lines.values() if tenant is None else filter(None, [lines.get(tenant)]):
+                self._set_start(line)
+
+    # Among several fronts, the first first: each shows its first, and takes no slot before another's.
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        return self.load.board.num_fronts > 1
+
+    def _is_first(self, line: Line) -> bool:
+        first = self.load.first_elsewhere(self.now_s(), _number_of(line.places[0].model))
+        return first is None or line.rank[:3] <= first[:3]
 
     def _ring_next(self) -> None:
         first = self.load.first_elsewhere(self.now_s())
         if first is not None and (not self._queues or not self._is_first(self._head())):
-            self.ring(first[2])
+            self.ring(first[-1])
 
-    def _head(self) -> Place:
-        return min(queue[0] for queue in self._queues.values())
+    def _head(self) -> Line:
+        return min(map(_first, self._queues.values()), key=_rank)
 
     def _show(self) -> None:
-        """Show what waits, and again before others take this front for one that has stopped."""
+        """Show others what waits, and again before they take this front for one that has stopped."""
+        if not self._is_one_of_several:
+            return
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
         if self._queues:
             head = self._head()
-            self.load.show_head(_number_of(head.model), head.priority, head.since_s, self.now_s())
-            if self.load.board.num_fronts > 1:
-                self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            self.load.show_head(_number_of(head.places[0].model), *head.rank[:3], self.now_s())
+            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self.pump)
         else:
-            self.load.show_head(0, 0, 0.0, self.now_s())
-
-    def _look(self) -> None:
-        self._show()
-        self.pump()
+            self.load.show_head(0, 0, 0.0, 0.0, self.now_s())
 
     @property
     def queued(self) -> dict[str | None, int]:
         """Return how many wait, by model."""
-        return {model: len(queue) for model, queue in self._queues.items()}
+        return {model: sum(len(line.places) for line in lines.values()) for model, lines in self._queues.items()}
 
     def _has_room_for(self, model: str | None, excluded: Collection[str] = ()) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
@@ -276,6 +347,13 @@ class Admission:
         self._retries = min(max(_MAX_RETRIES, self.load.num_running), self._retries + _RETRY_SHARE)
 
 
+_rank = attrgetter("rank")
+
+
+def _first(lines: dict[str, Line]) -> Line:
+    return min(lines.values(), key=_rank)
+
+
 def _number_of(model: str | None) -> int:
     return 1 + crc32((model or "").encode())
 
@@ -285,12 +363,12 @@ def _answering(workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.role is not Role.PREFILL] or workers
 
 
-def priority_of(fields: Fields, *, is_administrator: bool) -> int:
+def priority_of(fields: Fields, best: int, *, is_administrator: bool) -> int:
     """Return how urgent a request says it is, lower first; a client may only worsen its own."""
     priority = fields.get("priority")
     if type(priority) is not int:
-        return 0
-    return priority if is_administrator else max(0, priority)
+        return best
+    return priority if is_administrator else max(best, priority)
 
 
 def timeout_of(request: Request, longest_s: float) -> float:

@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.tenants.isolation import salt_of, takes_salt
+from kvist.router.tenants.limits import LIMITED, Limits, Spending
 from kvist.router.tenants.tenant import Tenant
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import NO_SPAN, Span
@@ -92,6 +94,7 @@ class Forwarder:
     admission: Admission
     metrics: RouterMetrics
     accounts: Accounts
+    limits: Limits
     now_s: Callable[[], float]
     refuse: Refuse
     on_routed: Callable[[Routed], None]
@@ -157,6 +160,7 @@ class Forwarding:
     tried: set[str] = field(default_factory=set)
     was_moved: bool = False
     place: Place | None = None
+    spending: Spending | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
     beside: PrefillAttempt | None = None
     _next_look: asyncio.TimerHandle | None = None
@@ -266,9 +270,15 @@ class Forwarding:
                 self.tenant.check_models(ask.model, ask.fields)
                 self._isolate()
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
-            priority = priority_of(ask.fields, is_administrator=self.is_administrator)
-            self.place = router.admission.enter(self, ask.model, priority, timeout_s)
+            priority = priority_of(ask.fields, self.tenant.priority, is_administrator=self.is_administrator)
+            if router.config.workers_use_priority and priority != ask.fields.get("priority", 0):
+                self.body = with_fields(self.body, {"priority": priority})
+            self.spending = router.limits.enter(self.tenant)
+            work = [partial(router.routing.work_of, self.ask)] if router.config.has_tenants else []
+            self.place = router.admission.enter(self, ask.model, priority, timeout_s, self.tenant, *work)
         except RequestError as error:
+            if error.code == LIMITED:
+                router.accounts.of(self.tenant.name, router.fleet.label_of(ask.model)).limited += 1
             self._refuse(error)
             return
         if self.place is None:
@@ -334,6 +344,8 @@ class Forwarding:
             self._refuse(error)
             return
         self.computed_by = plan.prefill or plan.answer
+        if self.spending is not None:
+            self.spending.computes(self.ask.num_tokens - self.computed_by.overlap_tokens)
         if plan.prefill is None:
             self._answer_by(plan.answer)
         elif plan.handoff is None:
@@ -509,6 +521,8 @@ class Forwarding:
         self.attempt = self.beside = None
         if self._deadline is not None:
             self._deadline.close()
+        if self.spending is not None:
+            self.spending.finish()
         self._release()
         self.trace.end(error)
 
@@ -521,10 +535,13 @@ class Forwarding:
         usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)
         reported = usage.cached_tokens if self.handover is None else None  # what was fetched was computed, too
         account = self.router.accounts.of(self.tenant.name, self.router.fleet.label_of(self.ask.model))
+        cached_tokens = min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
         account.requests += 1
         account.prompt_tokens += usage.prompt_tokens
-        account.cached_tokens += min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
+        account.cached_tokens += cached_tokens
         account.output_tokens += attempt.num_output_tokens
+        if self.spending is not None:
+            self.spending.computes(usage.prompt_tokens - cached_tokens)
 
     def _log(self, error: Exception | None) -> None:
         """Tell the access log and the recording of the request."""

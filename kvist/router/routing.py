@@ -144,6 +144,14 @@ class Routing:
         hashes = partial(block_hashes, token_ids, block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
         return hashes, num_blocks, block_size
 
+    def work_of(self, ask: Ask) -> float:
+        """Return what it is to compute a prompt where most of it is held, in units of work (`policy.work`)."""
+        prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit)
+        held, policy = (self.prefix(ask) or Prefix()).held_tokens(prompt), self._models.policy(ask.model).policy
+        if isinstance(policy, PriceSettings):
+            return float(policy.work_of(ask.num_tokens) - policy.work_of(held))
+        return ask.num_tokens - held
+
     def computed(self, ask: Ask, worker: str) -> None:
         """Take note that a worker has computed the prompt: of one that streams no events nothing else is known."""
         if self._index is not None and ask.token_ids is not None and self._index.is_expecting(worker):

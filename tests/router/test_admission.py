@@ -83,7 +83,7 @@ async def test_a_client_may_only_worsen_its_own_priority(worker, router, gated, 
         gated.let(4)
         assert await asyncio.gather(*asked) == [200] * 4
         assert prompts_of(one) == ["first", "admin", "b", "pushy"]
-        assert [json.loads(received.body)["priority"] for received in one.completions] == [0, -9, 0, -9]
+        assert [json.loads(received.body)["priority"] for received in one.completions] == [0, -9, 0, 0]
 
 
 async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_back(

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, Self
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
 from kvist.router.admission import Admission
@@ -144,8 +145,12 @@ class Router:
     def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[Known] | None = None) -> None:
         """Go by the same configuration as `kvist route`; what is said there of listening counts for nothing.
 
-        Where others say who the workers are, and check them, what is `known` of them is opened along with this.
+        Where others say who the workers are, and check them, what is `known` of them is opened along with this. Raises
+        InvalidValueError for a configuration that tells clients apart: the gateway does.
         """
+        if config.has_tenants or config.isolation != "none":
+            expected = "none, and no isolation, as the gateway knows who asks"
+            raise InvalidValueError("tenants", config.tenants, expected)
         self._config, self._known = config, known
         self._exits = AsyncExitStack()
 

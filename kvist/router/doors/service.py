@@ -76,6 +76,7 @@ from kvist.router.reserved import check_request_id
 from kvist.router.routing import Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.tenants.keys import Keys
+from kvist.router.tenants.limits import Limits
 from kvist.router.tenants.tenant import DEFAULT, Tenant
 from kvist.tracing import open_tracing
 
@@ -208,6 +209,7 @@ class RouterService:
             admission,
             self._metrics,
             accounts,
+            Limits(load.tenants, now_s),
             now_s,
             self._refuse,
             known.on_routed,

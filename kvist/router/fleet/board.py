@@ -5,6 +5,7 @@
     cell            eight numbers, of eight bytes each; `Cell` and `Whole` say which
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
     queues          how many wait for the models of each number
+    tenants         what they have under way and may still ask (`kvist.router.tenants.rows`)
 
 Routers beside this one (`replicas`) have rows behind those of its fronts, which the keeper writes as it hears them.
 Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
@@ -26,6 +27,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.router.policy.in_flight import NUM_SLOTS, SLOT
 from kvist.router.policy.work import LEARNT, LEARNT_S, NUM_FIELDS, learnt_of
+from kvist.router.tenants.rows import ROW_WORDS as TENANT_ROW_WORDS
 
 if TYPE_CHECKING:
     from kvist.router.fleet.speeds import LearntSpeed
@@ -41,7 +43,8 @@ _ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
 _CELLS_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
 _WORK_WORDS = NUM_FIELDS * MAX_COLUMNS
 QUEUES_WORD = _CELLS_WORDS + _WORK_WORDS + NUM_SLOTS * SLOT.itemsize // _WORD
-_ROW_WORDS = QUEUES_WORD + NUM_QUEUES
+TENANTS_WORD = QUEUES_WORD + NUM_QUEUES
+_ROW_WORDS = TENANTS_WORD + TENANT_ROW_WORDS
 
 
 class Cell(IntEnum):
@@ -60,8 +63,8 @@ class Cell(IntEnum):
 class Whole(IntEnum):
     """What a front does as a whole; those from HEAD_SINCE on are floats.
 
-    HEAD is the number of the model that its most urgent waiting request is for, 0 if none waits; ALIVE_AT is when
-    it last said so.
+    HEAD is the number of the model that its first waiting request is for, 0 if none waits; ALIVE_AT is when it last
+    said so.
     """
 
     LISTENING = 0
@@ -71,6 +74,7 @@ class Whole(IntEnum):
     HEAD_PRIORITY = 4
     HEAD_SINCE = 5
     ALIVE_AT = 6
+    HEAD_START = 7
 
 
 def board_bytes(num_rows: int) -> int:

@@ -22,12 +22,13 @@ from typing import Self
 import numpy as np
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, Cell, LoadBoard, Whole
+from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, TENANTS_WORD, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import PricedPolicy
 from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import RECENT_HALF_LIFE_S, WorkRows
+from kvist.router.tenants.rows import TenantRows
 
 _IDLE_INTERVAL_S = 0.05
 _ALIVE_S = 1.0
@@ -98,6 +99,8 @@ class LoadTracker:
         self.ints, self._floats = self.board.ints, self.board.floats
         self._front = front
         self._whole = self.board.wholes[front]
+        starts = [whole + TENANTS_WORD for whole in self.board.wholes[: self.board.num_fronts]]
+        self.tenants = TenantRows(self.ints, self._floats, starts, front)
         self._cells: dict[WorkerRank, range] = {}
         self._workers: dict[str, list[range]] = {}
         self.on_freed: Callable[[], None] = lambda: None
@@ -200,11 +203,12 @@ class LoadTracker:
         """Note that a decision was acted on."""
         self.ints[self._whole + Whole.DISPATCHED] += 1
 
-    def show_head(self, model: int, priority: int, since_s: float, now_s: float) -> None:
-        """Show other fronts the most urgent that waits here: the number of its model, 0 if nobody waits."""
+    def show_head(self, model: int, priority: int, start: float, since_s: float, now_s: float) -> None:
+        """Show other fronts the first that waits here: the number of its model, 0 if nobody waits."""
         ints, floats, whole = self.ints, self._floats, self._whole
         ints[whole + Whole.HEAD_PRIORITY] = priority
-        floats[whole + Whole.HEAD_SINCE], floats[whole + Whole.ALIVE_AT] = since_s, now_s
+        floats[whole + Whole.HEAD_START], floats[whole + Whole.HEAD_SINCE] = start, since_s
+        floats[whole + Whole.ALIVE_AT] = now_s
         ints[whole + Whole.HEAD] = model
 
     def show_queued(self, model: int, num: int) -> None:
@@ -215,15 +219,20 @@ class LoadTracker:
         """Return how many wait for the model of this number, at whichever front."""
         return sum(self.ints[whole + QUEUES_WORD + model % NUM_QUEUES] for whole in self.board.wholes)
 
-    def first_elsewhere(self, now_s: float, model: int | None = None) -> tuple[int, float, int] | None:
-        """Return priority, arrival and front of who is the most urgent of those that other fronts show to wait.
+    def first_elsewhere(self, now_s: float, model: int | None = None) -> tuple[int, float, float, int] | None:
+        """Return priority, start, arrival and front of who is the first of those that other fronts show to wait.
 
         Of one model only, if given. A front that has shown nothing for long may have stopped.
         """
         if self.board.num_fronts == 1:
             return None
         heads = [
-            (self.ints[whole + Whole.HEAD_PRIORITY], self._floats[whole + Whole.HEAD_SINCE], front)
+            (
+                self.ints[whole + Whole.HEAD_PRIORITY],
+                self._floats[whole + Whole.HEAD_START],
+                self._floats[whole + Whole.HEAD_SINCE],
+                front,
+            )
             for front, whole in enumerate(self.board.wholes)
             if front != self._front
             and (number := self.ints[whole + Whole.HEAD])

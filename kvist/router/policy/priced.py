@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -145,21 +145,17 @@ class PricedPolicy:
         usable = max(0, num_tokens - 1) // self.block_size
         if held.ndim == 1:
             tokens = np.minimum(running, usable) * self.block_size
-            saved = self._work_of(tokens) * settings.tier_credits[0]
+            saved = settings.work_of(tokens) * settings.tier_credits[0]
         else:
             by_tier = np.minimum(np.maximum(held, running[:, None]), usable) * self.block_size
-            added = np.diff(self._work_of(by_tier), axis=1, prepend=0.0)
+            added = np.diff(settings.work_of(by_tier), axis=1, prepend=0.0)
             tokens, saved = by_tier[:, -1], added @ self._credits[: added.shape[1]]
-        compute = (self._work_of(num_tokens) - saved) * compute_scale
+        compute = (settings.work_of(num_tokens) - saved) * compute_scale
         utilisation = min(0.99, work.utilisation)
         price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
         load = settings.context_scale * work.context_tokens + settings.recent_scale * work.recent
         cost_s = work.wait_s + ((1.0 + price) * compute + load) * work.unit_s
         return Prices(cost_s, price, compute, tokens, work, num_tokens, marks, self)
-
-    def _work_of(self, num_tokens: Any) -> Any:
-        """Return the work of a prompt's first tokens, of one number or many."""
-        return num_tokens * (1.0 + self.settings.alpha / 2 * num_tokens)
 
     @staticmethod
     def probabilities(prices: Prices, held_blocks: Sequence[int]) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 DEFAULT_ALPHA = 2.9e-5
 """Of an 8B model: a token at position 34,000 costs twice what the first one does."""
@@ -31,3 +31,7 @@ class PriceSettings:
     max_price: float = 40.0
     context_scale: float = 0.05
     recent_scale: float = 0.03
+
+    def work_of(self, num_tokens: Any) -> Any:
+        """Return the work of a prompt's first tokens, of one number or many."""
+        return num_tokens * (1.0 + self.alpha / 2 * num_tokens)

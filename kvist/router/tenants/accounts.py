@@ -13,9 +13,13 @@ PREFIX = "kvist_router_tenant_"
 
 @dataclass(slots=True)
 class Account:
-    """Requests whose answers began, and their tokens: of prompts, of these those that were cached, and of answers."""
+    """Requests whose answers began, and their tokens: of prompts, of these those that were cached, and of answers.
+
+    Those that were `limited` got none, as the tenant had asked too much.
+    """
 
     requests: int = 0
+    limited: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -37,7 +41,7 @@ class Accounts:
     def collect(self) -> Iterator[Metric]:
         """Yield a counter for each number."""
         for field in fields(Account):
-            text = f"Of each tenant, {field.name.replace('_', ' ')} of answers that began"
+            text = f"Of each tenant, {field.name.replace('_', ' ')} (docs/tenants.md)"
             counter = CounterMetricFamily(PREFIX + field.name, text, labels=["tenant", "model"])
             for names, account in self._accounts.items():
                 counter.add_metric(names, getattr(account, field.name))

@@ -19,19 +19,30 @@ Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who may ask for which models, None being all, and with whom it shares caches where they are kept apart."""
+    """Who may ask for which models, None being all, and how much; None does not limit.
+
+    `group` is with whom it shares caches where they are kept apart, `priority` the best that its requests have, `share`
+    its part of what is computed when requests of several tenants wait.
+    """
 
     name: Name
     models: frozenset[str] | None = None
     group: Name | None = None
+    max_requests: Annotated[int, Meta(ge=1)] | None = None
+    requests_per_minute: Annotated[float, Meta(gt=0)] | None = None
+    prefill_tokens_per_minute: Annotated[float, Meta(gt=0)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    share: Annotated[float, Meta(gt=0)] = 1.0
 
     def check_models(self, model: str | None, fields: Fields) -> None:
         """Raise RequestError (403) unless the tenant may ask for this model; one that is not named may be any.
 
         SGLang takes an adapter from another field of the body.
         """
+        if self.models is None:
+            return
         for name, value in (("model", model), ("lora_path", fields.get("lora_path") or model)):
-            if self.models is not None and (not isinstance(value, str) or value not in self.models):
+            if not isinstance(value, str) or value not in self.models:
                 message = f"{name}: got {value!r:.200}, expected one of {sorted(self.models)}"
                 raise RequestError(HTTPStatus.FORBIDDEN, message, param=name, code="model_not_allowed")
 

@@ -16,7 +16,13 @@ async def usage(front: Any, key: str) -> Any:
 
 
 def row(tenant: str, requests: int, prompt: int, cached: int, output: int) -> dict[str, Any]:
-    counts = {"requests": requests, "prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output}
+    counts = {
+        "requests": requests,
+        "limited": 0,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "output_tokens": output,
+    }
     return {"tenant": tenant, "model": "m", **counts}
 
 

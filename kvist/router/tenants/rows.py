@@ -1,0 +1,118 @@
+"""What the processes of a router know of each tenant together: a row each, with a cell for each tenant that it has met.
+
+    RUNNING     requests under way                                  the sum over all rows
+    VERSION     grows with each writing, whoever writes: the cell with the highest one says of the tenant
+    AT            when its buckets were last looked at              0 if they never were
+    REQUESTS      how many requests it might have begun then
+    TOKENS        how many prompt tokens it might have had computed then
+    FINISH        the virtual time when what it had of queues is done (`kvist.router.admission`)
+
+A row begins with the virtual time that its process has come to; the latest of all rows counts. Only its process writes
+to a row; what two of them write within a microsecond may count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from xxhash import xxh3_64_intdigest
+
+NUM_PLACES = 1 << 13
+_NUM_LOOKS = 16
+"""A tenant's cell is so near its own place, or in the place of one that has nothing under way."""
+_CELL_WORDS = 8
+ROW_WORDS = (1 + NUM_PLACES + _NUM_LOOKS) * _CELL_WORDS
+
+
+class Field(IntEnum):
+    """Of a cell; those from AT on are floats."""
+
+    TENANT = 0
+    RUNNING = 1
+    VERSION = 2
+    AT = 3
+    REQUESTS = 4
+    TOKENS = 5
+    FINISH = 6
+
+
+_RUNNING, _VERSION, _AT = map(int, (Field.RUNNING, Field.VERSION, Field.AT))
+
+
+class TenantRows:
+    """The rows that begin at `starts` in memory that is seen as integers and as floats; the `own` one is written to."""
+
+    def __init__(self, ints: memoryview[int], floats: memoryview[float], starts: Sequence[int], own: int) -> None:
+        self._ints, self._floats, self._starts, self._own = ints, floats, starts, starts[own]
+
+    @property
+    def virtual_time(self) -> float:
+        """Return when what was taken from queues last began, as virtual time goes."""
+        return max(self._floats[start] for start in self._starts)
+
+    def advance(self, virtual_time: float) -> None:
+        """Have virtual time come to this, unless it is later already."""
+        self._floats[self._own] = max(self._floats[self._own], virtual_time)
+
+    def num_running(self, tenant: str) -> int:
+        """Return how many requests of the tenant are under way, in all processes."""
+        return sum(self._ints[cell + _RUNNING] for cell in self._cells(_number_of(tenant)))
+
+    def count(self, tenant: str, num_running: int) -> None:
+        """Count requests that begin here or, below 0, end."""
+        cell = self._own_cell(_number_of(tenant)) + _RUNNING
+        self._ints[cell] = max(0, self._ints[cell] + num_running)
+
+    def read(self, tenant: str) -> list[float]:
+        """Return the state of the tenant: AT, REQUESTS, TOKENS and FINISH, all 0 if it was not met before."""
+        _, state = self._newest(_number_of(tenant))
+        return state
+
+    def write(self, tenant: str, first: Field, *values: float) -> None:
+        """Change the state of the tenant from its first field on."""
+        number = _number_of(tenant)
+        version, state = self._newest(number)
+        state[first - _AT : first - _AT + len(values)] = values
+        own = self._own_cell(number)
+        for field, value in enumerate(state, own + _AT):
+            self._floats[field] = value
+        self._ints[own + _VERSION] = version + 1
+
+    def _newest(self, number: int) -> tuple[int, list[float]]:
+        cell, version = None, 0
+        for each in self._cells(number):
+            if (found := self._ints[each + _VERSION]) > version:
+                cell, version = each, found
+        return version, [0.0] * 4 if cell is None else [*self._floats[cell + _AT : cell + _AT + 4]]
+
+    def _cells(self, number: int) -> list[int]:
+        found = [self._find(start, number) for start in self._starts]
+        return [cell for cell in found if cell is not None and self._ints[cell] == number]
+
+    def _own_cell(self, number: int) -> int:
+        ints, cell = self._ints, self._find(self._own, number)
+        if cell is None:
+            near = _near(self._own, number)
+            cell = next((each for each in near if ints[each + _RUNNING] == 0), near[0])
+        if ints[cell] != number:
+            for field in Field:
+                ints[cell + field] = 0
+            ints[cell] = number
+        return cell
+
+    def _find(self, start: int, number: int) -> int | None:
+        """Return where a row has the tenant, or has room for it; None where all of its places are taken by others."""
+        for cell in _near(start, number):
+            if self._ints[cell] in (number, 0):
+                return cell
+        return None
+
+
+def _near(start: int, number: int) -> range:
+    first = start + (1 + number % NUM_PLACES) * _CELL_WORDS
+    return range(first, first + _NUM_LOOKS * _CELL_WORDS, _CELL_WORDS)
+
+
+def _number_of(tenant: str) -> int:
+    return xxh3_64_intdigest(tenant.encode()) >> 1 or 1
