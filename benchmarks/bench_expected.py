@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 from _common import report, table
 
-from kvist.cli import up
+from kvist.cli._demo import Served, converse, fetch, metric
 from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 from kvist.simulate.fleet import Conditions, Simulation, at_load
@@ -63,7 +63,7 @@ async def measured(send: Send, num_rounds: int, *serve: str) -> dict[str, list[d
             for mode, (flags, policy) in MODES.items():
                 async with router_before(workers[tuple(flags)], policy) as url:
                     num_tokens, num_cached = await send(url, number)
-                    predicted = await asyncio.to_thread(up.metric, url, "kvist_router_overlap_tokens_total")
+                    predicted = await asyncio.to_thread(metric, url, "kvist_router_overlap_tokens_total")
                 rounds[mode].append({"cached": num_cached / num_tokens, "predicted": predicted / num_tokens})
                 print(f"round {number}, {mode}: {rounds[mode][-1]}", flush=True)
     return rounds
@@ -73,18 +73,18 @@ async def measured(send: Send, num_rounds: int, *serve: str) -> dict[str, list[d
 async def router_before(workers: list[str], policy: str) -> AsyncIterator[str]:
     """A new router, which knows of no request, before workers that hold nothing."""
     for url in workers:
-        await asyncio.to_thread(up.fetch, url, "/flush_cache", method="POST")
+        await asyncio.to_thread(fetch, url, "/flush_cache", method="POST")
     async with ProcessGroup() as group:
         arguments = ("route", "--worker-urls", *workers, "--model-path", MODEL, "--policy", policy, "--port", "0")
         router = await group.start("router", *arguments)
-        while policy == "kv" and json.loads(up.fetch(router.url, "/health"))["cold_start_s"] is None:
+        while policy == "kv" and json.loads(fetch(router.url, "/health"))["cold_start_s"] is None:
             await asyncio.to_thread(time.sleep, 0.1)
         yield router.url
 
 
 async def send_demo(url: str, number: int) -> tuple[int, int]:
-    served: list[up.Served] = []
-    await up._converse(url, "m", Random(number), served, lambda _: None)
+    served: list[Served] = []
+    await converse(url, "m", Random(number), served, lambda _: None)
     assert all(one.error is None for one in served), served
     return sum(one.prompt_tokens for one in served), sum(one.cached_tokens for one in served)
 

@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 from _common import report, table
 
-from kvist.cli import up
+from kvist.cli._demo import fetch
 from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 from kvist.simulate.fleet import at_load, measure
@@ -60,11 +60,11 @@ def scaled(seed: int, num_requests: int) -> Trace:
 async def router_before(workers: Sequence[str], policy: str, folder: Path) -> AsyncIterator[str]:
     """A new router, which knows of no request, before workers that hold nothing."""
     for url in workers:
-        await asyncio.to_thread(up.fetch, url, "/flush_cache", method="POST")
+        await asyncio.to_thread(fetch, url, "/flush_cache", method="POST")
     async with ProcessGroup() as group:
         flags = ("--model-path", MODEL, "--policy", policy, "--port", "0", "--record-requests", str(folder))
         router = await group.start("router", "route", "--worker-urls", *workers, *flags)
-        while policy == "kv" and json.loads(up.fetch(router.url, "/health"))["cold_start_s"] is None:
+        while policy == "kv" and json.loads(fetch(router.url, "/health"))["cold_start_s"] is None:
             await asyncio.to_thread(time.sleep, 0.1)
         yield router.url
 

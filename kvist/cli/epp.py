@@ -18,4 +18,4 @@ def run(args: argparse.Namespace) -> int:
     from kvist.router.doors.picker import Picker
 
     config = make_config(args)
-    return asyncio.run(serve(Picker(config), lambda picker: f"kvist epp: listening on {config.host}:{picker.port}"))
+    return asyncio.run(serve(Picker(config), lambda picker: f"kvist epp: listening on {config.url_at(picker.port)}"))

@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     from kvist.engine.loading import load_engine
 
     config = read_config(args, ServeConfig, {"model_dir": Path})
-    with _listen(config.host, config.port) as listener:
+    with listen(config.host, config.port) as listener:
         worker = worker_name(config.host, listener.getsockname()[1])
         traces = config.otlp_traces_endpoint
         tracing = None if traces is None else open_tracing(traces, _SERVICES[config.role], worker)
@@ -190,7 +190,8 @@ def _publisher(config: ServeConfig, worker: str) -> AbstractContextManager[KvEve
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there; raises InvalidValueError."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,23 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin(tmp_path: Path) -> None
     assert sum(line["input_length"] for line in recorded) == facts["prompt_tokens"]
     assert sum(line["overlap_reported"] for line in recorded) == facts["cached_tokens"]
     assert main(["simulate", str(tmp_path), "--policy", "kv,round-robin", "--workers", "2", "--seeds", "1"]) == 0
+
+
+@pytest.mark.xdist_group("whole system")
+def test_envoy_asks_a_picker_that_routes_by_prefix() -> None:
+    done = subprocess.run([*UP, "--envoy", "--exit", "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60
+    assert facts["cached_tokens"] > facts["baseline_cached_tokens"]
+    assert re.search("picker: http.*\n *envoy: http", done.stderr)
+    assert {"worker 0", "worker 1"} <= set(re.findall("worker [01]", done.stderr.partition("Routed by prefix")[2]))
+
+
+@pytest.mark.parametrize("more", [["--disaggregated"], ["--record-requests", "/tmp"]])
+def test_what_only_the_router_does_is_refused_beside_envoy(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--envoy", *more]) == 2
+    assert "--envoy: got True, expected no --disaggregated" in capsys.readouterr().err
 
 
 @pytest.mark.xdist_group("whole system")
