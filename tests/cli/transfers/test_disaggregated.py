@@ -217,7 +217,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "kv transfer failed: unknown_request"
         for body, field in (
-            ({"kv_transfer_params": {"do_remote_prefill": True}}, "remote_endpoints: missing"),
+            ({"kv_transfer_params": {"do_remote_prefill": True}}, "missing required field `remote_endpoints`"),
             ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
             ({"kv_transfer_params": {}}, "got neither"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream: got true"),
