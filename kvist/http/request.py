@@ -133,7 +133,7 @@ class RequestParser:
     def next_request(self) -> Request | None:
         """The next whole request, or None until more bytes come; raises RequestRefusedError."""
         try:
-            if self._head is None and not self._read_head():
+            if self._head is None and not (self._buffer and self._read_head()):
                 return None
             return self._read_body()
         except MalformedHttpError as error:

@@ -4,7 +4,6 @@ Framing follows the request, not the handler: a `content-length` the handler sta
 for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, have no body, whatever is written.
 """
 
-import asyncio
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
@@ -48,7 +47,6 @@ class Responder:
 
     _connection: "ServerConnection"
     _request: Request
-    _loop: asyncio.AbstractEventLoop
     keep_alive: bool
     own_headers: Headers = field(default_factory=list)  # added to those of the response, whatever it is
     has_started: bool = False
@@ -59,7 +57,7 @@ class Responder:
     _num_missing: int = 0
 
     def start(self, status: int, headers: Headers) -> None:
-        """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.
+        """Begins the response; names must be lower-case. The head leaves with the first piece or at `flush`.
 
         Raises ValueError for a header that frames or keeps the connection (those are ours) or that holds CR, LF or NUL.
         """
@@ -68,7 +66,11 @@ class Responder:
         self._head = self._render(status, [*headers, *self.own_headers] if self.own_headers else headers)
         self.has_started = True
         self.status = status
-        self._loop.call_soon(self._flush_head)
+
+    def flush(self) -> None:
+        """Sends the head if no piece of the body took it along."""
+        if self._head is not None:
+            self._send(b"")
 
     def send(self, chunk: bytes) -> None:
         """Sends a piece of the body; what comes once the client is gone is dropped.
@@ -95,7 +97,7 @@ class Responder:
         self.is_finished = True
         if self._framing == "chunked":
             self._send(b"0\r\n\r\n")
-        self._flush_head()
+        self.flush()
         self._connection.on_response_end()
 
     def answer(self, status: int, headers: Headers, body: bytes = b"") -> None:
@@ -167,8 +169,3 @@ class Responder:
         if self._head is not None:
             data, self._head = self._head + data, None
         self._connection.send(data)
-
-    def _flush_head(self) -> None:
-        """Sends the head if no piece of the body took it along."""
-        if self._head is not None:
-            self._send(b"")

@@ -301,7 +301,7 @@ class ServerConnection(asyncio.BufferedProtocol):
                 return
             self._state.counts.num_requests += 1
             keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
-            self._handle(request, Responder(self, request, self._loop, keep_alive=keep_alive))
+            self._handle(request, Responder(self, request, keep_alive=keep_alive))
             num_answered += 1
             if num_answered == MAX_ANSWERS_IN_A_ROW and not self._is_busy:
                 self._run(self._pass_on())

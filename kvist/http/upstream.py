@@ -245,7 +245,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def begin(self, exchange: Exchange) -> bool:
         """Sends the request and returns True; False, and nothing was sent, if the worker has closed the connection."""
-        self._deadline.clear()
         if self._transport.is_closing() or (self.is_reused and self._poll.poll(0)):
             self._transport.abort()
             return False

@@ -47,6 +47,7 @@ class Indexer:
         has_full_reports: bool = False,
         clock: Callable[[], float] = time.monotonic,
         is_held: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
         """Feed `index` with blocks of `block_size` tokens: streams with another size are refused.
 
@@ -54,7 +55,8 @@ class Indexer:
         Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker. Copies of a
         block are counted of vLLM, unless it `has_full_reports`: others than Kvist's router have it report anew.
 
-        With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before.
+        With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before. Messages may
+        wait as long as `patience_s` for each other.
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
@@ -63,7 +65,7 @@ class Indexer:
         self._num_ranks = num_ranks
         self._counts_copies = not has_full_reports
         self._limits: dict[str, int] = {}
-        self._clock = clock
+        self._clock, self._patience_s = clock, patience_s
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
         self._parked: dict[str, list[Source]] = {}
@@ -231,7 +233,7 @@ class Indexer:
         from kvist.indexer.compiled.frames import split  # compiled, as the index is: not for who only imports this
 
         try:
-            async with open_subscription(source.endpoint, split) as subscription:
+            async with open_subscription(source.endpoint, split, self._patience_s) as subscription:
                 source.subscription = subscription
                 await self._released.wait()
                 await follow(

@@ -204,7 +204,8 @@ def read_fields(body: bytes) -> Fields:
     if has_escapes or _count(b"[", body) + _count(b"{", body) > MAX_DEPTH:
         _check_depth("body", fields)
     # Each pair has a colon: what was dropped for another of its name is missing in what comes out.
-    if has_escapes or _count(b":", body) != _count(b":", msgspec.json.encode(fields)):
+    encoded = msgspec.json.encode(fields)
+    if has_escapes or (encoded != body and _count(b":", body) != _count(b":", encoded)):
         json.loads(body, object_pairs_hook=_check_names)
     return fields
 
@@ -235,7 +236,7 @@ def with_fields(body: bytes, fields: Fields) -> bytes:
 
 def _count(char: bytes, text: bytes) -> int:
     """Return how often it is there; for 34 kB `bytes.count` takes 17 µs, numpy 4, of which 2 are for any length."""
-    if len(text) < 4096:
+    if len(text) < 8192:
         return text.count(char)
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(char)))
 

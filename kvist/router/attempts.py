@@ -36,6 +36,8 @@ RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEW
 _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """After these the worker is spared for a while."""
 
+OK = HTTPStatus.OK.value  # each look-up of a status by its name is a call of Python 3.11
+
 # What metrics show instead of a worker's status, for want of one.
 WORKER_FAILED_STATUS = 0
 CLIENT_LEFT_STATUS = 499  # nginx's number for it; also that of the other worker of a pair, when one has failed
@@ -141,7 +143,7 @@ class _Attempt(ResponseReceiver):
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
         if self._priced is not None:
-            is_told = status == HTTPStatus.OK and self.usage is not None
+            is_told = status == OK and self.usage is not None
             self._priced.finish(self.owner.router.now_s(), self.num_output_tokens if is_told else None)
         self._worker.unanswered.discard(self)
         if self._is_trial:
@@ -171,10 +173,10 @@ class PrefillAttempt(_Attempt):
         if self._dialect.works_alone or self.status != HTTPStatus.INTERNAL_SERVER_ERROR:
             self._judge()  # else it may be the other one's fault
         self.is_done = True
-        if self.status == HTTPStatus.OK:
+        if self.status == OK:
             self._answered(self.owner.router.now_s())
         self._end(self.status)
-        is_ok, is_pair = self.status == HTTPStatus.OK, not self._dialect.works_alone
+        is_ok, is_pair = self.status == OK, not self._dialect.works_alone
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
             self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
@@ -204,7 +206,9 @@ class AnswerAttempt(_Attempt):
         self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
         self._is_whole = False
         if handover is None:
-            body = router.healer.body_for(decision.chosen.target, owner.request.path, owner.body, owner.ask.fields)
+            body, chosen = owner.body, decision.chosen
+            if not chosen.is_exact:
+                body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
             self._is_healing = body is not owner.body
             super().__init__(owner, decision, "generate", body, is_streamed=owner.ask.fields.get("stream") is True)
             self._series.dispatched(decision)
@@ -240,7 +244,7 @@ class AnswerAttempt(_Attempt):
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
                 return
-            if self._held is not None and self.status == HTTPStatus.OK:
+            if self._held is not None and self.status == OK:
                 self._held += piece
                 self._check_length(len(self._held))
                 return
@@ -263,14 +267,14 @@ class AnswerAttempt(_Attempt):
         if not self.has_begun:
             self._begin(is_empty=True)
         owner, router, decision = self.owner, self.owner.router, self.decision
-        if self._is_kept and self.status == HTTPStatus.OK:
+        if self._is_kept and self.status == OK:
             worker, is_event = decision.chosen.target.worker, self.is_event_stream
             router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
         usage = self.usage = self._usage.usage()
         self._end(self.status)
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
-        if self.status == HTTPStatus.OK:
+        if self.status == OK:
             total_s, num_tokens = router.now_s() - owner.started_s, self.num_output_tokens
             self._series.answered(total_s, self.first_byte_s or 0.0, num_tokens, is_stream=self.is_event_stream)
         if owner.handover is not None:
@@ -280,7 +284,7 @@ class AnswerAttempt(_Attempt):
         if self._is_healing:
             block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
             router.healer.answered(decision, usage, block_hashes)
-        if self.status == HTTPStatus.OK:
+        if self.status == OK:
             routed = router.routing.routed(owner.tenant.name, owner.ask, owner.prefix, decision, usage)
             if routed is not None:
                 router.on_routed(routed)
@@ -290,7 +294,7 @@ class AnswerAttempt(_Attempt):
     def on_prefilled(self, beside: PrefillAttempt) -> None:
         """Take what the other of its pair says: what is wrong, or of the prompt, for an answer that is held here."""
         answer = bytes(beside.answer)
-        if beside.status != HTTPStatus.OK:
+        if beside.status != OK:
             self.exchange.close()
             self.on_head(beside.status, beside.headers)
         elif self._is_whole:
@@ -348,13 +352,13 @@ class AnswerAttempt(_Attempt):
         first_byte_s = round(now_s - owner.started_s, 6)
         self.first_byte_s = first_byte_s
         self._series.first_byte_time.observe(first_byte_s)
-        if not is_empty and self.status == HTTPStatus.OK:
+        if not is_empty and self.status == OK:
             self._answered(now_s)
             router.routing.computed(owner.ask, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s
-            owner.handover.is_fetched = self.status == HTTPStatus.OK
+            owner.handover.is_fetched = self.status == OK
             router.metrics.handed_over(owner.handover.prefill_s, owner.handover.transfer_s)
         theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))

@@ -42,7 +42,7 @@ from kvist.openai.requests import with_fields, without_field
 from kvist.router import spans
 from kvist.router.access_log import MAX_CHARS, AccessLog
 from kvist.router.admission import Admission, Place, priority_of, timeout_of
-from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt, PrefillAttempt, worker_failure
+from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
@@ -516,7 +516,7 @@ class Forwarding:
         self.router.on_ended(self, error)
         if self.router.access_log is not None or self.router.recorder is not None:
             self._log(error)
-        if error is not None or self.responder.status != HTTPStatus.OK:
+        if error is not None or self.responder.status != OK:
             self._leave_beside(error or _PARTED)
         self.attempt = self.beside = None
         if self._deadline is not None:
@@ -529,7 +529,7 @@ class Forwarding:
     def _account(self) -> None:
         """Charge the tenant for an answer that has begun: as its worker says or, for want of that, as is known."""
         attempt, computed_by = self.attempt, self.computed_by
-        if not isinstance(attempt, AnswerAttempt) or not attempt.has_begun or attempt.status != HTTPStatus.OK:
+        if not isinstance(attempt, AnswerAttempt) or not attempt.has_begun or attempt.status != OK:
             return
         assert computed_by is not None
         usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)

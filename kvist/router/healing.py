@@ -147,7 +147,8 @@ class Healer:
             return
         report = healing.learn(decision, usage, block_hashes)
         hits = healing.hits
-        all_hits = [each.hits for each in map(self._ranks.get, self._ranks_of(target.worker)) if each is not None]
+        ranks = [self._ranks.get(status.target) for status in self._statuses(target.worker)]
+        all_hits = [each.hits for each in ranks if each is not None]
         digest = sum(each.value for each in all_hits) & _DIGEST_MASK
         self._metrics.full_report(target.worker, report, digest, sum(each.num_hits for each in all_hits))
         if healing.end is None and (end := healing.reached_end()) is not None:
@@ -177,11 +178,10 @@ class Healer:
             del self._ranks[target]
 
     def _status(self, target: WorkerRank) -> RankStatus | None:
-        return self._ranks_of(target.worker).get(target)
+        return next((status for status in self._statuses(target.worker) if status.target == target), None)
 
-    def _ranks_of(self, worker: str) -> dict[WorkerRank, RankStatus]:
-        statuses = () if self._index is None else self._index.ranks(worker, RANKS_MAX_AGE_S)
-        return {status.target: status for status in statuses}
+    def _statuses(self, worker: str) -> list[RankStatus]:
+        return [] if self._index is None else self._index.ranks(worker, RANKS_MAX_AGE_S)
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -46,6 +46,8 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 APPROXIMATE = "approximate"
 _EXPECTED = "expected "
+_PATIENCE_S = 0.01
+"""How long events wait for each other: a request is routed as well without what was cached so shortly before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +379,7 @@ class FleetIndex:
             num_ranks=self._num_ranks,
             has_full_reports=self._has_full_reports,
             clock=self._now_s,
+            patience_s=_PATIENCE_S,
         ) as indexer:
             if self._keeper is not None:
                 fleet = FleetState(self.radix, indexer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -76,8 +76,7 @@ FORM_BYTES_PER_TOKEN = 320
 """The same for forms: speech at 128 kbit/s, of which models make 50 tokens a second. Estimated, not measured."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, eq=False):
     """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
 
     `fields` is the whole body, but for a prompt that is in `token_ids` alone; `is_renamed` says that the body names an
@@ -92,7 +91,7 @@ class Ask:
     cache_salt: str | None = None
     untokenized_reason: str | None = None
     num_prompts: int = 1
-    fields: Fields = field(default_factory=dict)
+    fields: Fields = {}
     chat: ChatCompletionRequest | None = None
     worker: str | None = None
     obstacle: str | None = None
@@ -184,14 +183,14 @@ class PromptReader:
         fields = _client_fields(body)
         is_renamed = self._rename(fields)
         ask = self._read_fields(path, fields, len(body))
-        return replace(ask, is_renamed=True) if is_renamed else ask
+        return msgspec.structs.replace(ask, is_renamed=True) if is_renamed else ask
 
     def _read_form(self, body: bytes) -> Ask:
         named = model_in_form(body)
         model = None if named is None else body[named].decode(errors="replace")
         target = self._models.target({"model": model, "prompt": xxh3_64_hexdigest(body)})  # a conversation of its own
         ask = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
-        return replace(ask, is_renamed=target is not None)
+        return msgspec.structs.replace(ask, is_renamed=target is not None)
 
     def _rename(self, fields: Fields) -> bool:
         """Put the model in the place of an alias of it."""

@@ -184,9 +184,10 @@ class Regret:
         bucket = self._buckets[-1]
         for request in requests:
             key = (request.tenant, request.model, request.worker)
-            if key not in bucket.rows and len(bucket.rows) >= MAX_ROWS:
-                key = ("other", "other", "other")
-            row = bucket.rows.setdefault(key, Counter())
+            row = bucket.rows.get(key)
+            if row is None:
+                key = key if len(bucket.rows) < MAX_ROWS else ("other", "other", "other")
+                row = bucket.rows.setdefault(key, Counter())
             row["requests"] += 1
             row["prompt_tokens"] += request.num_tokens
             if not request.is_read:

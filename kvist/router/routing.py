@@ -5,8 +5,8 @@ Nothing here sends or counts, so `POST /route` explains a decision by making it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Collection
+from functools import cache, partial
 from http import HTTPStatus
 from random import Random
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.openai.errors import RequestError
-from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
-from kvist.router.index import Caches, Overlaps
-from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, draw, usable_blocks
-from kvist.router.policy.priced import Dispatched, PricedPolicy
+from kvist.router.index import Caches, Overlaps, RankStatus
+from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, usable_tokens
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
 from kvist.router.prefill.handover import DIALECTS, Plan, why_local
@@ -36,6 +36,8 @@ from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
 
 _NOWHERE = (0,) * len(Tier)
+_MANY_LOOKS, _LOOK_INTERVAL = 256, 16
+"""After so many prompts in a row of which no engine with EAGLE held any, only each 16th is looked for there."""
 
 
 class Prefix(NamedTuple):
@@ -46,8 +48,15 @@ class Prefix(NamedTuple):
 
     def held_tokens(self, prompt: Prompt) -> int:
         """Return the most that any rank holds, in any tier."""
-        deepest = max((depths[-1] for depths in self.overlaps.values()), default=0)
-        return usable_blocks(deepest, prompt) * prompt.block_size
+        return max((usable_tokens(depths, prompt) for depths in self.overlaps.values()), default=0)
+
+
+class _Ranks(NamedTuple):
+    """The ranks of some workers, as they were up to `RANKS_MAX_AGE_S` ago, and their columns on the board."""
+
+    statuses: list[RankStatus]
+    columns: NDArray[np.intp]
+    num_blocks: list[int]
 
 
 class Routing:
@@ -68,6 +77,9 @@ class Routing:
         self._load = load
         self._index = index
         self._pricing: dict[tuple[str | None, int], PricedPolicy] = {}
+        self._ranks: dict[tuple[Worker, ...], _Ranks] = {}
+        self._ranks_known_at_s = 0.0
+        self._num_vain_looks = 0
         self._random = random
         self._now_s = now_s
 
@@ -99,7 +111,10 @@ class Routing:
         if overlaps is None:
             return None
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        if index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
+        self._num_vain_looks += 1
+        is_looked_for = self._num_vain_looks <= _MANY_LOOKS or self._num_vain_looks % _LOOK_INTERVAL == 0
+        if is_looked_for and index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
+            self._num_vain_looks = 0
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             found = dict(index.match(eagle_hashes) or {})
             if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
@@ -183,7 +198,9 @@ class Routing:
         everyone = self._fleet.routable(ask.model, excluded)
         if not everyone:
             raise self._refusal(ask.model)
-        workers = [worker for worker in everyone if worker.url == ask.worker] or everyone
+        workers = everyone if ask.worker is None else [each for each in everyone if each.url == ask.worker] or everyone
+        if not self._fleet.has_roles:
+            return Plan(self._decide(ask, prefix, workers))
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
         answer = self._decide(ask, prefix, whole) if whole else None
@@ -294,46 +311,39 @@ class Routing:
             tenant=tenant,
         )
 
-    def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:
+    def _decide(self, ask: Ask, prefix: Prefix, workers: list[Worker], compute_scale: float = 1.0) -> Decision:
         prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
         policy, now_s = self._models.policy(ask.model).policy, self._now_s()
-        is_priced = isinstance(policy, PriceSettings)
-        candidates = [
-            Candidate(
-                rank.target,
-                Load() if is_priced else self._load.load(rank.target, now_s),
-                prefix.overlaps.get(rank.target, ()),
-                rank.num_blocks,
-                rank.is_approximate,
-                rank.state is SourceState.LIVE,
-            )
-            for worker in workers
-            for rank in self._fleet.ranks(worker)
-        ]
+        ranks = self._ranks_of(workers, now_s)
         if isinstance(policy, PriceSettings):
-            return self._decide_by_price(ask.model, policy, prompt, prefix, candidates, compute_scale)
+            pricing = self._pricing.get((ask.model, prompt.block_size))
+            if pricing is None or pricing.settings is not policy:
+                pricing = self._load.pricing(policy, prompt.block_size)
+                self._pricing[ask.model, prompt.block_size] = pricing
+            by_tier = [prefix.overlaps.get(rank.target, _NOWHERE) for rank in ranks.statuses]
+            is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
+            depths = [each[0] for each in by_tier] if is_all_on_gpus else by_tier
+            columns, hashes = ranks.columns, prefix.block_hashes
+            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale)
+            chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
+            chosen = _candidate(ranks.statuses[chosen_idx], prefix)
+            overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
+            weighed = partial(_weighed, ranks, prefix, prices)
+            return Decision(policy.name, prompt, chosen, chosen_idx, overlap_tokens, weighed, prices)
+        candidates = [_candidate(rank, prefix, self._load.load(rank.target, now_s)) for rank in ranks.statuses]
         return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
 
-    def _decide_by_price(
-        self,
-        model: str | None,
-        settings: PriceSettings,
-        prompt: Prompt,
-        prefix: Prefix,
-        candidates: list[Candidate],
-        compute_scale: float,
-    ) -> Decision:
-        pricing = self._pricing.get((model, prompt.block_size))
-        if pricing is None or pricing.settings is not settings:
-            pricing = self._pricing[model, prompt.block_size] = self._load.pricing(settings, prompt.block_size)
-        columns = np.array([self._load.column(each.target) for each in candidates])
-        by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]
-        is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
-        depths = np.array([each[0] for each in by_tier] if is_all_on_gpus else by_tier)
-        prices = pricing.weigh(self._now_s(), prompt.num_tokens, prefix.block_hashes, depths, columns, compute_scale)
-        probabilities = pricing.probabilities(prices, [each.num_cached_blocks for each in candidates])
-        weighing = Weighing("price", probabilities)
-        return Decision(settings.name, prompt, candidates, weighing, draw(probabilities, self._random), prices)
+    def _ranks_of(self, workers: list[Worker], now_s: float) -> _Ranks:
+        if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S:
+            self._ranks.clear()
+            self._ranks_known_at_s = now_s
+        key = tuple(workers)
+        ranks = self._ranks.get(key)
+        if ranks is None:
+            statuses = [rank for worker in workers for rank in self._fleet.ranks(worker)]
+            columns = np.array([self._load.column(rank.target) for rank in statuses])
+            ranks = self._ranks[key] = _Ranks(statuses, columns, [rank.num_blocks for rank in statuses])
+        return ranks
 
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
@@ -347,10 +357,8 @@ class Routing:
 
     def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
         """Return what names the blocks of a prompt as the workers' streams do."""
-        from kvist.indexer.compiled import hashing  # compiled when the index was
-
         lora_name, cache_salt = self._adapter_of(ask), ask.cache_salt
-        return partial(hashing.block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=cache_salt)
+        return partial(_compiled_hashing(), block_size=block_size, lora_name=lora_name, cache_salt=cache_salt)
 
     def _adapter_of(self, ask: Ask) -> str | None:
         return ask.model if self._fleet.is_adapter(ask.model) else None
@@ -370,3 +378,20 @@ class Routing:
         num_serving = sum(worker.serves(model) for worker in workers)
         message = f"no worker can take requests now ({len(workers)} known, {num_serving} serve the model)"
         return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="no_healthy_worker")
+
+
+@cache
+def _compiled_hashing() -> Callable[..., NDArray[np.uint64]]:
+    from kvist.indexer.compiled import hashing  # compiled when the index was
+
+    return hashing.block_hashes
+
+
+def _candidate(rank: RankStatus, prefix: Prefix, load: Load = Load()) -> Candidate:  # noqa: B008 - it is frozen
+    overlap, is_live = prefix.overlaps.get(rank.target, ()), rank.state is SourceState.LIVE
+    return Candidate(rank.target, load, overlap, rank.num_blocks, rank.is_approximate, is_live)
+
+
+def _weighed(ranks: _Ranks, prefix: Prefix, prices: Prices) -> tuple[list[Candidate], Weighing]:
+    candidates = [_candidate(rank, prefix) for rank in ranks.statuses]
+    return candidates, Weighing("price", prices.policy.probabilities(prices, ranks.num_blocks))

@@ -12,7 +12,7 @@ from math import inf
 from statistics import fmean
 
 from kvist.events import Tier
-from kvist.router.policy.decision import Prompt, is_worth_handing_over, usable_blocks
+from kvist.router.policy.decision import Prompt, is_worth_handing_over, usable_tokens
 from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE
 from kvist.simulate.driver import Driver
 from kvist.simulate.index import INDEX_DELAY_S, LateIndex
@@ -162,7 +162,7 @@ class Simulation:
         request, driver, job.computed_by = job.request, self._driver, None
         prompt = Prompt(request.num_tokens, self._trace.block_size)
         depths, held = self.index.depths(request.blocks, now_s), self.index.held
-        by_worker = [usable_blocks(depth[-1], prompt) * prompt.block_size for depth in depths]
+        by_worker = [usable_tokens(depth, prompt) for depth in depths]
         job.num_held_tokens = max(by_worker)
         asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._others(), job
         if self._prefill_workers:

@@ -228,6 +228,7 @@ class Relay:
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.responder.start(status, headers)
+        self.responder.flush()
 
     def on_data(self, piece: bytes) -> None:
         self.responder.send(piece)
@@ -269,6 +270,7 @@ def forward_to(request: pytest.FixtureRequest) -> Callable[[UpstreamPool, str], 
             exchange = pool.exchange(url, request.method, request.target, request.headers, request.body)
             async with exchange as response:
                 responder.start(response.status, response.headers)
+                responder.flush()
                 async for piece in response.body():
                     await responder.write(piece)
                 await responder.finish()

@@ -50,8 +50,11 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
     return ZmqPublication(endpoint)
 
 
-def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> Subscription:
-    """Return a subscription to all topics; entering it connects. `splitter` makes ZeroMQ's streams faster."""
+def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> Subscription:
+    """Return a subscription to all topics; entering it connects.
+
+    `splitter` makes ZeroMQ's streams faster, and so does letting their messages wait for each other as long as that.
+    """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
 
@@ -66,4 +69,4 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> S
         return NatsSubscription(endpoint.broker)
     from kvist.events.transports.zmtp import ZmtpSubscription
 
-    return ZmtpSubscription(endpoint, splitter)
+    return ZmtpSubscription(endpoint, splitter, patience_s)

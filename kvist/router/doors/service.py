@@ -382,6 +382,7 @@ class RouterService:
         try:
             async with self._pool.exchange(url, request.method, request.target, headers, request.body) as response:
                 responder.start(response.status, response.headers)
+                responder.flush()
                 async for piece in response.body():
                     await responder.write(piece)
             await responder.finish()

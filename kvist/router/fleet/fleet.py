@@ -56,6 +56,8 @@ class Fleet:
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
         self.has_prefill_workers = False
         """Whether some worker, in whatever state, is there to compute prompts for others."""
+        self.has_roles = False
+        """Whether some worker is there to compute prompts for others, or to go on with them."""
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
@@ -81,7 +83,8 @@ class Fleet:
     def identified(self) -> None:
         """Take in what some worker says that it serves."""
         self._sizes_of_models.clear()
-        self.has_prefill_workers = any(worker.role is Role.PREFILL for worker in self._workers.values())
+        roles = {worker.role for worker in self._workers.values()}
+        self.has_prefill_workers, self.has_roles = Role.PREFILL in roles, bool(roles - {Role.BOTH})
         nothing = frozenset[str | None]()
         earlier = self._model_ids, self._adapters
         self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
@@ -129,7 +132,8 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if worker.state is WorkerState.HEALTHY
+            if worker.health.is_healthy
+            and not worker.is_draining
             and worker.breaker.allows(now_s)
             and worker.url not in skipped
             and worker.serves(model)

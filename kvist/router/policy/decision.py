@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -64,34 +64,38 @@ class Weighing(msgspec.Struct, frozen=True, gc=False):
     probabilities: list[float]
 
 
-class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Who takes the request, and everything the decision was made from."""
+class Decision(msgspec.Struct, frozen=True):
+    """Who takes the request and, for those who ask, everything the decision was made from."""
 
     policy: str
     prompt: Prompt
-    candidates: Sequence[Candidate]
-    weighing: Weighing
+    chosen: Candidate
+    """The candidate that takes the request."""
     chosen_idx: int
+    overlap_tokens: int
+    """How many prompt tokens it is expected to find in its cache, in any tier."""
+    weighed: Callable[[], tuple[Sequence[Candidate], Weighing]]
+    """Returns all candidates, and how likely they were; hardly anybody asks."""
     prices: Prices | None = None
     """What the policy `kv` weighed."""
 
     @property
-    def chosen(self) -> Candidate:
-        """Return the candidate that takes the request."""
-        return self.candidates[self.chosen_idx]
+    def candidates(self) -> Sequence[Candidate]:
+        """Return all that could have been chosen."""
+        return self.weighed()[0]
+
+    @property
+    def weighing(self) -> Weighing:
+        """Return how likely each was."""
+        return self.weighed()[1]
 
     @property
     def ranked_workers(self) -> list[str]:
         """Return the worker that takes the request, and then the others: the cheaper, or likelier, before."""
-        costs = [-each for each in self.weighing.probabilities] if self.prices is None else self.prices.cost_s.tolist()
+        candidates, weighing = self.weighed()
+        costs = [-each for each in weighing.probabilities] if self.prices is None else self.prices.cost_s.tolist()
         ranked = sorted(range(len(costs)), key=costs.__getitem__)
-        return list(dict.fromkeys(self.candidates[idx].target.worker for idx in (self.chosen_idx, *ranked)))
-
-    @property
-    def overlap_tokens(self) -> int:
-        """Return how many prompt tokens the chosen candidate is expected to find in its cache, in any tier."""
-        blocks = self.chosen.overlap_blocks
-        return usable_blocks(blocks[-1], self.prompt) * self.prompt.block_size if blocks else 0
+        return list(dict.fromkeys(candidates[idx].target.worker for idx in (self.chosen_idx, *ranked)))
 
 
 class Policy(Protocol):
@@ -106,12 +110,20 @@ class Policy(Protocol):
 def decide(policy: Policy, prompt: Prompt, candidates: Sequence[Candidate], turn: int, random: Random) -> Decision:
     """Return the decision of one draw from the policy's probabilities."""
     weighing = policy.weigh(prompt, candidates, turn)
-    return Decision(policy.name, prompt, candidates, weighing, draw(weighing.probabilities, random))
+    chosen_idx = draw(weighing.probabilities, random)
+    chosen = candidates[chosen_idx]
+    overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
+    return Decision(policy.name, prompt, chosen, chosen_idx, overlap_tokens, lambda: (candidates, weighing))
 
 
 def usable_blocks(overlap_blocks: int, prompt: Prompt) -> int:
     """Return how many of the overlapping blocks spare work: the block with the last token is computed in any case."""
     return min(overlap_blocks, max(0, prompt.num_tokens - 1) // prompt.block_size)
+
+
+def usable_tokens(overlap_blocks: Sequence[int], prompt: Prompt) -> int:
+    """Return how many tokens the blocks held in any tier spare."""
+    return usable_blocks(overlap_blocks[-1], prompt) * prompt.block_size if overlap_blocks else 0
 
 
 def is_worth_handing_over(prompt: Prompt, num_cached_tokens: int, max_local_prefill_tokens: int) -> bool:

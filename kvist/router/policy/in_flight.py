@@ -26,6 +26,8 @@ _MASK: Final = (1 << 64) - 1
 Marks = NDArray[np.uint64]
 Depths = NDArray[np.int64]
 
+_NO_MARKS: Final = np.empty(0, np.uint64)
+
 SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), ("rank", "i4", NUM_RANKS_OF_A_MARK)])
 
 
@@ -101,7 +103,10 @@ class PromptsInFlight:
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
-        idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]
+        num_marks = bisect_right(self._all_depths, len(block_hashes))
+        if not num_marks:
+            return _NO_MARKS
+        idxs = self._idxs[:num_marks]
         if isinstance(block_hashes, np.ndarray):
             marks: Marks = block_hashes[idxs].astype(np.uint64, copy=False)
             return marks

@@ -27,6 +27,41 @@ from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, Floats, Work, WorkRows
 
 
+def weigh_ranks(
+    work: Floats,
+    running: NDArray[np.int64],
+    held: NDArray[np.int64],
+    tier_credits: Floats,
+    usable: int,
+    block_size: int,
+    num_tokens: int,
+    half_alpha: float,
+    compute_scale: float,
+    price: float,
+    context_scale: float,
+    recent_scale: float,
+    cost_s: Floats,
+    compute: Floats,
+    cached_tokens: NDArray[np.int64],
+) -> None:
+    """Write what each rank would cost and compute, and the tokens that it has cached, or will have: room is given.
+
+    `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
+    """
+    for idx in range(len(held)):
+        before, saved, tokens = 0.0, 0.0, 0
+        for tier in range(held.shape[1]):
+            tokens = min(max(held[idx, tier], running[idx]), usable) * block_size
+            done = tokens * (1.0 + half_alpha * tokens)
+            saved += tier_credits[tier] * (done - before)
+            before = done
+        wait_s, unit_s, context_tokens, recent = work[:, idx]
+        load = context_scale * context_tokens + recent_scale * recent
+        compute[idx] = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
+        cost_s[idx] = wait_s + ((1.0 + price) * compute[idx] + load) * unit_s
+        cached_tokens[idx] = tokens
+
+
 class Prices(NamedTuple):
     """What a request would cost each candidate, and of what; arrays with one entry a candidate."""
 
@@ -140,22 +175,29 @@ class PricedPolicy:
         """
         settings, work = self.settings, self._work.read(now_s, ranks)
         held = np.asarray(depths, np.int64)
-        marks, gpu = self._in_flight.marks(block_hashes), held if held.ndim == 1 else held[:, 0]
-        running = self._in_flight.depths(now_s, marks, gpu, ranks)
-        usable = max(0, num_tokens - 1) // self.block_size
-        if held.ndim == 1:
-            tokens = np.minimum(running, usable) * self.block_size
-            saved = settings.work_of(tokens) * settings.tier_credits[0]
-        else:
-            by_tier = np.minimum(np.maximum(held, running[:, None]), usable) * self.block_size
-            added = np.diff(settings.work_of(by_tier), axis=1, prepend=0.0)
-            tokens, saved = by_tier[:, -1], added @ self._credits[: added.shape[1]]
-        compute = (settings.work_of(num_tokens) - saved) * compute_scale
+        held = held[:, None] if held.ndim == 1 else held
+        marks = self._in_flight.marks(block_hashes)
         utilisation = min(0.99, work.utilisation)
         price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
-        load = settings.context_scale * work.context_tokens + settings.recent_scale * work.recent
-        cost_s = work.wait_s + ((1.0 + price) * compute + load) * work.unit_s
-        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks, self)
+        cost_s, compute, cached_tokens = np.empty(len(held)), np.empty(len(held)), np.empty(len(held), np.int64)
+        weigh_ranks(
+            work.by_rank,
+            self._in_flight.depths(now_s, marks, held[:, 0], ranks),
+            held,
+            self._credits,
+            max(0, num_tokens - 1) // self.block_size,
+            self.block_size,
+            num_tokens,
+            settings.alpha / 2,
+            compute_scale,
+            price,
+            settings.context_scale,
+            settings.recent_scale,
+            cost_s,
+            compute,
+            cached_tokens,
+        )
+        return Prices(cost_s, price, compute, cached_tokens, work, num_tokens, marks, self)
 
     @staticmethod
     def probabilities(prices: Prices, held_blocks: Sequence[int]) -> list[float]:

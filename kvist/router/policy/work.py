@@ -70,6 +70,8 @@ Floats = NDArray[np.float64]
 class Work(NamedTuple):
     """What ranks have to do now; arrays with one entry a rank."""
 
+    by_rank: Floats
+    """The next four, as its rows."""
     wait_s: Floats
     """Until the rank could begin with another prompt; it rises again when the rank should have been heard of."""
     unit_s: Floats
@@ -174,10 +176,9 @@ class WorkRows:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
-        read = read_rows(self._rows, ranks, now_s, self._first_unit_s, found)
-        self._window_s, utilisation = map(float, read)
+        self._window_s, utilisation = read_rows(self._rows, ranks, now_s, self._first_unit_s, found)
         wait_s, unit_s, context_tokens, recent = found
-        return Work(wait_s, unit_s, context_tokens, recent, utilisation)
+        return Work(found, wait_s, unit_s, context_tokens, recent, utilisation)
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work that its prompt is at this rank, and how long it should take there."""

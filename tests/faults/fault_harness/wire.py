@@ -345,5 +345,5 @@ class Network:
             self.links[address] = Link(random.Random(self._rng.getrandbits(32)), self._faults)
         return self.links[address]
 
-    def open_subscription(self, endpoint: Endpoint, splitter: object = None) -> WireSubscription:  # noqa: ARG002
+    def open_subscription(self, endpoint: Endpoint, *_: object) -> WireSubscription:
         return WireSubscription(self.link(endpoint.address), is_direct=self._is_direct, in_blocks=self._in_blocks)

@@ -135,12 +135,16 @@ class Link:
         inbox: Inbox,
         malformed: MalformedCounter,
         on_messages: Callable[[], bool],
+        patience_s: float = 0.0,
     ) -> None:
-        """Own the socket, greet, and call `on_messages` whenever there is something to take; it says if it took it."""
+        """Own the socket, greet, and call `on_messages` whenever there is something to take; it says if it took it.
+
+        With patience, a message may wait so long for others, at any rate.
+        """
         self.is_left = False
         """Whether it was we who ended it: the peer broke the protocol or was silent."""
         self._loop = asyncio.get_running_loop()
-        self._pace = _paces.setdefault(self._loop, Pace())
+        self._pace, self._patience_s = _paces.setdefault(self._loop, Pace()), patience_s
         self._sock = sock
         self._fd = sock.fileno()  # asyncio writes a socket out for each look-up of one, and not a number
         self._connection = connection
@@ -201,8 +205,9 @@ class Link:
         self._advance()
         if not self._ended.done():
             num_messages = self._connection.num_messages - num_before
-            is_exceeded = self._pace.is_exceeded(num_messages, now_s)
-            self._plan(now_s, is_exceeded and since_s < num_messages * DENSE_S, num_bytes < len(space))
+            is_exceeded = self._pace.is_exceeded(num_messages, now_s) or self._patience_s > 0
+            is_flood = is_exceeded and since_s < num_messages * (self._patience_s or DENSE_S)
+            self._plan(now_s, is_flood, num_bytes < len(space))
 
     def _plan(self, now_s: float, is_flood: bool, is_emptied: bool) -> None:
         """Choose what leads to the next read: more bytes, the end of a nap, now, or a take."""
@@ -212,7 +217,8 @@ class Link:
             self._await_reader()
         else:
             self._drop_reader()
-            nap_ends_at_s = (now_s // NAP_S + 1) * NAP_S
+            nap_s = self._patience_s or NAP_S
+            nap_ends_at_s = (now_s // nap_s + 1) * nap_s
             self._next_read = (
                 self._loop.call_at(nap_ends_at_s, self._read) if is_emptied else self._loop.call_soon(self._read)
             )

@@ -37,7 +37,7 @@ class ZmtpSubscription:
     is_peer_gone = False
     problem: str | None = None
 
-    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> None:
         self._malformed = MalformedCounter(endpoint.address)
         self._endpoint, self._address = endpoint, endpoint.address
         if endpoint.scheme == "tcp":
@@ -48,7 +48,7 @@ class ZmtpSubscription:
                 raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
             if not endpoint.is_bound and (host == "*" or port == "0"):
                 raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
-        self._splitter = splitter
+        self._splitter, self._patience_s = splitter, patience_s
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
         self._deliver: Callable[[Sequence[Message]], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None
@@ -147,7 +147,7 @@ class ZmtpSubscription:
     async def _follow(self, connection: Connection) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
         sock = await (connect(self._address) if self._listener is None else accept(self._listener))
-        link = Link(sock, connection, self._inbox, self._malformed, self._arrived)
+        link = Link(sock, connection, self._inbox, self._malformed, self._arrived, self._patience_s)
         self._connection, self._link = connection, link
         await link.watch()
         while self._inbox.num_messages:

@@ -158,6 +158,21 @@ async def test_a_taker_that_wants_a_turn_as_its_receive_is_cancelled_loses_nothi
         assert await receive(subscription) == [Message(b"t", 1, b"y")]
 
 
+async def test_a_patient_subscription_reads_together_what_comes_close_together_and_misses_nothing(peer, say):
+    async with ZmtpSubscription(peer.endpoint, patience_s=0.05) as subscription:
+        _, writer = await peer.accept(say.hello())
+        messages, received, sizes = numbered(60), [], []
+        for start in range(0, 60, 3):  # the first is read at once, those behind it at the end of a nap
+            for message in messages[start : start + 3]:
+                writer.write(say.message(message))
+                await asyncio.sleep(0)
+            while len(received) < start + 3:
+                received += (block := await receive(subscription))
+                sizes.append(len(block))
+        assert received == messages
+        assert len(sizes) < 60
+
+
 def test_messages_are_worth_a_wake_each_up_to_a_rate_and_in_bursts():
     """By a clock of our own: a rate just below the limit never exceeds it, one just above does, and rest restores."""
 
