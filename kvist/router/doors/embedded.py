@@ -17,7 +17,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from random import Random
 from typing import NamedTuple, Protocol, Self
 
-from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvist.errors import InvalidValueError
@@ -124,7 +123,7 @@ class Choice(NamedTuple):
         candidates = self.decision.candidates
         found = (idx for idx, each in enumerate(candidates) if each.target.worker == worker)
         idx = self.decision.chosen_idx if self.decision.chosen.target.worker == worker else next(found, None)
-        return None if idx is None else self._replace(decision=replace(self.decision, chosen_idx=idx))
+        return None if idx is None else self._replace(decision=self.decision.choosing(idx))
 
 
 class Known(Protocol):

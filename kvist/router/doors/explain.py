@@ -83,23 +83,24 @@ def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: flo
 
 def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dict[str, Any]:
     """Return the same without loads, of the `most` candidates that came nearest and of the chosen one."""
+    candidates, weighing = decision.weighed()
     page: dict[str, Any] = {
         "worker": decision.chosen.target.worker,
         "rank": decision.chosen.target.rank,
         "policy": decision.policy,
-        "rule": decision.weighing.rule,
+        "rule": weighing.rule,
         "overlap_tokens": decision.overlap_tokens,
         "prompt_tokens": decision.prompt.num_tokens,
         "block_size": decision.prompt.block_size,
         "untokenized_reason": ask.untokenized_reason,
-        "num_candidates": len(decision.candidates),
+        "num_candidates": len(candidates),
     }
-    prices, probabilities = decision.prices, decision.weighing.probabilities
-    shown = list(range(len(decision.candidates)))
+    prices, probabilities = decision.prices, weighing.probabilities
+    shown = list(range(len(candidates)))
     if most is not None and len(shown) > most:
         costs = [-each for each in probabilities] if prices is None else prices.cost_s.tolist()
         shown = sorted({decision.chosen_idx, *nsmallest(most - 1, shown, key=costs.__getitem__)})
-    page["candidates"] = [_explain_candidate(decision.candidates[idx], probabilities[idx]) for idx in shown]
+    page["candidates"] = [_explain_candidate(candidates[idx], probabilities[idx]) for idx in shown]
     if prices is not None:
         page |= {"utilisation": prices.load.utilisation, "price_of_computing": prices.price}
         terms = prices.terms_s()

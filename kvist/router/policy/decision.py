@@ -89,6 +89,12 @@ class Decision(msgspec.Struct, frozen=True):
         """Return how likely each was."""
         return self.weighed()[1]
 
+    def choosing(self, idx: int) -> Decision:
+        """Return the same with another candidate chosen."""
+        chosen = self.candidates[idx]
+        tokens = usable_tokens(chosen.overlap_blocks, self.prompt)
+        return msgspec.structs.replace(self, chosen=chosen, chosen_idx=idx, overlap_tokens=tokens)
+
     @property
     def ranked_workers(self) -> list[str]:
         """Return the worker that takes the request, and then the others: the cheaper, or likelier, before."""
