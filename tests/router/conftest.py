@@ -241,8 +241,9 @@ class RunningRouter:
         """Wait until the router chooses among that many ranks of the worker."""
 
         async def is_so() -> bool:
-            loads = (await self.client.get("/get_loads")).json()["loads"]
-            return sum(load["worker"] == url for load in loads) == num_ranks
+            decided = await self.explain([1, 2])
+            candidates = decided["candidates"] + decided.get("prefill", {"candidates": []})["candidates"]
+            return sum(each["worker"] == url for each in candidates) == num_ranks
 
         await eventually(is_so)
 
