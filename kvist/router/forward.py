@@ -21,10 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvist.http import (
     ClientDisconnectedError,
@@ -291,7 +293,7 @@ class Forwarding:
         secret, ask = self.router.config.isolation_secret, self.ask
         if self.router.config.isolation == "none" or secret is None or not takes_salt(self.request.path):
             return
-        self.ask = replace(ask, cache_salt=salt_of(secret, self.tenant, ask.cache_salt))
+        self.ask = msgspec.structs.replace(ask, cache_salt=salt_of(secret, self.tenant, ask.cache_salt))
         self.body = with_fields(self.body, {"cache_salt": self.ask.cache_salt})
 
     # Wait and match.
