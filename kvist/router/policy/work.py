@@ -176,7 +176,7 @@ class WorkRows:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
-        self._window_s, utilisation = read_rows(self._rows, ranks, now_s, self._first_unit_s, found)
+        self._window_s, utilisation = map(float, read_rows(self._rows, ranks, now_s, self._first_unit_s, found))
         wait_s, unit_s, context_tokens, recent = found
         return Work(found, wait_s, unit_s, context_tokens, recent, utilisation)
 
