@@ -56,7 +56,10 @@ class Request(msgspec.Struct, frozen=True, dict=True):
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the lower-case `name`."""
-        return next((value for field, value in self.headers if field == name), None)
+        for other, value in self.headers:  # a third of the time of a generator
+            if other == name:
+                return value
+        return None
 
     @property
     def bearer_token(self) -> bytes | None:

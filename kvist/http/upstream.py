@@ -286,7 +286,6 @@ class UpstreamConnection(asyncio.Protocol):
         assert exchange is not None
         exchange.connection = None
         receiver, exchange.receiver = exchange.receiver, None
-        self._deadline.clear()
         if exchange.is_paused:
             self._transport.resume_reading()
         # A worker that answered before it had read the request leaves the rest of that in the buffer.

@@ -42,6 +42,16 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return body
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Finds a dict's items sooner: it would first look for an attribute, and catch the error that there is none."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return what `obj.attribute` is in a template."""
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 class ChatTemplate:
     """One model's template, compiled. Rendering is deterministic but for templates that print today's date."""
 
@@ -52,7 +62,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile `source`; `special_tokens` (bos_token, eos_token…) are visible to it. Raises InvalidValueError."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
