@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # Every process that the tests start would else compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test check engines clean
+.PHONY: up test check engines dashboard clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed
@@ -28,6 +28,10 @@ check: $(VENV)/.installed
 # What benchmarks/verify_engines.py drives, and a few tests: the Python files of real engines. They are fetched once.
 engines: $(VENV)/.installed
 	$(BIN)/python benchmarks/_engine_files.py
+
+# What Grafana and Prometheus show and watch of routers.
+dashboard: $(VENV)/.installed
+	$(BIN)/python deploy/grafana/make.py
 
 # torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another. So does
 # xds-protos: it brings an older copy of OpenTelemetry's protocol, which has to be the one that is written over.
