@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from kvist import __version__
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
-COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "simulate", "why", "compile", "epp")
+COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "simulate", "why", "top", "compile", "epp")
 
 # What each optional dependency comes with, for a command whose import failed.
 _MODULES_OF_EXTRA = {

@@ -14,7 +14,7 @@ from kvist.settings import option_help, parse_values, read_toml, secret_names
 
 T = TypeVar("T")
 
-_PLACES = "; env:NAME or file:PATH says where it is"
+PLACES = "; env:NAME or file:PATH says where it is"
 
 
 def add_settings(
@@ -40,7 +40,7 @@ def add_settings(
         if get_origin(hints[name]) is dict and name not in special:
             continue
         default = kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        text += f"{_PLACES if name in secrets else ''} (default: {_shown(default)})"
+        text += f"{PLACES if name in secrets else ''} (default: {_shown(default)})"
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if get_origin(hints[name]) is Literal:
             options |= {"type": str.lower, "choices": get_args(hints[name])}
@@ -61,17 +61,17 @@ def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Call
     from_file = read_toml(args.config) if getattr(args, "config", None) is not None else {}
     secrets = secret_names(kind)
     from_file, given = (
-        {name: _secret(name, value) if name in secrets else value for name, value in values.items()}
+        {name: secret(name, value) if name in secrets else value for name, value in values.items()}
         for values in (from_file, given)
     )
     # A file has types, so its values are checked as they are; flags are text.
     return kind(**parse_values(kind, from_file) | parse_values(kind, given, strict=False))
 
 
-def _secret(name: str, value: Any) -> Any:
+def secret(name: str, value: Any) -> Any:
     """Return a key, or a mapping of keys, from where it says it is; raises InvalidValueError that shows no key."""
     if isinstance(value, dict):
-        return {each: _secret(f"{name}.{each}", inner) for each, inner in value.items()}
+        return {each: secret(f"{name}.{each}", inner) for each, inner in value.items()}
     place, found, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
     if found and place == "env":
         if rest not in os.environ:

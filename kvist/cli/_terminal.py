@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
+_SHORT = 12
+"""Columns no wider than this are never broken; others give way on a narrow screen."""
 
 ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
 """Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""
@@ -67,3 +73,25 @@ def progress_line() -> Iterator[ShowProgress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         line = progress.add_task("", total=None, text="")
         yield lambda text, done, total: progress.update(line, text=text, completed=done, total=total)
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return rows as every command shows them; columns of numbers stand to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    number = re.compile(r"[0-9,./%–]+")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name, *cells in zip(columns, *rows, strict=True):
+        justify: Literal["left", "right"] = "right" if all(map(number.fullmatch, cells)) else "left"
+        is_short = max(map(len, cells), default=0) <= _SHORT
+        table.add_column(name, justify=justify, no_wrap=is_short, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
+
+
+def printable(text: str) -> str:
+    """Return a text that says nothing to a terminal but what it reads."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
+from http.client import HTTPException
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from kvist.cli._settings import PLACES, secret
+from kvist.cli._terminal import make_table
 from kvist.errors import InvalidValueError, KvistError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvist.router.regret import Routed
     from kvist.simulate.trace import TraceLine
 
 HELP = "say where the hits went: what caches could have spared, and why they did not"
 
 _TIMEOUT_S = 30.0
-_DO = {
+DO = {
     "evicted before reuse": "more cache, or host memory behind it; fewer copies of one prefix",
     "held, when last used, by a rank that is not known exactly": "its event stream: GET /readiness",
     "cached under another salt or adapter": "one salt for those who may share",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="URL|RECORDING", help="a router, or what `kvist route --record-requests` wrote")
     add("--window", default="10m", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default %(default)s)")
-    add("--admin-key", metavar="KEY", help="the router's (default: the variable KVIST_ADMIN_KEY)")
+    add_admin_key(parser)
     add(
         "--cache-tokens",
         type=int,
@@ -48,10 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print all there is, as one line of JSON")
 
 
+def add_admin_key(parser: argparse.ArgumentParser) -> None:
+    """Declare the key with which a router is asked."""
+    text = f"the router's{PLACES} (default: the variable KVIST_ADMIN_KEY)"
+    parser.add_argument("--admin-key", metavar="KEY", help=text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0."""
-    is_url = args.source.startswith(("http://", "https://"))
-    report = _ask(args) if is_url else _read(Path(args.source), args.cache_tokens)
+    if args.source.startswith(("http://", "https://")):
+        report = json.loads(ask(args.source, f"/regret?window={args.window}", args.admin_key))
+    else:
+        report = _read(Path(args.source), args.cache_tokens)
     if args.json:
         print(json.dumps(report))
     else:
@@ -59,17 +67,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(args: argparse.Namespace) -> dict[str, Any]:
-    key = args.admin_key or os.environ.get("KVIST_ADMIN_KEY")
+def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
+    """Return what a router tells administrators; raises KvistError where it refuses, OSError where it is away."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
+    key = os.environ.get("KVIST_ADMIN_KEY") if key is None else secret("admin_key", key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    request = Request(f"{args.source.rstrip('/')}/regret?window={args.window}", headers=headers)
+    request = Request(f"{url.rstrip('/')}{path}", headers=headers)
     try:
-        with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT_S) as answer:
-            report: dict[str, Any] = json.load(answer)
+        with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+            body: bytes = answer.read()
     except HTTPError as error:
         said = error.read(4096).decode("utf-8", "replace")
-        raise KvistError(f"{args.source} answered {error.code}: {said}") from None
-    return report
+        raise KvistError(f"{url} answered {error.code}: {said}") from None
+    except HTTPException as error:
+        raise KvistError(f"{url} broke off: {error!r}") from None
+    return body
 
 
 def _read(path: Path, cache_tokens: int) -> dict[str, Any]:
@@ -125,35 +138,37 @@ def _show(report: dict[str, Any]) -> None:
         ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
     ):
         whole = total["told_tokens"] if name == "reported" else prompt
-        steps.add_row("", f"{total[name]:,}", _share(total[name], whole), means)
+        steps.add_row("", f"{total[name]:,}", percent(total[name], whole), means)
     console.print(steps)
-    _show_table(
-        console,
+
+    def show(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        if rows:
+            console.print(make_table(columns, rows))
+
+    show(
         ("tokens lost", "share", "why", "what to do"),
         [
-            (f"{tokens:,}", _share(tokens, prompt), cause, _DO[cause])
+            (f"{tokens:,}", percent(tokens, prompt), cause, DO[cause])
             for cause, tokens in sorted(total["lost"].items(), key=lambda each: -each[1])
         ],
     )
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
     for rows, names in ((by_tenant, ("tenant",)), (report["by"], ("model", "worker"))):
-        _show_table(
-            console,
+        show(
             ("requests", "prompt tokens", "held", "routed", "lost", *names),
             [
                 (
                     f"{row['requests']:,}",
                     f"{row['prompt_tokens']:,}",
-                    _share(row["held"], row["prompt_tokens"]),
-                    _share(row["routed"], row["prompt_tokens"]),
+                    percent(row["held"], row["prompt_tokens"]),
+                    percent(row["routed"], row["prompt_tokens"]),
                     f"{sum(row['lost'].values()):,}",
                     *(row[name] for name in names),
                 )
                 for row in rows
             ],
         )
-    _show_table(
-        console,
+    show(
         ("tokens lost", "times", "length", "costliest prefixes"),
         [
             (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
@@ -168,21 +183,7 @@ def _show(report: dict[str, Any]) -> None:
             console.print(f"{text.format(_quantile(counts, 0.5))}, {_quantile(counts, 0.9):,} in nine of ten.")
 
 
-def _show_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    if rows:
-        number = re.compile(r"[0-9,.%–]+")
-        table = Table()
-        for name, cells in zip(columns, zip(*rows, strict=True), strict=True):
-            table.add_column(name, justify="right" if all(map(number.fullmatch, cells)) else "left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-
-
-def _share(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
 

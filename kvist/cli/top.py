@@ -1,0 +1,206 @@
+"""`kvist top`: a router's fleet in a terminal, by what the live page is told and what `/metrics` has counted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from kvist.cli._terminal import make_table, printable
+from kvist.cli.why import DO, add_admin_key, ask, percent
+from kvist.errors import InvalidValueError, KvistError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HELP = "show a router's fleet in the terminal: workers, rates, lost hits, and what is wrong"
+
+_TIMEOUT_S = 5.0
+_NUM_SAMPLES = 10
+"""Rates and times are those since so many looks ago."""
+_NUM_TOLD = 5
+_TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
+_TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
+_COLUMNS = ("worker", "model", "state", "runs", "to do", "full", "hits", "found", "events", "speed")
+_CONDITIONS = ("failed", "gone", "resyncing", "partial", "unheard", "live")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="URL", help="a router")
+    add("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default %(default)s)")
+    add_admin_key(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the fleet until q, Ctrl-C or SIGTERM; where there is no terminal once. Return 0."""
+    from rich.console import Console
+    from rich.live import Live
+
+    if not 0.1 <= args.interval <= 60:
+        raise InvalidValueError("--interval", args.interval, "seconds from 0.1 to 60")
+    console, watched = Console(), _Watched(args.source, args.admin_key)
+    watched.look()
+    if not (console.is_terminal and sys.stdin.isatty()):
+        time.sleep(args.interval)
+        watched.look()
+        console.print(watched.shown(sys.maxsize))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(watched.shown(console.height), refresh=True)
+            is_pressed = bool(select.select([sys.stdin], [], [], args.interval)[0])
+            if is_pressed and b"q" in (os.read(sys.stdin.fileno(), 64) or b"q"):
+                break
+            try:
+                watched.look()
+            except (KvistError, OSError) as error:
+                watched.trouble = f"as last told, since then: {error}"
+    return 0
+
+
+@contextmanager
+def _cbreak() -> Iterator[None]:
+    """Have keys read as they are pressed, and not shown."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+class _Watched:
+    """What a router has told so far: of the page's state all that is new is added to what was."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url, self._key = url, key
+        self._number = 0
+        self._workers: dict[str, dict[str, Any]] = {}
+        self._told: dict[str, Any] = {}
+        self._samples: deque[tuple[float, Counter[str]]] = deque(maxlen=_NUM_SAMPLES)
+        self.trouble = ""
+
+    def look(self) -> None:
+        """Take over what is new; raises KvistError or OSError, with nothing taken over."""
+        news = json.loads(ask(self._url, f"/ui/state?view=regret&since={self._number}", self._key, _TIMEOUT_S))
+        page = ask(self._url, "/metrics", self._key, _TIMEOUT_S).decode()
+        if news["is_whole"]:
+            self._workers.clear()
+        self._workers |= {worker["url"]: worker for worker in news["workers"]}
+        self._told |= {name: news[name] for name in ("fleet", "regret") if name in news}
+        self._number, self.trouble = news["number"], ""
+        counts = _counts(page)
+        counts["requests"] = self._told["fleet"]["dispatched"]
+        if self._samples and any(counts[name] < number for name, number in self._samples[-1][1].items()):
+            self._samples.clear()  # it was started anew, or a worker has left with its series
+        self._samples.append((time.monotonic(), counts))
+
+    def shown(self, height: int) -> RenderableType:
+        """Return what fits a screen so high."""
+        from rich.console import Group
+        from rich.text import Text
+
+        fleet, total = self._told["fleet"], self._told["regret"]["total"]
+        problems = [each for each in fleet["problems"] if each["until"] is None][:_NUM_TOLD]
+        lost = sorted(total["lost"].items(), key=lambda each: -each[1])[:_NUM_TOLD]
+        room = max(1, height - 12 - len(problems) - len(lost))
+        workers = sorted(self._workers.values(), key=lambda one: (_state(one) == "healthy", -one["running_requests"]))
+        is_well = fleet["ready"] and not self.trouble
+        head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not well", "green" if is_well else "red")
+        head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
+        if why := self.trouble or fleet["reason"]:
+            head.append(f"\n{printable(why)}", "red")
+        table = make_table(_COLUMNS, [_row(worker) for worker in workers[:room]])
+        parts: list[RenderableType] = [head, Text(self._rates(fleet)), table]
+        if len(workers) > room:
+            parts.append(Text(f"and {len(workers) - room:,} workers more", "dim"))
+        if lost:
+            rows = [
+                (f"{number:,}", percent(number, total["prompt_tokens"]), why, DO.get(why, "")) for why, number in lost
+            ]
+            parts.append(make_table(("tokens lost", "share", "why", "what to do"), rows))
+        for each in problems:
+            text = f"{each['where']} {each['what']}: {each['why']} ({each['page']})"
+            parts.append(Text(printable(text), "red" if each["is_bad"] else "yellow"))
+        return Group(*parts)
+
+    def _rates(self, fleet: dict[str, Any]) -> str:
+        (began_s, before), (ended_s, after) = self._samples[0], self._samples[-1]
+        seconds, grown = max(1e-9, ended_s - began_s), after - before
+        prompts, answers = (grown[name] / seconds for name in _TOKENS)
+        times = ", ".join(f"p{100 * part:.0f} {_quantile(grown, part)}" for part in (0.5, 0.99))
+        asked = (
+            f"{fleet['running']:,} running, {fleet['queued']:,} waiting, {grown['requests'] / seconds:,.1f} requests/s"
+        )
+        return f"{asked}; tokens/s: {prompts:,.0f} of prompts, {answers:,.0f} of answers; first byte: {times}"
+
+
+def _counts(page: str) -> Counter[str]:
+    """Return what is counted of tokens, and of times to the first byte by their bounds, for all workers and models."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    counts = Counter[str]()
+    lines = "".join(f"{line}\n" for line in page.splitlines() if line.startswith((_TTFT, *_TOKENS)))
+    for family in text_string_to_metric_families(lines):
+        for sample in family.samples:
+            counts[sample.labels.get("le", sample.name)] += int(sample.value)
+    return counts
+
+
+def _quantile(grown: Counter[str], part: float) -> str:
+    """Return where so large a part of the times is below, as Prometheus reads a histogram."""
+    bounds = sorted((float(name), number) for name, number in grown.items() if name[0].isdigit() or name == "+Inf")
+    low_s, below = 0.0, 0
+    for bound_s, number in bounds:
+        if (wanted := part * bounds[-1][1]) and number >= wanted:
+            within_s = 0.0 if bound_s == float("inf") else (bound_s - low_s) * (wanted - below) / (number - below)
+            return f"{low_s + within_s:.2f} s"
+        low_s, below = bound_s, number
+    return "–"
+
+
+def _row(worker: dict[str, Any]) -> tuple[str, ...]:
+    hits, most, models = worker["hits"] or Counter(), worker["max_requests"], worker["models"]
+    held = sum(rank["blocks"] for rank in worker["kv_events"]["ranks"]) * (worker["block_size"] or 0)
+    speed = worker["prompt_tokens_per_s"]
+    return (
+        urlsplit(worker["url"]).netloc,
+        "any" if models is None else ", ".join(models),
+        _state(worker),
+        f"{worker['running_requests']:,}" + (f"/{most:,}" if most else ""),
+        f"{worker['prefill_tokens']:,}",
+        percent(held, worker["num_cache_tokens"] or 0),
+        percent(hits["routed"], hits["prompt_tokens"]),
+        percent(hits["reported"], hits["told_tokens"]),
+        _events(worker["kv_events"]),
+        "–" if speed is None else f"{speed:,.0f}",
+    )
+
+
+def _state(worker: dict[str, Any]) -> str:
+    if worker["state"] != "healthy":
+        return str(worker["state"])
+    return "spared" if worker["takes_nothing_as"] else "warming" if worker["warming"] else "healthy"
+
+
+def _events(events: dict[str, Any]) -> str:
+    """Return how the worst of a worker's streams is."""
+    if any(rank["state"] == "approximate" for rank in events["ranks"]):
+        return "approximate"
+    if events["error"] is not None:
+        return "not followed"
+    return min((source["condition"] for source in events["sources"]), key=_CONDITIONS.index, default="none")
