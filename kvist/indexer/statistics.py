@@ -115,7 +115,7 @@ class SourceCounters:
         now_s: float,
     ) -> SourceStatistics:
         sessions = tuple(sessions)
-        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         last_event_at_s = values.pop("last_event_at_s")
         values["num_malformed"] += num_malformed_frames
         for name in _COUNTED_BY_SESSIONS:

@@ -35,8 +35,8 @@ from kvist.router.regret import Regret
 STATE_PATH = "/ui/state"
 MAX_REQUESTS = 1000
 MIN_INTERVAL_S, UNWATCHED_INTERVAL_S = 0.25, 5.0
-REST = 99
-"""What is shown is not made anew for so many times as it took."""
+BASE_REST, VIEW_REST = 79, 249
+"""What is shown is not made anew for so many times as it took: what all views show, and what one alone does."""
 MAX_ENDED_PROBLEMS = 100
 REGRET_WINDOW_S = 600.0
 VIEWS = ("fleet", "requests", "prefixes", "regret", "health")
@@ -47,8 +47,8 @@ _encode = msgspec.json.Encoder().encode
 class _Section:
     """A part that is told whole whenever it has changed."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._due_s = make, 0.0
+    def __init__(self, make: Callable[[], Any], rest: int) -> None:
+        self._make, self._rest, self._due_s = make, rest, 0.0
         self.body, self.number = msgspec.Raw(b"null"), 0
 
     def refresh(self, number: int) -> bool:
@@ -57,7 +57,7 @@ class _Section:
         if began_s < self._due_s:
             return False
         body = msgspec.Raw(_encode(self._make()))
-        self._due_s = began_s + max(MIN_INTERVAL_S, REST * (time.monotonic() - began_s))
+        self._due_s = began_s + max(MIN_INTERVAL_S, self._rest * (time.monotonic() - began_s))
         if body != self.body:
             self.body, self.number = body, number
         return True
@@ -85,10 +85,10 @@ class LiveState:
         self._requests: deque[tuple[int, msgspec.Raw]] = deque(maxlen=MAX_REQUESTS)
         self._num_skipped = 0
         self._tree = PrefixTree(models, index)
-        self._base = _Section(self._make_base)
+        self._base = _Section(self._make_base, BASE_REST)
         self._views = {
-            "prefixes": _Section(self._tree.explain),
-            "regret": _Section(lambda: regret.report(time.monotonic(), REGRET_WINDOW_S)),
+            "prefixes": _Section(self._tree.explain, VIEW_REST),
+            "regret": _Section(lambda: regret.report(time.monotonic(), REGRET_WINDOW_S), VIEW_REST),
         }
         self._next_look: asyncio.TimerHandle | None = None
 

@@ -26,7 +26,7 @@ from kvist.router.doors.api import Answer, Question
 from kvist.router.doors.live import STATE_PATH
 
 UI_PATH, EVENTS_PATH = "/ui", "/ui/events"
-INTERVAL_S = 0.4
+INTERVAL_S = 0.25
 """How often who watches is told what is new."""
 
 _FOLDER = Path(kvist.router.__file__).parent / "page"

@@ -33,7 +33,8 @@ ADMIN = {"authorization": "Bearer admin"}
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for is as of now."""
     monkeypatch.setattr(live, "MIN_INTERVAL_S", 0.0)
-    monkeypatch.setattr(live, "REST", 0)
+    monkeypatch.setattr(live, "BASE_REST", 0)
+    monkeypatch.setattr(live, "VIEW_REST", 0)
 
 
 async def state(client: httpx.AsyncClient, view: str = "fleet", since: int = 0) -> dict[str, Any]:

@@ -1,0 +1,192 @@
+"""What does the live page cost a router of 256 workers, 10 M blocks and 2,000 requests a second?
+
+Bounds: of requests, all but 20 a second cost a comparison; those 20 the terms of their decision over 256 candidates.
+What is shown costs a look at each worker and its encoding, whoever watches, and is made no sooner than 79 times as long
+after. Load, index, regret and policy are a router's own; of event streams only the counters are made, as the indexer
+makes them. Who watches is told each 0.25 s, every worker having changed. CPU time of one thread; shares are of a core.
+
+    python benchmarks/bench_page.py [--quick] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from time import monotonic, thread_time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+from _common import report, table
+
+from kvist.events import Tier, WorkerRank
+from kvist.events.session import SourceState
+from kvist.indexer.statistics import SourceCounters, SourceStatistics
+from kvist.radix import RadixIndex
+from kvist.router.config import RouterConfig
+from kvist.router.doors import journal, live
+from kvist.router.doors.page import INTERVAL_S
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.identity import Identity, ServedModel
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.models import Models
+from kvist.router.fleet.worker import Worker
+from kvist.router.index import FleetIndex, RankStatus
+from kvist.router.policy.decision import Candidate, Decision, Prompt, Weighing
+from kvist.router.policy.settings import PriceSettings
+from kvist.router.prompts import Ask
+from kvist.router.regret import Regret, Routed
+from kvist.router.routing import Prefix
+from kvist.router.usage import ReportedUsage
+
+NUM_WORKERS, REQUESTS_A_SECOND, PROMPT_BLOCKS, BLOCK_SIZE = 256, 2000, 128, 16
+URLS = [f"http://10.0.{number >> 8}.{number & 255}:8000" for number in range(NUM_WORKERS)]
+
+
+class Index(FleetIndex):
+    """A fleet's index without sockets: each worker has a stream that tells."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(BLOCK_SIZE, monotonic)
+        self.radix, self.joined_at_s = RadixIndex(max_blocks=2 * num_blocks), 0.0
+        self.counters = SourceCounters(last_event_at_s=0.0, lag_s=0.002)
+        for number, url in enumerate(URLS):
+            own = np.arange(num_blocks // NUM_WORKERS, dtype=np.uint64) + np.uint64(number << 40 | 1)
+            for chain in np.array_split(own * np.uint64(0x9E3779B97F4A7C15), max(1, len(own) // 1000)):
+                self.radix.store(WorkerRank(url, 0), Tier.GPU, None, chain)
+
+    def every_source(self) -> Iterator[SourceStatistics]:
+        self.counters.last_event_at_s = monotonic()
+        for url in URLS:
+            yield self.counters.frozen(url, "tcp://10.0.0.1:5557", {0: SourceState.LIVE}, (), 0, monotonic())
+
+    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
+        if worker in self._statuses and monotonic() - self._statuses[worker][0] < max_age_s:
+            return self._statuses[worker][1]
+        target = WorkerRank(worker, 0)
+        statuses = [self._status(self.radix, target, SourceState.LIVE, target)]
+        self._statuses[worker] = monotonic(), statuses
+        return statuses
+
+
+def cost_s(function: Callable[[], object], number: int) -> float:
+    """Return the CPU time of a call, on average."""
+    begin_s = thread_time()
+    for _ in range(number):
+        function()
+    return (thread_time() - begin_s) / number
+
+
+def measure(num_blocks: int, number: int) -> dict[str, float]:
+    """Return seconds a request, a request that is looked at, and an answer by view."""
+    random, config = np.random.default_rng(1), RouterConfig(worker_urls=(URLS[0],))
+    index, load, regret = Index(num_blocks), LoadTracker(), Regret()
+    fleet = Fleet(BLOCK_SIZE, index, monotonic)
+    models = Models(config, fleet, lambda _: None)
+    identity = Identity("vllm", "0.12", BLOCK_SIZE, models=(ServedModel("m", None, {}),), num_cache_tokens=800_000)
+    for url in URLS:
+        worker = Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker())
+        worker.identify(identity)
+        fleet.put(worker)
+        load.name(WorkerRank(url, 0))
+    pricing = load.pricing(PriceSettings(), BLOCK_SIZE)
+    columns = np.array([load.column(WorkerRank(url, 0)) for url in URLS])
+    shared = [random.integers(0, 1 << 63, PROMPT_BLOCKS, np.uint64) for _ in range(20)]
+
+    def request() -> Any:
+        hashes = np.concatenate([shared[random.integers(20)][:96], random.integers(0, 1 << 63, 32, np.uint64)])
+        prompt = Prompt(len(hashes) * BLOCK_SIZE + 5, BLOCK_SIZE)
+        held = np.full(NUM_WORKERS, 96)
+        prices = pricing.weigh(monotonic(), prompt.num_tokens, hashes, held, columns)
+        chosen, weighing = Candidate(WorkerRank(URLS[7], 0)), Weighing("price", [1 / NUM_WORKERS] * NUM_WORKERS)
+
+        def weighed() -> tuple[list[Candidate], Weighing]:
+            return [Candidate(WorkerRank(url, 0), overlap_blocks=(96, 96, 96, 96)) for url in URLS], weighing
+
+        decision = Decision("kv", prompt, chosen, 7, 96 * BLOCK_SIZE, weighed, prices)
+        ask = Ask("m", prompt.num_tokens, np.zeros(prompt.num_tokens, np.uint32))
+        attempt = SimpleNamespace(decision=decision, usage=ReportedUsage(1, 1, 1), sent_s=0.0, first_byte_s=0.1)
+        router = SimpleNamespace(now_s=lambda: now[0], fleet=fleet)
+        return SimpleNamespace(
+            router=router,
+            ask=ask,
+            attempt=attempt,
+            prefix=Prefix({}, hashes),
+            handover=None,
+            place=None,
+            request_id=b"0" * 32,
+            request=SimpleNamespace(path="/v1/chat/completions"),
+            tenant=SimpleNamespace(name="default"),
+            responder=SimpleNamespace(status=200),
+            started_s=0.0,
+            tried={URLS[7]},
+        )
+
+    now = [0.0]
+    state = live.LiveState(fleet, models, load, index, regret, dict)
+    teller = journal.Journal(models, state.add, shows_prompts=False)
+    seen = [request() for _ in range(100)]
+    for each in range(4000):  # two minutes of regret
+        sampled = Routed("m", URLS[each % NUM_WORKERS], 2000, held=1600, routed=1500, reported=1500)
+        regret.add(each * 0.03, [sampled], num_blocks)
+    numbers = iter(range(1, 1 << 62))
+
+    def look() -> None:
+        now[0] += 1.0  # there is room for one more
+        teller.ended(seen[next(numbers) % 100], None)
+
+    found = {"looked at": cost_s(look, number * 20)}
+    teller._allowance = 0.0
+    found["not looked at"] = cost_s(lambda: teller.ended(seen[0], None), number * 1000)
+    live.MIN_INTERVAL_S = 0.0
+    for section in (state._base, *state._views.values()):
+        section._rest = 0
+    known = dict.fromkeys(live.VIEWS, 0)
+
+    def change() -> None:
+        for url in URLS:
+            load.begin(WorkerRank(url, 0), Prompt(100, BLOCK_SIZE), 0, monotonic())
+
+    def ask(view: str) -> None:
+        change()
+        known[view] = msgspec.json.decode(state.state(f"view={view}&since={known[view]}"))["number"]
+
+    for view in live.VIEWS:
+        ask(view)  # for the first time, when all is told
+        found[view] = cost_s(partial(ask, view), number) - cost_s(change, number)
+    return found
+
+
+def _paced(took_s: float, rest: int) -> tuple[float, float]:
+    """Return how often it is made, as somebody asks for it, and which share of a core that is."""
+    every_s = max(INTERVAL_S, (rest + 1) * took_s)
+    return every_s, took_s / every_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    num_blocks = 1_000_000 if args.quick else 10_000_000
+    costs = measure(num_blocks, 3 if args.quick else 30)
+    requests = REQUESTS_A_SECOND * costs["not looked at"] + journal.RATE * costs["looked at"]
+    base_s, rows, shares = costs["fleet"], [], {}
+    rows.append(["requests", f"{1e6 * costs['looked at']:.0f} µs, 20 a second", f"{requests:.2%}", ""])
+    for view in live.VIEWS:
+        every_s, share = _paced(base_s, live.BASE_REST)
+        if view in ("prefixes", "regret"):
+            own_s, own_share = _paced(max(0.0, costs[view] - base_s), live.VIEW_REST)
+            every_s, share = max(every_s, own_s), share + own_share
+        shares[view] = requests + share
+        seen = f"{every_s + INTERVAL_S:.2f} s"
+        rows.append([f"one watches {view}", f"{1e3 * costs[view]:.2f} ms", f"{shares[view]:.2%}", seen])
+    text = table(["what", "costs", "of a core in all", "a change is visible within"], rows)
+    report("bench_page", text, {"costs_s": costs, "shares": shares}, ["msgspec", "numpy", "numba"], args.save)
+
+
+if __name__ == "__main__":
+    main()
