@@ -255,8 +255,8 @@ class RunningRouter:
 async def running_router(*urls: str, ready: bool = True, **values: Any) -> AsyncIterator[RunningRouter]:
     """A router on a free port, once every worker has been judged."""
     fast = {"health_interval_s": 0.05, "health_timeout_s": 10.0, "breaker_cooldown_s": 0.2, "drain_timeout_s": 2.0}
-    fast["shutdown_timeout_s"] = 10.0  # a test that fails leaves requests behind
-    config = RouterConfig(worker_urls=urls, port=0, **(fast | values))
+    fast |= {"port": 0, "shutdown_timeout_s": 10.0}  # a test that fails leaves requests behind
+    config = RouterConfig(worker_urls=urls, **(fast | values))
     async with (
         RouterService(config) as service,
         httpx.AsyncClient(base_url=service.url, timeout=60, trust_env=False) as client,

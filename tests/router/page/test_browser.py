@@ -1,0 +1,146 @@
+"""The live page in Chromium: true numbers that change, and nothing of what others say is taken for more than text."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: pip install '.[test]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium"),
+    pytest.mark.xdist_group("browser"),
+]
+
+TOKENS = list(range(1000, 1160))
+HOSTILE = "<img src=x onerror=alert(1)>\"'</script><b>bold</b>"
+expect = playwright.expect
+
+
+@pytest.fixture
+def browsing() -> Callable[..., AbstractAsyncContextManager]:
+    @asynccontextmanager
+    async def open_page(*, faults_expected: bool = False, **options: object) -> AsyncIterator:
+        async with playwright.async_playwright() as driver:
+            browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            page = await browser.new_page(**options)
+            page.set_default_timeout(30_000)
+            faults: list[str] = []
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("dialog", lambda dialog: faults.append(dialog.message))
+            page.on("console", lambda message: message.type == "error" and faults.append(message.text))
+            yield page
+            await browser.close()
+            assert faults_expected or not faults
+            assert not [each for each in faults if "Content Security Policy" in each or "is not defined" in each]
+
+    expect.set_options(timeout=30_000)
+    return open_page
+
+
+async def test_each_view_shows_what_the_router_knows_and_follows_it(worker, router, browsing) -> None:
+    async with worker(cached_tokens=96) as one, worker() as two, router(one.url, two.url) as front, browsing() as page:
+        front.hold(one.url, TOKENS[:96])
+        answer = await front.complete(TOKENS)
+        await page.goto(front.service.url + "/ui")
+        await expect(page.locator("#connection")).to_have_text("Live")
+        row = page.get_by_role("row").filter(has_text=one.url.removeprefix("http://"))
+        await expect(row).to_contain_text("healthy")
+        await expect(row).to_contain_text("60.0 %")  # 96 of 160, predicted and reported
+        await row.get_by_role("button").click()
+        await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("Last requests")
+        two.health_status = 500
+        await expect(page.get_by_role("row").filter(has_text=two.url[7:]).first).to_contain_text("unhealthy")
+
+        await page.get_by_role("link", name="Requests").click()
+        table = page.get_by_role("region", name="Requests", exact=True)
+        await expect(table.locator("tbody tr")).to_have_count(1)
+        await front.complete(TOKENS[:80])
+        await expect(table.locator("tbody tr")).to_have_count(2)
+        await page.get_by_role("searchbox").fill(answer.headers["x-request-id"])
+        await table.get_by_role("button").click()
+        await expect(page.get_by_role("region", name="Candidates")).to_contain_text("chosen")
+        await expect(page.get_by_role("region", name="Candidates").locator("tbody tr")).to_have_count(2)
+        await page.get_by_text("Explain a prompt").click()
+        await page.get_by_label("Prompt", exact=True).fill("Where would this go?")
+        await page.get_by_role("button", name="Explain").click()
+        await expect(page.locator("details")).to_contain_text("Policy kv")
+
+        await page.get_by_role("link", name="Prefixes").click()
+        box = page.get_by_role("list", name="Prefixes, each below").get_by_role("button").first
+        await expect(box).to_have_accessible_name(re.compile("(64|80|96) tokens"))
+        await box.click()
+        await expect(page.get_by_role("region", name="Prefix", exact=True)).to_contain_text("Held now")
+
+        await page.get_by_role("link", name="Regret").click()
+        await expect(page.locator("dl.tiles")).to_contain_text("Reported")
+        await expect(page.locator("canvas")).to_have_count(1)
+        await page.get_by_role("link", name="Health").click()
+        await expect(page.locator(".problems")).to_contain_text(f"{two.url.removeprefix('http://')} is unhealthy")
+        await expect(page.locator(".problems")).to_contain_text("docs/fleet.md")
+
+
+async def test_it_says_that_the_router_is_away_and_comes_back(worker, router, browsing, free_port) -> None:
+    port = free_port()
+    async with worker() as one, worker() as two, browsing(faults_expected=True) as page:
+        async with router(one.url, port=port, policy="random") as front:
+            await page.goto(front.service.url + "/ui")
+            await expect(page.locator("tbody tr")).to_have_count(1)
+        await expect(page.locator("#connection")).to_contain_text("Connection lost")
+        async with router(two.url, port=port, policy="random"):
+            await expect(page.locator("#connection")).to_have_text("Live")
+            await expect(page.locator("tbody tr")).to_have_count(1)
+            await expect(page.locator("tbody").first).to_contain_text(two.url.removeprefix("http://"))
+
+
+async def test_it_asks_for_the_key_and_again_once_that_has_changed(worker, router, browsing) -> None:
+    values = {"policy": "random", "admin_key": "first", "ready": False}
+    async with worker() as one, router(one.url, **values) as front, browsing(faults_expected=True) as page:
+        await page.goto(front.service.url + "/ui")
+        for key, told in (("wrong", "A key is needed"), ("first", "Live")):
+            await page.get_by_label("Administrators' key").fill(key)
+            await page.get_by_role("button", name="Use it").click()
+            await expect(page.locator("#connection")).to_have_text(told)
+        await expect(page.locator("tbody tr")).to_have_count(1)
+        await expect(page.locator("#key")).to_be_hidden()
+        front.service.reload(replace(front.service._config, admin_key="second"))
+        await expect(page.locator("#key")).to_contain_text("no longer")
+        await page.get_by_label("Administrators' key").fill("second")
+        await page.get_by_role("button", name="Use it").click()
+        await expect(page.locator("#connection")).to_have_text("Live")
+
+
+async def test_what_workers_and_clients_say_is_text(worker, router, browsing) -> None:
+    models = [{"id": HOSTILE, "object": "model"}]
+    async with worker(models=models) as one, router(one.url) as front, browsing() as page:
+        for path in ("/v1/completions", f"/v1/completions?{HOSTILE}"):
+            await front.client.post(path, json={"model": HOSTILE, "prompt": TOKENS})
+        await front.complete(HOSTILE, model=f"{HOSTILE} unknown")
+        for view in ("fleet", "requests", "prefixes", "regret", "health"):
+            await page.goto(f"{front.service.url}/ui#{view}")
+            await expect(page.locator("main")).to_contain_text("onerror=alert(1)" if view != "health" else "should be")
+            assert await page.locator("main img, main b, main script").count() == 0
+
+
+async def test_256_workers_are_sorted_and_found_by_keyboard_on_a_phone(worker, router, browsing) -> None:
+    async with worker() as one:
+        urls = [one.url.replace("127.0.0.1", f"127.0.1.{number}") for number in range(1, 256)]
+        view = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "reduced_motion": "reduce"}
+        async with router(one.url, *urls, policy="random", ready=False) as front, browsing(**view) as page:
+            await page.goto(front.service.url + "/ui")
+            rows = page.locator("tbody tr")
+            await expect(rows).to_have_count(256)
+            heads = page.get_by_role("columnheader")
+            await heads.get_by_role("button", name="Worker").press("Enter")
+            await expect(heads.first).to_have_attribute("aria-sort", "descending")
+            await expect(rows.first).to_contain_text("127.0.1.255")
+            await page.get_by_role("searchbox").fill("127.0.1.77:")
+            await expect(rows).to_have_count(1)
+            await rows.get_by_role("button").press("Enter")
+            await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("127.0.1.77")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390
