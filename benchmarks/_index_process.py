@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from _holders import BLOCK_SIZE, Held, known_prompt
 from _indexers import Connection, query_of
 
 from kvist.events.snapshot import blocks_digest
-from kvist.indexer.dumps.format import Blocks, DumpReader, chunk_of
+from kvist.indexer.dumps.format import Blocks, DumpReader, residencies_of
 
 WORKERS_REQUEST = b"GET /workers HTTP/1.1\r\nhost: bench\r\n\r\n"
 READINESS_REQUEST = b"GET /readiness HTTP/1.1\r\nhost: bench\r\n\r\n"
@@ -99,13 +98,8 @@ class IndexProcess:
 
 
 def _add(sums: dict[str, list[int]], frame: Blocks) -> None:
-    chunk = chunk_of(frame, "the service")
-    sizes = np.diff(chunk.offsets.astype(np.int64))[chunk.set_idx]
-    firsts = chunk.offsets.astype(np.int64)[chunk.set_idx]
-    ends = np.cumsum(sizes)
-    members = chunk.members[np.repeat(firsts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)]
-    hashes = np.repeat(chunk.hashes, sizes)
-    for rank_idx, rank in enumerate(chunk.ranks):
+    ranks, hashes, _, members = residencies_of(frame, "the service")
+    for rank_idx, rank in enumerate(ranks):
         total = sums.setdefault(rank.worker, [0, 0])
         for tier in range(4):
             held = hashes[(members >> 4 == rank_idx) & (members >> tier & 1 == 1)]

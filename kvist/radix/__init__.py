@@ -9,7 +9,7 @@ only where their id changes. `compiled` has what is hot, over arrays that its `l
 from kvist.radix.index import RadixIndex
 from kvist.radix.reader import RadixReader
 from kvist.radix.snapshot import Snapshot
-from kvist.radix.values import ApplyResult, Depths, Match, Residencies, SnapshotChunk, Statistics
+from kvist.radix.values import ApplyResult, Depths, Match, Residencies, Statistics
 
 __all__ = [
     "ApplyResult",
@@ -19,6 +19,5 @@ __all__ = [
     "RadixReader",
     "Residencies",
     "Snapshot",
-    "SnapshotChunk",
     "Statistics",
 ]

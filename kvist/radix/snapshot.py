@@ -15,13 +15,13 @@ from kvist.events import WorkerRank
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled.housekeeping import members_of, tell
 from kvist.radix.compiled.layout import LIVE, MAX_DEPTH, ROW, Records
-from kvist.radix.values import SnapshotChunk
+from kvist.radix.values import Residencies
 
 _MAX_VISITS = 1 << 16  # rows looked at in a step, if segments are not larger
 
 
 class Snapshot:
-    """Iterates over the chunks of one moment, some of which may be empty, so that no step takes long.
+    """Iterates over what was held at one moment, some of it at a time or none, so that no step takes long.
 
     Close it, or use it as a context, unless it is read to its end.
     """
@@ -43,34 +43,26 @@ class Snapshot:
     def __iter__(self) -> Snapshot:
         return self
 
-    def __next__(self) -> SnapshotChunk:
+    def __next__(self) -> Residencies:
         if not self._is_open or self._number == len(self._segments):
             self.close()
             raise StopIteration
         where = self._number, self._first
         num_rows, self._number, self._first = tell(self._segments, *where, self._rows, _MAX_VISITS)
-        return self._chunk(self._rows[:num_rows])
+        return self._residencies(self._rows[:num_rows])
 
-    def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
-        ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
-        members, lengths = self._members(ids)
-        is_held = lengths[set_idx] > 0
-        slots, rank_idx = np.unique(members >> 4, return_inverse=True)
-        return SnapshotChunk(
-            ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
-            hashes=rows["hash"][is_held],
-            depths=rows["marks"][is_held] & np.uint32(MAX_DEPTH),
-            set_idx=set_idx[is_held].astype(np.uint32),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
-            members=rank_idx.astype(np.uint32) << 4 | members & 15,
-        )
-
-    def _members(self, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Return the members of some sets side by side, as far as they are of ranks that were there, and how many."""
-        members, lengths = members_of(self._core, ids)
+    def _residencies(self, rows: NDArray[np.void]) -> Residencies:
+        """Return who holds some rows, of the ranks that were there."""
+        members, lengths = members_of(self._core, np.ascontiguousarray(rows["set_id"]))
         is_live = self._is_live[members >> 4]
-        set_idx = np.repeat(np.arange(len(ids)), lengths)[is_live]
-        return members[is_live], np.bincount(set_idx, minlength=len(ids))
+        row, members = np.repeat(np.arange(len(rows)), lengths)[is_live], members[is_live]
+        slots, rank_idx = np.unique(members >> 4, return_inverse=True)
+        return Residencies(
+            ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
+            hashes=rows["hash"][row],
+            depths=rows["marks"][row] & np.uint32(MAX_DEPTH),
+            members=rank_idx.astype(np.uint32) << np.uint32(4) | members & np.uint32(15),
+        )
 
     def close(self) -> None:
         """End the snapshot; the index copies nothing for it any more. May be called again."""

@@ -96,7 +96,7 @@ class Statistics:
 
 
 class Residencies(NamedTuple):
-    """Blocks by their hashes, with as many before each, and for each one who holds it.
+    """Blocks by their hashes, with as many before each (262,143 at most), once for each who holds them.
 
     A member is `index into ranks << 4 | tiers`, where bit t of `tiers` stands for Tier t.
     """
@@ -106,26 +106,6 @@ class Residencies(NamedTuple):
     depths: NDArray[np.uint32]
     members: NDArray[np.unsignedinteger]
 
-
-@dataclass(frozen=True, slots=True)
-class SnapshotChunk:
-    """Some blocks of a snapshot, in no order, with all who hold them.
-
-    Block i has the hash `hashes[i]`, and `depths[i]` blocks come before it (262,143 at most). Its holders are
-    `members[offsets[s] : offsets[s + 1]]` with `s = set_idx[i]`.
-    """
-
-    ranks: tuple[WorkerRank, ...]
-    hashes: NDArray[np.uint64]
-    depths: NDArray[np.uint32]
-    set_idx: NDArray[np.uint32]
-    offsets: NDArray[np.uint32]
-    members: NDArray[np.uint32]
-
-    def residencies(self) -> Residencies:
-        """Return the same with each block as often as it has holders."""
-        lengths: NDArray[np.int64] = (self.offsets[1:] - self.offsets[:-1]).astype(np.int64)[self.set_idx]
-        block = np.repeat(np.arange(len(lengths)), lengths)
-        within = np.arange(len(block)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        members = self.members[self.offsets[self.set_idx[block]] + within]
-        return Residencies(self.ranks, self.hashes[block], self.depths[block], members)
+    def part(self, start: int, end: int) -> Residencies:
+        rows = slice(start, end)
+        return Residencies(self.ranks, self.hashes[rows], self.depths[rows], self.members[rows])

@@ -15,9 +15,9 @@ from kvist.errors import InvalidValueError
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
-from kvist.indexer.dumps.format import Blocks, DumpReader, chunk_of
+from kvist.indexer.dumps.format import Blocks, DumpReader, residencies_of
 from kvist.indexer.source import Source, block_size_in
-from kvist.radix import RadixIndex, SnapshotChunk
+from kvist.radix import RadixIndex, Residencies
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.player import REPLAY_BYTES
 from kvist.replay.reader import RecordingReader
@@ -188,22 +188,21 @@ class Difference(NamedTuple):
     both: int
 
 
-def holdings_of(chunks: Iterable[SnapshotChunk]) -> Holdings:
-    """Return what the chunks of a snapshot say."""
+def holdings_of(snapshot: Iterable[Residencies]) -> Holdings:
+    """Return what a snapshot says."""
     parts: defaultdict[tuple[WorkerRank, Tier], list[NDArray[np.uint64]]] = defaultdict(list)
-    for chunk in chunks:
-        ranks, hashes, _, members = chunk.residencies()
+    for ranks, hashes, _, members in snapshot:
         for holder, tier in product(np.unique(members >> 4).tolist(), Tier):
             parts[ranks[holder], tier].append(hashes[(members >> 4 == holder) & (members >> tier & 1 == 1)])
     held = {holder: np.unique(np.concatenate(hashes)) for holder, hashes in parts.items()}
     return {holder: hashes for holder, hashes in held.items() if len(hashes)}
 
 
-def chunks_of_dump(pieces: Iterable[bytes], source: str) -> Iterator[SnapshotChunk]:
+def chunks_of_dump(pieces: Iterable[bytes], source: str) -> Iterator[Residencies]:
     """Yield the blocks of a dump, as `GET /dump` and state files have them; raises MalformedMessageError."""
     reader = DumpReader(source)
     for piece in pieces:
-        yield from (chunk_of(frame, source) for frame in reader.feed(piece) if isinstance(frame, Blocks))
+        yield from (residencies_of(frame, source) for frame in reader.feed(piece) if isinstance(frame, Blocks))
     reader.close()
 
 

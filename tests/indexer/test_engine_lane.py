@@ -116,10 +116,9 @@ class Side:
         """Return who holds each block, as (rank, tiers)."""
         held = {}
         for chunk in self.index.snapshot():
-            for block_hash, set_idx in zip(chunk.hashes.tolist(), chunk.set_idx.tolist(), strict=True):
-                members = chunk.members[chunk.offsets[set_idx] : chunk.offsets[set_idx + 1]].tolist()
-                held[block_hash] = sorted((chunk.ranks[member >> 4].rank, member & 15) for member in members)
-        return held
+            for block_hash, member in zip(chunk.hashes.tolist(), chunk.members.tolist(), strict=True):
+                held.setdefault(block_hash, []).append((chunk.ranks[member >> 4].rank, member & 15))
+        return {block_hash: sorted(members) for block_hash, members in held.items()}
 
     def digests(self):
         """Return what each rank holds, as a heartbeat would say it."""
@@ -483,7 +482,7 @@ def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):
     former, later = pair.lane, Side(False, "vllm")
     progress = former.follower.progress()
     for chunk in former.index.snapshot():
-        later.index.restore(chunk.residencies())
+        later.index.restore(chunk)
     later.follower.resume(msgspec.msgpack.decode(encode(progress), type=EngineProgress), 0.0)
     for rank, names in former.follower.names():
         later.follower.resume_names(rank, names)

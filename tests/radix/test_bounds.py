@@ -47,7 +47,7 @@ for max_blocks, bits in ((None, 0), (None, 3), (900, 2)):
             index.sweep(200)
         if step % 400 == 0:
             for chunk in index.snapshot(50):
-                copy.restore(chunk.residencies())
+                copy.restore(chunk)
                 index.remove(source, Tier.GPU, chunk.hashes)
         index.match(chain)
     for source in index.ranks():

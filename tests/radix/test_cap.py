@@ -26,8 +26,7 @@ def depth_of(index: RadixIndex, hashes: NDArray[np.uint64], source: WorkerRank =
     held = {
         block
         for chunk in chunks
-        for block, s in zip(chunk.hashes.tolist(), chunk.set_idx.tolist(), strict=True)
-        for member in chunk.members[chunk.offsets[s] : chunk.offsets[s + 1]].tolist()
+        for block, member in zip(chunk.hashes.tolist(), chunk.members.tolist(), strict=True)
         if chunk.ranks[member >> 4] == source
     }
     missing = [number for number, block in enumerate(hashes.tolist()) if block not in held]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, RadixIndex, Snapshot, SnapshotChunk, snapshot
+from kvist.radix import ApplyResult, RadixIndex, Residencies, Snapshot, snapshot
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -125,7 +125,7 @@ class IndexMachine(RuleBasedStateMachine):
     def begin_a_snapshot(self, max_blocks: int) -> None:
         if self.snapshot is None:
             self.snapshot = self.index.snapshot(max_blocks)
-            self.chunks: list[SnapshotChunk] = []
+            self.chunks: list[Residencies] = []
             self.was = copy.deepcopy(self.oracle)
             self.max_blocks = max_blocks
 
@@ -151,10 +151,11 @@ class IndexMachine(RuleBasedStateMachine):
         restored = RadixIndex(segment_bits=2)
         seen: set[int] = set()
         for chunk in reversed(self.chunks):
-            restored.restore(chunk.residencies())
+            restored.restore(chunk)
         for chunk in self.chunks:
-            assert len(chunk.hashes) <= self.max_blocks
-            for block in chunk.hashes.tolist():
+            blocks = set(chunk.hashes.tolist())
+            assert len(blocks) <= self.max_blocks
+            for block in blocks:
                 assert block not in seen
                 seen.add(block)
         assert seen == hashes
@@ -166,7 +167,7 @@ class IndexMachine(RuleBasedStateMachine):
     def restore_the_index_onto_itself(self) -> None:
         if self.snapshot is None:
             for chunk in self.index.snapshot(7):
-                self.index.restore(chunk.residencies())
+                self.index.restore(chunk)
                 check_invariants(self.index)
 
     def forget_what_was_evicted(self) -> None:

@@ -15,7 +15,7 @@ from kvist.indexer.residency import Names
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 
-BLOCKS_PER_FRAME = 4096
+BLOCKS_AT_ONCE, ROWS_PER_FRAME = 4096, 1 << 16
 SETTLE_S = 5.0
 """How long is waited for answers that are taken just now: their streams would be left out."""
 _LOOK_S = 0.02
@@ -55,14 +55,14 @@ class Dumper:
             await write(writer.frame(DumpHead(VERSION)))
             for each in [*indexes]:
                 await _settled(each.indexer)
-                with each.index.snapshot(BLOCKS_PER_FRAME) as snapshot:
+                with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
                     await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
                     for rank, names in _names_of(each.indexer):
                         await write(writer.names(rank, names))
                         await asyncio.sleep(0)
-                    for chunk in snapshot:
-                        if len(chunk.hashes):
-                            await write(writer.blocks(chunk))
+                    for held in snapshot:
+                        for start in range(0, len(held.hashes), ROWS_PER_FRAME):
+                            await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
                         await asyncio.sleep(0)
             await write(writer.end())
 

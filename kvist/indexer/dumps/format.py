@@ -19,10 +19,10 @@ from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import Rank, RankOrCompanion, Tier
 from kvist.indexer.progress import Progress
 from kvist.indexer.residency import Names
-from kvist.radix import SnapshotChunk
+from kvist.radix import Residencies
 
 FORMAT: Final = "kvist-index-dump"
-VERSION: Final = 4
+VERSION: Final = 5
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
@@ -61,13 +61,11 @@ class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=Tru
 
 
 class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank, or companion, is its worker and its number."""
+    """`Residencies`: little-endian u64 and u32 side by side; a rank, or companion, is its worker and its number."""
 
     ranks: list[tuple[str, RankOrCompanion]]
     hashes: bytes
     depths: bytes
-    set_idx: bytes
-    offsets: bytes
     members: bytes
 
 
@@ -114,11 +112,11 @@ class DumpWriter:
         engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names[1:])
         return self.frame(NamesFrame(*rank, names.tier, engine_hashes, blocks))
 
-    def blocks(self, chunk: SnapshotChunk) -> bytes:
-        self._num_blocks += len(chunk.hashes)
-        numbers = (chunk.depths, chunk.set_idx, chunk.offsets, chunk.members)
+    def blocks(self, held: Residencies) -> bytes:
+        self._num_blocks += len(held.hashes)
+        hashes, *numbers = held[1:]
         parts = [each.astype(_U32, copy=False).tobytes() for each in numbers]
-        return self.frame(Blocks([*chunk.ranks], chunk.hashes.astype(_U64, copy=False).tobytes(), *parts))
+        return self.frame(Blocks([*held.ranks], hashes.astype(_U64, copy=False).tobytes(), *parts))
 
     def end(self) -> bytes:
         return self.frame(DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest()))
@@ -188,22 +186,12 @@ class DumpReader:
         return MalformedMessageError(self._source, f"dump: {reason}")
 
 
-def chunk_of(blocks: Blocks, source: str) -> SnapshotChunk:
-    """Return the blocks of a frame; raises MalformedMessageError unless its parts fit each other."""
-    hashes, depths = _array(blocks.hashes, _U64), _array(blocks.depths, _U32)
-    set_idx, offsets, members = (_array(part, _U32) for part in (blocks.set_idx, blocks.offsets, blocks.members))
-    steps = np.diff(offsets.astype(np.int64))
-    if not (
-        len(hashes) == len(depths) == len(set_idx)
-        and len(offsets) > 0
-        and offsets[0] == 0
-        and offsets[-1] == len(members)
-        and not (steps < 0).any()
-        and not (set_idx >= len(steps)).any()
-        and not (members >> 4 >= len(blocks.ranks)).any()
-    ):
+def residencies_of(blocks: Blocks, source: str) -> Residencies:
+    """Return what a frame says is held; raises MalformedMessageError unless its parts fit each other."""
+    hashes, depths, members = _array(blocks.hashes, _U64), _array(blocks.depths, _U32), _array(blocks.members, _U32)
+    if not len(hashes) == len(depths) == len(members) or (members >> 4 >= len(blocks.ranks)).any():
         raise MalformedMessageError(source, "dump: the parts of a frame of blocks do not fit each other")
-    return SnapshotChunk(tuple(WorkerRank(*rank) for rank in blocks.ranks), hashes, depths, set_idx, offsets, members)
+    return Residencies(tuple(WorkerRank(*rank) for rank in blocks.ranks), hashes, depths, members)
 
 
 def names_of(frame: NamesFrame, source: str) -> Names:

@@ -22,14 +22,14 @@ from kvist.indexer.dumps.format import (
     NamesFrame,
     NamespaceHead,
     StreamState,
-    chunk_of,
     names_of,
+    residencies_of,
 )
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import EngineProgress
 from kvist.indexer.residency import Names
 from kvist.indexer.source import Source
-from kvist.radix import Residencies, SnapshotChunk
+from kvist.radix import Residencies
 
 
 class Destination(Protocol):
@@ -77,7 +77,7 @@ class Takeover:
             if rank in self._part.engines:
                 self._part.frames[rank, frame.tier].append(names_of(frame, self._origin))
         elif self._part is not None and isinstance(frame, Blocks):
-            self._restore(self._part, chunk_of(frame, self._origin))
+            self._restore(self._part, residencies_of(frame, self._origin))
 
     async def read(self, pieces: AsyncIterable[bytes]) -> None:
         """Take a dump to its end, giving way after each frame; if that fails, all that was taken is forgotten.
@@ -120,10 +120,10 @@ class Takeover:
             return state
         return replace(state, progress=replace(state.progress, is_in_doubt=True))
 
-    def _restore(self, part: _Part, chunk: SnapshotChunk) -> None:
+    def _restore(self, part: _Part, held: Residencies) -> None:
         for where in [*part.frames]:
             part.names[where] = _ordered(part.frames.pop(where))
-        held, named = _select(chunk.residencies(), part.ranks, part.names)
+        held, named = _select(held, part.ranks, part.names)
         part.into.index.restore(held)
         for rank, names in named:
             part.engines[rank].resume_names(rank.rank, names)

@@ -129,12 +129,10 @@ class Router:
         """Return all that the index says anyone holds."""
         pairs: dict[tuple[int, int], set[tuple[int, Tier]]] = {}
         for chunk in self.index.snapshot():
-            for block, which in zip(chunk.hashes.tolist(), chunk.set_idx.tolist(), strict=True):
-                for member in chunk.members[chunk.offsets[which] : chunk.offsets[which + 1]].tolist():
-                    worker, rank = chunk.ranks[member >> 4]
-                    tiers = {tier for tier in Tier if member & 15 & 1 << tier}
-                    held = pairs.setdefault((int(worker.partition(":")[0]), rank), set())
-                    held |= {(block, tier) for tier in tiers}
+            for block, member in zip(chunk.hashes.tolist(), chunk.members.tolist(), strict=True):
+                worker, rank = chunk.ranks[member >> 4]
+                held = pairs.setdefault((int(worker.partition(":")[0]), rank), set())
+                held |= {(block, tier) for tier in Tier if member & 1 << tier}
         return {source: frozenset(held) for source, held in pairs.items()}
 
     def _source(self, number: int) -> Source:

@@ -258,7 +258,7 @@ def gone_wrong(state):
     yield b"nothing of ours" * 9
     yield state[:-1]
     yield state + b"\0"
-    yield state.replace(b"\xb0kvist-index-dump\x04", b"\xb0kvist-index-dump\x63")
+    yield state.replace(b"\xb0kvist-index-dump\x05", b"\xb0kvist-index-dump\x63")
     for place in range(0, len(state), 41):
         yield state[:place]
         yield state[:place] + bytes([state[place] ^ 0x14]) + state[place + 1 :]

@@ -11,7 +11,7 @@ from kvist.events import Tier, WorkerRank
 from kvist.http import HttpServer
 from kvist.indexer import Indexer, residency
 from kvist.indexer.dumps.dumper import Dumper
-from kvist.indexer.dumps.format import Blocks, DumpReader, NamesFrame, chunk_of, names_of
+from kvist.indexer.dumps.format import Blocks, DumpReader, NamesFrame, names_of, residencies_of
 from kvist.indexer.service.api import send_dump
 from kvist.indexer.service.registry import Member, Namespace
 from kvist.radix import RadixIndex
@@ -62,7 +62,7 @@ async def read(server):
         except (MalformedMessageError, httpx.RemoteProtocolError, httpx.ReadError) as error:
             assert not reader.is_complete
             return frames, str(error)
-    return [block for each in frames if isinstance(each, Blocks) for block in chunk_of(each, "peer").hashes], None
+    return [block for each in frames if isinstance(each, Blocks) for block in residencies_of(each, "peer").hashes], None
 
 
 async def test_a_dump_tells_its_moment_though_all_blocks_go_meanwhile(served):

@@ -275,7 +275,7 @@ def dumps_gone_wrong(dump):
     yield b"".join([head, *rest[1:]])
     yield dump + b"\0"
     yield dump + dump
-    yield dump.replace(b"\xb0kvist-index-dump\x04", b"\xb0kvist-index-dump\x05")
+    yield dump.replace(b"\xb0kvist-index-dump\x05", b"\xb0kvist-index-dump\x06")
     yield b"\xff\xff\xff\xff" + dump
     for place in range(0, len(dump), 7):
         yield dump[:place] + bytes([dump[place] ^ 0x41]) + dump[place + 1 :]
