@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         watched.look()
         console.print(watched.shown(sys.maxsize))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(watched.shown(console.height), refresh=True)
