@@ -103,7 +103,11 @@ async def test_of_a_whole_prompt_the_last_token_is_only_looked_at(client, engine
     engine.publish(told | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}, told | sliding)
     await client.register(engine.port, endpoint=f"tcp://127.0.0.1:{engine.port}?eagle=drop")
     await client.register(engine.port, 2)
-    await eventually(lambda: client.scores(TOKENS[:12], whole_prompt=True))
+
+    async def both():
+        return len(await client.scores(TOKENS[:12], whole_prompt=True)) == 2
+
+    await eventually(both)
     for num_tokens, dropping, other in ((12, 8, 8), (13, 8, 12), (11, 4, 8), (4, 0, 0)):
         scores = await client.scores(TOKENS[:num_tokens], whole_prompt=True)
         found = {instance: ranks["0"] for instance, ranks in scores.items()}
