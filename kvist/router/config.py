@@ -38,8 +38,8 @@ workers find up to 7 points more of their prompts cached than with events, and 1
 cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expected.py, 2026-11-22)."""
 
 SALTING_ENGINES = frozenset({"kvist", "vllm", "sglang"})
-"""Engines whose chats, completions and responses take a `cache_salt`, as read in vLLM 0.33 and SGLang 0.5.23; vLLM's
-Anthropic messages take none."""
+"""Engines whose chats, completions and responses take a `cache_salt`, as read in vLLM 0.33 and SGLang 0.5.23;
+Anthropic messages take one in vLLM alone."""
 
 _UPSTREAM = UpstreamLimits()
 

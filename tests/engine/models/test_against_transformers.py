@@ -177,7 +177,8 @@ def test_in_bfloat16_the_error_is_no_larger_than_that_of_transformers(family: st
     ours = torch.cat([model.step((request, NUM_PROMPT)), model.decode(request, 60)])
     # Rounding alone: measured 0.7 to 1.1 of theirs, with a token that goes to another expert 1.6; a wrong mask or
     # position would give ten times theirs.
-    assert (ours - exact).square().mean() < 2 * (theirs - exact).square().mean()
+    bound = 2 if "moe" in family or family == "gpt-oss" else 1.2
+    assert (ours - exact).square().mean() < bound * (theirs - exact).square().mean()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
