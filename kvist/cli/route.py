@@ -95,7 +95,7 @@ def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, star
     recording = msgspec.json.decode(sys.stdin.buffer.readline(), type=Beginning)  # not of argv, which others see
 
     async def run() -> int:
-        async with ending_with_supervisor():
+        async with ending_with_supervisor(part):
             return await serve(_reloading(make_part(config, part, started_s, recording), args, stamp), lambda _: "")
 
     return asyncio.run(run())

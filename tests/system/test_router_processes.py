@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,6 +53,12 @@ def stopped(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
+def _part(process: psutil.Process) -> dict[str, Any]:
+    command = process.cmdline()
+    part: dict[str, Any] = json.loads(command[command.index("--part") + 1])
+    return part
+
+
 @dataclass
 class Router:
     """A router's processes."""
@@ -64,9 +71,13 @@ class Router:
         found = {}
         for process in psutil.Process(self.child.process.pid).children():
             with suppress(psutil.Error, ValueError):  # as it begins, it is its parent's copy
-                command = process.cmdline()
-                found[json.loads(command[command.index("--part") + 1])["front"]] = process
+                found[_part(process)["front"]] = process
         return found
+
+    @property
+    def directory(self) -> Path:
+        """Where its parts meet."""
+        return Path(_part(self.parts()[KEEPER])["directory"])
 
     async def connect(self, front: int) -> Connection:
         """Return a connection that this front has taken: which one gets it is the system's to say."""
@@ -717,8 +728,10 @@ async def test_settings_are_read_again_by_all_and_all_end_with_who_started_them(
         body = {"model": "m", "prompt": "drip end", "stream": True}
         reading = asyncio.create_task(read(0, "/v1/completions", body, headers, answer, connection))
         await answer.has_begun.wait()
+        directory = router.directory
         router.child.process.kill()
         await asyncio.to_thread(psutil.wait_procs, [parts[1], parts[KEEPER]], 60)
+        assert not directory.exists()
         assert parts[0].is_running()
         await fleet[1].order(release=True)
         assert (await reading).is_whole
@@ -853,6 +866,7 @@ async def test_replicas_of_several_processes_count_what_all_have_in_flight_until
         held = {url: [hold(url, idx) for idx in range(4)] for url in urls}
         await until_running(16, *urls)
         killed = urls.pop(0)
+        exits.callback(shutil.rmtree, routers[0].directory)  # as nobody is left who would
         family = psutil.Process(routers[0].child.process.pid)
         for process in (family, *family.children(recursive=True)):
             process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,11 +47,13 @@ def make_part(
 
 
 @asynccontextmanager
-async def ending_with_supervisor() -> AsyncIterator[None]:
-    """End this process, in order, when the one that started it is gone."""
-    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+async def ending_with_supervisor(part: Part) -> AsyncIterator[None]:
+    """End this process, in order, when the one that started it is gone; the keeper then removes their directory."""
+    loop, descriptor, is_alone = asyncio.get_running_loop(), sys.stdin.fileno(), False
 
     def on_end() -> None:
+        nonlocal is_alone
+        is_alone = True
         loop.remove_reader(descriptor)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,3 +62,5 @@ async def ending_with_supervisor() -> AsyncIterator[None]:
         yield
     finally:
         loop.remove_reader(descriptor)
+        if is_alone and part.front == KEEPER:
+            shutil.rmtree(part.directory, ignore_errors=True)
