@@ -149,7 +149,7 @@ class _Attempt(ResponseReceiver):
         if self._is_trial:
             self._breaker.abandon()
         self._call.end(error)
-        self.owner.router.metrics.ended(self.decision, status)
+        self.owner.router.metrics.request(self._worker.url, status, self.decision.policy).inc()
 
 
 class PrefillAttempt(_Attempt):
@@ -359,7 +359,9 @@ class AnswerAttempt(_Attempt):
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s
             owner.handover.is_fetched = self.status == OK
-            router.metrics.handed_over(owner.handover.prefill_s, owner.handover.transfer_s)
+            router.metrics.handovers.inc()
+            router.metrics.prefill_time.observe(owner.handover.prefill_s)
+            router.metrics.transfer_time.observe(owner.handover.transfer_s)
         theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))
         if owner.is_client_slow:

@@ -54,7 +54,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.releases import Releases
-from kvist.router.prompts import Ask, PromptReader, with_model
+from kvist.router.prompts import APIS, Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
@@ -265,7 +265,7 @@ class Forwarding:
             self.body = without_field(self.body, ask.fields, "priority")
         self.body = with_model(self.request.path, self.body, ask)
         self._reading_step.end()
-        router.metrics.read(self.request.path, ask)
+        router.metrics.reading(APIS.get(self.request.path, "other"), ask.outcome, ask.obstacle or "").inc()
         self.trace.set(spans.of_ask, ask)
         try:
             if self.request.body:
@@ -321,7 +321,7 @@ class Forwarding:
             self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._take, self._look, num_left - 1)
             return
         if prefix is None:
-            self.router.metrics.unmatched()
+            self.router.metrics.unmatched.inc()
         self.prefix = prefix or Prefix()
         self._ask_next()
 
@@ -367,7 +367,7 @@ class Forwarding:
         if plan.local is not None and plan.local not in FALLBACKS:
             if not self.tried:
                 self.local = plan.local
-                self.router.metrics.kept_local(plan.local)
+                self.router.metrics.locals.labels(plan.local).inc()
             elif self.local is None:  # so those that were tried are prefill workers, or of pairs
                 is_decoding = plan.local is Local.NO_DECODE_WORKER
                 self._fall_back(Local.DECODE_FAILED if is_decoding else Local.PREFILL_FAILED)
@@ -481,14 +481,14 @@ class Forwarding:
     def _note_retry(self, decision: Decision, reason: str) -> None:
         """Count that another worker gets what this one failed."""
         worker = decision.chosen.target.worker
-        self.router.metrics.retried(worker)
+        self.router.metrics.retries.labels(worker).inc()
         self.trace.mark("retry", {"kvist.worker": worker, "kvist.reason": reason})
 
     def _fall_back(self, reason: Local) -> None:
         """Do without what a prefill worker computed, or was to: one worker does all."""
         self._release()
         self.handover, self.local = None, reason
-        self.router.metrics.fell_back(reason)
+        self.router.metrics.fallbacks.labels(reason).inc()
         self.trace.mark("fallback", {"kvist.reason": reason.value})
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 

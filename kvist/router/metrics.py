@@ -27,7 +27,6 @@ from kvist.router.fleet.replicas import Replicas
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
-from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import RequestRecorder
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.usage import ReportedUsage
@@ -85,37 +84,36 @@ class RouterMetrics:
         gauge = partial(Gauge, namespace=_PREFIX, registry=self.registry)
         histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
         times = partial(histogram, buckets=_TTFT_BUCKETS_S)
-        self._series: dict[tuple[str, str], ModelSeries] = {}
         at = ["worker", "model"]
         text = "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more"
         self._requests = counter("requests", text, ["worker", "status", "policy"])
-        self._ends = cache(self._requests.labels)
+        self.request = cache(self._requests.labels)
         text = (
             "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
         )
-        self._readings = cache(counter("readings", text, ["api", "outcome", "obstacle"]).labels)
+        self.reading = cache(counter("readings", text, ["api", "outcome", "obstacle"]).labels)
         text = "Requests routed by load, as the index was being written to whenever it was looked at"
-        self._unmatched = counter("unmatched", text)
-        self._refusals = counter("refusals", "Requests the router answered itself", ["status"])
-        self._retries = counter("retries", "Requests sent on to another worker", ["worker"])
-        self._handovers = counter("disaggregated", "Requests answered by a decode worker with another's prefill")
-        self._prefill_time = times("prefill_seconds", "Of a prompt computed for another worker")
+        self.unmatched = counter("unmatched", text)
+        self.refusals = counter("refusals", "Requests the router answered itself", ["status"])
+        self.retries = counter("retries", "Requests sent on to another worker", ["worker"])
+        self.handovers = counter("disaggregated", "Requests answered by a decode worker with another's prefill")
+        self.prefill_time = times("prefill_seconds", "Of a prompt computed for another worker")
         text = "From asking a decode worker to go on to the first byte of its answer"
-        self._transfer_time = times("transfer_seconds", text)
+        self.transfer_time = times("transfer_seconds", text)
         text = "Requests that one worker did all of, though there are others"
-        self._locals = counter("local_prefills", text, ["reason"])
+        self.locals = counter("local_prefills", text, ["reason"])
         text = "Prefills or transfers that came to nothing"
-        self._fallbacks = counter("disaggregation_fallbacks", text, ["reason"])
+        self.fallbacks = counter("disaggregation_fallbacks", text, ["reason"])
         text = "Prompts that prefill workers were told nobody will fetch, by whether they held them"
-        self._releases = counter("releases", text, ["outcome"])
+        self.releases = counter("releases", text, ["outcome"])
         text = "Answers to requests that had a partial worker report its cached blocks again, by what they showed"
-        self._full_reports = counter("full_reports", text, ["worker", "report"])
+        self.full_reports = counter("full_reports", text, ["worker", "report"])
         text = "Partial ranks that are asked for full reports no more, by why"
-        self._healed = counter("healed", text, ["worker", "reason"])
+        self.healed = counter("healed", text, ["worker", "reason"])
         text = "Blocks that partial ranks said they had cached and the index had not, each counted once a rank"
-        self._hits = gauge("healing_hits", text, ["worker"])
+        self.healing_hits = gauge("healing_hits", text, ["worker"])
         text = "A number that changes whenever such a block is new"
-        self._hit_digest = gauge("healing_digest", text, ["worker"])
+        self.healing_digest = gauge("healing_digest", text, ["worker"])
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens routed", at)
         self._overlap_tokens = counter("overlap_tokens", "Prompt tokens predicted to be cached", at)
         text = "Tokens of whole answers: as the worker says or, of a stream where it does not, its events"
@@ -123,66 +121,15 @@ class RouterMetrics:
         text = "How far the predicted cached tokens of a request were over or under those its worker reported"
         sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
         self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
-        self._errors = cache(self._overlap_error.labels)
-        self._queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did", ["model"])
+        self._error = cache(self._overlap_error.labels)
+        self.queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did", ["model"])
         text = "From a request's arrival to the first byte of its answer's body"
         self._ttft = times("time_to_first_byte_seconds", text, at)
         text = "From a request's arrival to the end of its answer, where that is whole and a 200"
         self._request_time = histogram("request_seconds", text, ["model"], buckets=_REQUEST_BUCKETS_S)
         text = "Between two tokens of such an answer, if it is a stream: their mean"
         self._token_time = histogram("inter_token_seconds", text, ["model"], buckets=_TOKEN_BUCKETS_S)
-
-    def ended(self, decision: Decision, status: int) -> None:
-        """Count the end of what was dispatched."""
-        self._ends(decision.chosen.target.worker, status, decision.policy).inc()
-
-    def read(self, path: str, ask: Ask) -> None:
-        """Count a request by how much of its prompt is known."""
-        self._readings(APIS.get(path, "other"), ask.outcome, ask.obstacle or "").inc()
-
-    def unmatched(self) -> None:
-        """Count a request that was routed by load though the index is there."""
-        self._unmatched.inc()
-
-    def refused(self, status: int) -> None:
-        """Count an answer of the router's own."""
-        self._refusals.labels(str(status)).inc()
-
-    def waited(self, model: str, seconds: float) -> None:
-        """Observe how long a request stood in the queue until a worker had room."""
-        self._queue_time.labels(model).observe(seconds)
-
-    def retried(self, worker: str) -> None:
-        """Count a request that this worker failed and another gets."""
-        self._retries.labels(worker).inc()
-
-    def handed_over(self, prefill_s: float, transfer_s: float) -> None:
-        """Count an answer that began with another worker's prefill."""
-        self._handovers.inc()
-        self._prefill_time.observe(prefill_s)
-        self._transfer_time.observe(transfer_s)
-
-    def kept_local(self, reason: str) -> None:
-        """Count a request that is not handed over from the start."""
-        self._locals.labels(reason).inc()
-
-    def fell_back(self, reason: str) -> None:
-        """Count a prefill or transfer that failed before the client had a byte."""
-        self._fallbacks.labels(reason).inc()
-
-    def released(self, outcome: str) -> None:
-        """Count a prompt that nobody fetches: released, unknown to its worker, failed or dropped."""
-        self._releases.labels(outcome).inc()
-
-    def full_report(self, worker: str, report: str, digest: int, num_hits: int) -> None:
-        """Count an answer to a request for a full report, and show the digest of all that were lacking so far."""
-        self._full_reports.labels(worker, report).inc()
-        self._hits.labels(worker).set(num_hits)
-        self._hit_digest.labels(worker).set(digest)
-
-    def healed(self, worker: str, reason: str) -> None:
-        """Count a rank that is asked for full reports no more."""
-        self._healed.labels(worker, reason).inc()
+        self.series_of = cache(self._series_of)
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what was predicted with what the worker says it found in its cache."""
@@ -190,31 +137,27 @@ class RouterMetrics:
             return
         error_tokens = decision.overlap_tokens - usage.cached_tokens
         sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"
-        self._errors(decision.chosen.target.worker, sign).observe(abs(error_tokens))
+        self._error(decision.chosen.target.worker, sign).observe(abs(error_tokens))
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
-        self._series = {key: series for key, series in self._series.items() if key[0] != worker}
-        self._ends.cache_clear()
-        self._errors.cache_clear()
+        for series in (self.request, self._error, self.series_of):
+            series.cache_clear()
         tokens = (self._prompt_tokens, self._overlap_tokens, self._output_tokens)
-        others = (self._full_reports, self._healed, self._hits, self._hit_digest, self._overlap_error, self._ttft)
-        for metric in (*tokens, self._requests, self._retries, *others):
+        healing = (self.full_reports, self.healed, self.healing_hits, self.healing_digest)
+        for metric in (*tokens, *healing, self._requests, self.retries, self._overlap_error, self._ttft):
             metric.remove_by_labels({"worker": worker})
 
-    def series_of(self, worker: str, model: str) -> ModelSeries:
+    def _series_of(self, worker: str, model: str) -> ModelSeries:
         """Return what requests for the model count in at the worker; models are those that workers serve, and one."""
-        series = self._series.get((worker, model))
-        if series is None:
-            series = self._series[worker, model] = ModelSeries(
-                self._prompt_tokens.labels(worker, model),
-                self._overlap_tokens.labels(worker, model),
-                self._output_tokens.labels(worker, model),
-                self._ttft.labels(worker, model),
-                self._request_time.labels(model),
-                self._token_time.labels(model),
-            )
-        return series
+        return ModelSeries(
+            self._prompt_tokens.labels(worker, model),
+            self._overlap_tokens.labels(worker, model),
+            self._output_tokens.labels(worker, model),
+            self._ttft.labels(worker, model),
+            self._request_time.labels(model),
+            self._token_time.labels(model),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,9 @@ from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
 from kvist.openai.requests import read_fields, without_field
 from kvist.router import healing
-from kvist.router.healing import REPORT_MODE, Healer, HitDigest, Report, ask_full_report
+from kvist.router.healing import REPORT_MODE, End, Healer, HitDigest, Report, ask_full_report
 from kvist.router.index import RankStatus
+from kvist.router.metrics import RouterMetrics
 from kvist.router.usage import ReportedUsage
 
 FULL = {"kv_cache_report_mode": "full"}
@@ -248,19 +249,23 @@ class OneRank:
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(healing, "NUM_UNCHANGED_IN_A_ROW", 2)
         self.state, self.clearing = SourceState.PARTIAL, 1
-        self.reports: list[tuple[str, int]] = []
-        self.ends: list[str] = []
+        self.metrics, self.num_hits = RouterMetrics(), []
         worker = SimpleNamespace(engine="vllm")
-        self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self)
+        self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self.metrics)
 
     def ranks(self, *_: object) -> list[RankStatus]:
         return [RankStatus(self.target, self.state, 0, self.clearing)]
 
-    def full_report(self, _target, report, _digest, num_hits) -> None:
-        self.reports.append((report, num_hits))
+    def counted(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"kvist_router_{name}", {"worker": "w"} | labels)
 
-    def healed(self, _worker, reason) -> None:
-        self.ends.append(reason)
+    @property
+    def reports(self) -> list[float | None]:
+        return [self.counted("full_reports_total", report=report) for report in Report]
+
+    @property
+    def ends(self) -> list[str]:
+        return [end.value for end in End if self.counted("healed_total", reason=end)]
 
     def asks(self) -> bool:
         return self.healer.body_for(self.target, "/v1/completions", b"{}", {}) != b"{}"
@@ -271,6 +276,7 @@ class OneRank:
         decision = SimpleNamespace(chosen=chosen, prompt=prompt, overlap_tokens=num_predicted_tokens)
         usage = ReportedUsage(64, num_cached_tokens)
         self.healer.answered(decision, usage, lambda first, last: range(first // 16, last // 16))
+        self.num_hits.append(self.counted("healing_hits"))
 
 
 def test_a_rank_that_was_known_again_is_healed_anew_and_one_that_was_in_doubt_is_not(monkeypatch):
@@ -291,7 +297,7 @@ def test_hits_are_the_blocks_behind_those_that_the_index_had(monkeypatch):
     assert rank.asks()
     for num_cached_tokens, num_predicted_tokens in ((64, 32), (64, 16), (16, 16)):
         rank.answer(num_cached_tokens, num_predicted_tokens)
-    assert rank.reports == [(Report.LACKING, 2), (Report.LACKING, 3), (Report.KNOWN, 3)]
+    assert (rank.reports, rank.num_hits) == ([2, 1, None], [2, 3, 3])
 
 
 def test_an_engine_that_told_once_has_nothing_cached_where_it_says_nothing(monkeypatch):
@@ -299,7 +305,7 @@ def test_an_engine_that_told_once_has_nothing_cached_where_it_says_nothing(monke
     assert rank.asks()
     for num_cached_tokens in (None, 16, None, None):
         rank.answer(num_cached_tokens)
-    assert [report for report, _ in rank.reports] == [Report.UNTOLD, Report.LACKING, Report.KNOWN, Report.KNOWN]
+    assert rank.reports == [1, 2, 1]
     assert rank.ends == ["stable"]
 
 

@@ -177,7 +177,7 @@ class RouterService:
             config.max_queued,
             config.max_worker_prefill_tokens,
             config.max_fleet_requests,
-            on_wait=self._metrics.waited,
+            on_wait=lambda model, wait_s: self._metrics.queue_time.labels(model).observe(wait_s),
         )
         access_log = self._access_log = None
         if config.access_log is not None:
@@ -196,7 +196,7 @@ class RouterService:
         )
         known.connect(reader.conversations, admission)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
-        releases = Releases(pool, self._metrics.released)
+        releases = Releases(pool, lambda outcome: self._metrics.releases.labels(outcome).inc())
         self._forwarder = Forwarder(
             config,
             fleet,
@@ -283,7 +283,7 @@ class RouterService:
             return None
 
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
-        self._metrics.refused(error.status)
+        self._metrics.refusals.labels(str(error.status)).inc()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after_s))
