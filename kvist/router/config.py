@@ -187,6 +187,12 @@ class RouterConfig:
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"),
     ] = None
+    auth_url: Annotated[
+        str | None,
+        Meta(description="who says whose a key is, where it is in no file: asked over HTTP (docs/tenants.md)"),
+    ] = None
+    auth_ttl_s: Annotated[float, Meta(gt=0, description="how long what it said of a key counts")] = 30.0
+    auth_timeout_s: Annotated[float, Meta(gt=0, description="time that it may take to answer")] = 3.0
     isolation: Annotated[
         Literal["none", "tenant"],
         Meta(description="tenant: no tenant can tell what others have cached, but those of its group"),
@@ -331,6 +337,8 @@ class RouterConfig:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidValueError("cors_origins", origin, "* or scheme://host[:port] in small letters")
+        if self.auth_url is not None:
+            check_worker_url("auth_url", self.auth_url)
         if self.replicas is not None:
             check_event_source(self.replicas, "replicas")
         if self.isolation == "tenant" and self.isolation_secret is None:
@@ -365,7 +373,7 @@ class RouterConfig:
     @property
     def has_tenants(self) -> bool:
         """Return whether clients are told apart."""
-        return self.tenants is not None
+        return self.tenants is not None or self.auth_url is not None
 
     @property
     def asks_for_keys(self) -> bool:

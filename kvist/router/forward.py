@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -61,7 +61,7 @@ from kvist.router.routing import Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.tenants.isolation import salt_of, takes_salt
 from kvist.router.tenants.limits import LIMITED, Limits, Spending
-from kvist.router.tenants.tenant import Tenant
+from kvist.router.tenants.tenant import UNJUDGED, Tenant
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import NO_SPAN, Span
 
@@ -98,6 +98,7 @@ class Forwarder:
     accounts: Accounts
     limits: Limits
     now_s: Callable[[], float]
+    judge: Callable[[Request], Awaitable[Tenant]]
     refuse: Refuse
     on_routed: Callable[[Routed], None]
     on_ended: Callable[[Forwarding, Exception | None], None]
@@ -131,7 +132,8 @@ class Forwarder:
 class Forwarding:
     """One request, from its body to the last byte of its answer. It is a `Producer`, and in one of these states:
 
-        reading      the prompt, on a thread                      then: waiting
+        reading      the prompt, on a thread, when it is known    then: waiting
+                     who asks
         waiting      for a worker with room, if none has (`place`) then: alone
         alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
                      or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
@@ -229,9 +231,8 @@ class Forwarding:
             self._deadline = Deadline(self.router.pool.clock, lambda _: self._break_off(error))
             self._deadline.set("request", timeout_s)
         self._reading_step = self.trace.step("read")
-        reader, path, body = self.router.reader, self.request.path, self.request.body
         try:
-            ask = reader.read_now(path, body)
+            ask = None if self.tenant is UNJUDGED else self.router.reader.read_now(self.request.path, self.request.body)
         except RequestError as error:
             self._reading_step.end(error)
             self._refuse(error)
@@ -239,8 +240,13 @@ class Forwarding:
         if ask is not None:
             self._on_read(ask)
             return
-        self._reading = asyncio.get_running_loop().create_task(reader.read(path, body), name="kvist-read-prompt")
+        self._reading = asyncio.get_running_loop().create_task(self._read(), name="kvist-read-prompt")
         self._reading.add_done_callback(self._on_reading_done)
+
+    async def _read(self) -> Ask:
+        if self.tenant is UNJUDGED:
+            self.tenant = await self.router.judge(self.request)
+        return await self.router.reader.read(self.request.path, self.request.body)
 
     def _on_reading_done(self, reading: asyncio.Task[Ask]) -> None:
         if self._reading is None:  # the client left, even if the prompt was read by then

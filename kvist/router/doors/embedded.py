@@ -149,7 +149,7 @@ class Router:
         """
         if config.has_tenants or config.isolation != "none":
             expected = "none, and no isolation, as the gateway knows who asks"
-            raise InvalidValueError("tenants", config.tenants, expected)
+            raise InvalidValueError("tenants", config.tenants or config.auth_url or config.isolation, expected)
         self._config, self._known = config, known
         self._exits = AsyncExitStack()
 

@@ -46,7 +46,7 @@ from kvist.router.access_log import AccessLog
 from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
-from kvist.router.doors.api import Answer, Question, json_answer, refusal
+from kvist.router.doors.api import Answer, Question, json_answer
 from kvist.router.doors.auth import (
     MODELS_PATH,
     check_client_request,
@@ -77,7 +77,7 @@ from kvist.router.routing import Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.tenants.keys import Keys
 from kvist.router.tenants.limits import Limits
-from kvist.router.tenants.tenant import DEFAULT, Tenant
+from kvist.router.tenants.tenant import DEFAULT
 from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -211,6 +211,7 @@ class RouterService:
             accounts,
             Limits(load.tenants, now_s),
             now_s,
+            self._keys.judge,
             self._refuse,
             known.on_routed,
             Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).ended,
@@ -273,14 +274,27 @@ class RouterService:
         try:
             if given_id:
                 check_request_id("x-request-id", given_id.decode("latin-1"))
-            return self._dispatch(request, responder, request_id)
+            work = self._dispatch(request, responder, request_id)
         except RequestError as error:
             if error.param == "x-request-id":
                 request_id = self._new_request_id()
-            self._refuse(responder, error, request_id)
-            if self._access_log is not None:
-                self._access_log.write(request, request_id, error.status, error.message)
+            self._turn_away(request, responder, error, request_id)
             return None
+        return self._guarded(work, request, responder, request_id) if isinstance(work, Coroutine) else work
+
+    async def _guarded(
+        self, work: Coroutine[Any, Any, None], request: Request, responder: Responder, request_id: bytes
+    ) -> None:
+        """Answer with an OpenAI error, too, where work that waits finds that it cannot serve the request."""
+        try:
+            await work
+        except RequestError as error:
+            self._turn_away(request, responder, error, request_id)
+
+    def _turn_away(self, request: Request, responder: Responder, error: RequestError, request_id: bytes) -> None:
+        self._refuse(responder, error, request_id)
+        if self._access_log is not None:
+            self._access_log.write(request, request_id, error.status, error.message)
 
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
         self._metrics.refusals.labels(str(error.status)).inc()
@@ -321,19 +335,19 @@ class RouterService:
         tenant = self._keys.tenant_of(request)
         check_client_request(request)
         if path.startswith(MODELS_PATH):
-            self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), tenant, responder)
-            return None
+            return self._show_models(request, responder)
         is_admin = is_administrator(request, config.admin_key)
         return self._forwarder.forward(request, responder, request_id, tenant, is_administrator=is_admin)
 
-    def _show_usage(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None]:
+    async def _show_usage(self, request: Request, responder: Responder) -> None:
         """Tell a tenant what it has used, an administrator what all have."""
-        if is_administrator(request, self._config.admin_key):
-            return self._answer_operator(request, responder)
-        tenant = self._keys.tenant_of(request)
-        if tenant is DEFAULT:
-            require_administrator(request, self._config.admin_key)
-        return self._answer_operator(request, responder, tenant.name)
+        name = None
+        if not is_administrator(request, self._config.admin_key):
+            tenant = await self._keys.judge(request)
+            if tenant is DEFAULT:
+                require_administrator(request, self._config.admin_key)
+            name = tenant.name
+        await self._answer_operator(request, responder, name)
 
     def _check_watcher(self, request: Request) -> None:
         """Raise RequestError unless the request may go on to be told what the page shows."""
@@ -356,12 +370,9 @@ class RouterService:
     async def _explain_route(self, body: bytes) -> Answer:
         """Return where a request with this body would go; nothing is sent."""
         routing, admission = self._forwarder.routing, self._forwarder.admission
-        try:
-            ask = await self._forwarder.reader.read(None, body)
-            full = admission.full(ask.model, ())
-            plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
-        except RequestError as error:
-            return refusal(error)
+        ask = await self._forwarder.reader.read(None, body)
+        full = admission.full(ask.model, ())
+        plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
         explained = explain_plan(plan, ask, self.known.load, time.monotonic())
         return json_answer(explained | {"queued": admission.would_wait(ask.model)})
 
@@ -395,8 +406,9 @@ class RouterService:
         """Return 32 hex digits that no other request, of this router or another, has."""
         return b"%b%012x" % (self._request_id_prefix, next(self._request_numbers))
 
-    def _show_models(self, model_id: str, tenant: Tenant, responder: Responder) -> None:
-        """Answer with the model of this id, or where it is empty with a list, of those that the tenant may ask for."""
+    async def _show_models(self, request: Request, responder: Responder) -> None:
+        """Answer with the model that the path names, or else with a list, of those that the tenant may ask for."""
+        tenant, model_id = await self._keys.judge(request), request.path.removeprefix(MODELS_PATH).lstrip("/")
         entries = [entry for entry in self.known.models.entries(tenant.models) if model_id in ("", entry["id"])]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"

@@ -1,6 +1,7 @@
 """Who asks: a tenant is whom a key belongs to.
 
     keys       which tenant a request is of, by the SHA-256 of its key
+    authoriser who knows that where no file does
     tenant     what a tenant may do, and the file that says so
     isolation  caches that tenants cannot see into
     limits     what it may ask at a time and in a minute

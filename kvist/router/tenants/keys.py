@@ -14,12 +14,18 @@ from kvist.files import file_stamp
 from kvist.http import Request
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
-from kvist.router.tenants.tenant import DEFAULT, Tenant, read_tenants
+from kvist.router.tenants.authoriser import Authoriser, Verdict
+from kvist.router.tenants.tenant import DEFAULT, UNJUDGED, Tenant, read_tenants
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How often the file is looked at."""
+_REFUSALS = {
+    HTTPStatus.UNAUTHORIZED: ("authorization: expected 'Bearer' and the API key", "invalid_api_key", None),
+    HTTPStatus.FORBIDDEN: ("authorization: the key's owner may not use this service", "key_forbidden", None),
+    HTTPStatus.SERVICE_UNAVAILABLE: ("whose key it is cannot be told now; ask again", "authoriser_unavailable", 1),
+}
 
 
 class Keys:
@@ -33,6 +39,9 @@ class Keys:
         self._path = None if config.tenants is None else Path(config.tenants)
         self._stamp = file_stamp(self._path)
         self._listed = {} if self._path is None else read_tenants(self._path)
+        self._authoriser = None
+        if config.auth_url is not None:
+            self._authoriser = Authoriser(config.auth_url, config.auth_ttl_s, config.auth_timeout_s)
         self._tasks = asyncio.TaskGroup()
         self.reconfigure(config)
 
@@ -44,24 +53,38 @@ class Keys:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        if self._authoriser is not None:
+            await self._authoriser.__aenter__()
         if self._path is not None:
             self._following = self._tasks.create_task(self._follow(self._path), name="kvist-tenants")
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._path is not None:
             self._following.cancel()
+        if self._authoriser is not None:
+            await self._authoriser.__aexit__(kind, error, trace)
         await leave_group(self._tasks, error)
 
     def tenant_of(self, request: Request) -> Tenant:
-        """Return who asks; raises RequestError (401) for one without a key that is known, where keys are asked for."""
+        """Return who asks, UNJUDGED where the authoriser is to say so (`judge`).
+
+        Raises RequestError where keys are asked for: 401 without one that is known, 403 if its owner may not ask.
+        """
         if self._is_open:
             return DEFAULT
-        token = request.bearer_token
-        digest = sha256(token).digest() if token else b""
-        if (tenant := DEFAULT if digest in self._own else self._listed.get(digest)) is None:
-            message = "authorization: expected 'Bearer' and the API key"
-            raise RequestError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+        key = request.bearer_token
+        digest = sha256(key).digest() if key else b""
+        tenant = DEFAULT if digest in self._own else self._listed.get(digest)
+        if tenant is None and key and self._authoriser is not None:
+            return _admitted(self._authoriser.known(digest) or UNJUDGED)
+        return _admitted(tenant or HTTPStatus.UNAUTHORIZED)
+
+    async def judge(self, request: Request) -> Tenant:
+        """Return who asks; raises RequestError as `tenant_of` does, and (503) where the authoriser cannot tell."""
+        tenant = self.tenant_of(request)
+        if tenant is UNJUDGED and self._authoriser is not None:
+            tenant = _admitted(await self._authoriser.ask(request.bearer_token or b""))
         return tenant
 
     async def _follow(self, path: Path) -> NoReturn:
@@ -75,3 +98,10 @@ class Keys:
                 logger.info("tenants reloaded num_keys=%d", len(self._listed))
             except InvalidValueError as error:
                 logger.error("tenants stay as they were reason=%s", error)
+
+
+def _admitted(verdict: Verdict) -> Tenant:
+    if isinstance(verdict, Tenant):
+        return verdict
+    message, code, retry_after_s = _REFUSALS[verdict]
+    raise RequestError(verdict, message, code=code, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""What a tenant may do, as a file of tenants says it."""
+"""What a tenant may do, as a file of tenants, or an authoriser, says it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 DEFAULT = Tenant(name=DEFAULT_TENANT)
 """Whoever has no other: all clients where none are told apart, and administrators."""
+UNJUDGED = Tenant(name="", models=frozenset())
+"""Who shows a key that the authoriser is to be asked for, and may do nothing until then."""
 
 
 class _Listed(Tenant, frozen=True):
