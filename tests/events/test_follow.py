@@ -302,6 +302,7 @@ async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_follo
 async def test_a_long_drain_gives_others_a_turn(start_following, monkeypatch):
     """With slices of no length every message ends one: another task runs between any two."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_SHARE", 0.0)
     subscription, recorder = FakeSubscription(), Recorder()
     subscription.inbox.put_nowait([message(sequence) for sequence in range(100)])
     start_following(subscription, recorder)
@@ -341,6 +342,7 @@ async def test_a_connection_is_told_before_what_arrived_with_it(direct):
 
 async def test_what_takes_longer_than_a_turn_goes_on_in_turns_before_anything_else(direct, until, monkeypatch):
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_SHARE", 0.0)
     subscription, recorder = direct
     assert not subscription.arrive(*(message(number) for number in range(20)))
     assert recorder.log == [(0, 7.0)]

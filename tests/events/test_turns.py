@@ -13,6 +13,7 @@ from kvist.events.follow import Turns
 def no_time(monkeypatch):
     """Let each turn be over after one piece."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_SHARE", 0.0)
 
 
 @pytest.fixture
@@ -63,6 +64,28 @@ async def test_between_two_turns_sockets_that_are_ready_are_served():
     near.close()
     far.close()
     assert seen == [(number, number) for number in range(10)]
+
+
+async def test_a_turn_is_as_long_as_what_others_did_before_it(monkeypatch):
+    """Where others take a second in each turn of the event loop, 100 s of work wait for 200 s of theirs, no longer."""
+    now_s, num_others = 0.0, 0
+    loop, turns = asyncio.get_running_loop(), Turns()
+    monkeypatch.setattr("kvist.events.follow.time.monotonic", lambda: now_s)
+
+    def others() -> None:
+        nonlocal now_s, num_others, again
+        now_s, num_others, again = now_s + 1.0, num_others + 1, loop.call_soon(others)
+
+    def pieces() -> Iterator[None]:
+        nonlocal now_s
+        for _ in range(1000):
+            now_s += 0.1
+            yield
+
+    again = loop.call_soon(others)
+    await turns.run_in_turns(pieces())
+    again.cancel()
+    assert 150 <= num_others <= 210
 
 
 @pytest.mark.usefixtures("no_time")

@@ -183,7 +183,7 @@ class Link:
         """Go on with what was not split yet, and read on if that had to stop; to be called after each take."""
         self._advance()
         if not (self._has_reader or self._next_read or self._inbox.is_full or self._ended.done()):
-            self._next_read = self._loop.call_soon(self._read)
+            self._read()
 
     def _read(self) -> None:
         self._next_read = None

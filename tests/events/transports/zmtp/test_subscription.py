@@ -263,6 +263,20 @@ async def test_a_consumer_that_does_not_take_stops_the_reading_and_loses_nothing
     assert received == sent
 
 
+async def test_what_waited_for_room_is_read_when_there_is_some_and_not_a_turn_later(peer, say, until):
+    sent = numbered(3 * HALF_BYTES // 2000, num_bytes=1000)
+    async with open_subscription(peer.endpoint, split) as subscription:
+        _, writer = await peer.accept(say.hello())
+        writer.write(b"".join(map(say.message, sent)))
+        await until(lambda: subscription._inbox.is_full and not writer.transport.get_write_buffer_size())
+        taken = []
+        for _ in range(2):
+            with pytest.raises(StopIteration) as done:
+                subscription.receive().send(None)
+            taken += done.value.value
+        assert taken == sent[: len(taken)]
+
+
 async def test_the_memory_of_a_large_message_is_given_back(peer, say):
     large = Message(b"t", 0, bytes(3 << 20))
     async with ZmtpSubscription(peer.endpoint) as subscription:
