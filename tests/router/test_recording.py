@@ -357,23 +357,33 @@ async def test_a_recording_is_simulated(worker, router, tmp_path: Path, capsys: 
 
 async def test_events_and_requests_are_recorded_together_by_one_clock(worker, router, engine, until, tmp_path) -> None:
     tokens, events = list(range(65)), tmp_path / "events.mcap"
+
+    def stored_at_s() -> list[float]:
+        writer.flush()
+        with RecordingReader(events) as reader:
+            return [each.time_ns / 1e9 for each in reader if read_envelope(each.message.payload).events]
+
+    opened_s = time.monotonic()
     with engine("w") as cache, RecordingWriter(events) as writer:
+        recorder = Recorder([SourceSpec.parse(f"w={cache.publisher.endpoint}")], writer)
         async with (
             worker(server_info=cache.server_info) as one,
             router(one.url, record_requests=str(tmp_path)) as front,
         ):
-            following = asyncio.create_task(Recorder([SourceSpec.parse(f"w={cache.publisher.endpoint}")], writer).run())
+            apart_s = time.monotonic() - opened_s  # each has read both its clocks meanwhile, one after the other
+            following = asyncio.create_task(recorder.run())
             await until(lambda: writer.num_messages)
+            before_s = time.time()
             cache.store(tokens)
             await front.until_overlap(one.url, tokens, 4)
-            before_s = time.time()
+            await until(stored_at_s)
+            between_s = time.time()
             await front.complete(tokens)
             after_s = time.time()
             following.cancel()
             await asyncio.wait([following])
     (line,) = lines_of(tmp_path)
-    asked_at_s = line["began"] + line["timestamp"] / 1e3
-    with RecordingReader(events) as reader:
-        *_, stored_at_s = (each.time_ns / 1e9 for each in reader if read_envelope(each.message.payload).events)
-    assert stored_at_s < before_s - 1e-3 < asked_at_s < after_s + 1e-3
+    asked_at_s, within_s = line["began"] + line["timestamp"] / 1e3, apart_s + 1e-3  # a timestamp is a millisecond's
+    assert before_s - within_s < stored_at_s()[-1] < between_s + within_s
+    assert between_s - within_s < asked_at_s < after_s + within_s
     assert line["overlap_predicted"] == 64
