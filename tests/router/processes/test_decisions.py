@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ import pytest
 
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.work import WorkRows
 
@@ -55,8 +57,15 @@ class Clients:
 
 
 def at(now_s: Callable[[], float], method: Any) -> Any:
-    """Let it be another time for this method, which takes the time first."""
-    return lambda self, _, *args, **named: method(self, now_s(), *args, **named)
+    """Let it be another time for this method."""
+    told = inspect.signature(method)
+
+    def timed(*args: Any, **named: Any) -> Any:
+        call = told.bind(*args, **named)
+        call.arguments["now_s"] = now_s()
+        return method(*call.args, **call.kwargs)
+
+    return timed
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -71,6 +80,7 @@ async def test_four_fronts_decide_as_one_process_does(
     for owner, names in (
         (WorkRows, ("read", "dispatch", "answer", "withdraw", "end_whole")),
         (PromptsInFlight, ("depths", "add", "settle")),
+        (LoadTracker, ("begin", "load")),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, at(lambda: now_s, getattr(owner, name)))
