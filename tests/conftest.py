@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -153,6 +153,33 @@ def until_true() -> Callable[[Callable[[], object]], None]:
             time.sleep(0.005)
 
     return poll
+
+
+@pytest.fixture
+def browsing() -> Callable[..., AbstractAsyncContextManager[Any]]:
+    """Return what opens a page in Chromium, and fails where anything on it has; skip where there is none."""
+    playwright = pytest.importorskip("playwright.async_api", reason="no playwright here: pip install '.[test]'")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    playwright.expect.set_options(timeout=30_000)
+
+    @asynccontextmanager
+    async def open_page(*, faults_expected: bool = False, **options: Any) -> AsyncIterator[Any]:
+        async with playwright.async_playwright() as driver:
+            browser = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            page = await browser.new_page(**options)
+            page.set_default_timeout(30_000)
+            faults: list[str] = []
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("dialog", lambda dialog: faults.append(dialog.message))
+            page.on("console", lambda message: message.type == "error" and faults.append(message.text))
+            yield page
+            await browser.close()
+            assert faults_expected or not faults
+            assert not [each for each in faults if "Content Security Policy" in each or "is not defined" in each]
+
+    return open_page
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import ProxyHandler, build_opener
 
-from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
+from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line, serve
 from kvist.errors import InvalidValueError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
@@ -134,17 +134,34 @@ def _indexed(args: argparse.Namespace, script: Script) -> Iterator[tuple[IndexPl
 def print_statistics(args: argparse.Namespace, script: Script) -> None:
     """Print statistics, and write the plot to a file if that is wanted."""
     collector = StatisticsCollector()
-
-    def count(lines: list[Line]) -> None:
-        for line in lines:
-            if not line.is_early:
-                collector.add(line.record)
-
-    with _read_all(args, script, count):
+    with _read_all(args, script, partial(_count, collector)):
         statistics = collector.result()
         print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
         if args.plot is not None:
             args.plot.write_text(svg_plot(statistics.spans, str(args.file)))
+
+
+def show_page(args: argparse.Namespace, script: Script) -> None:
+    """Serve the live page over the recording, and another one beside it, until SIGINT or SIGTERM."""
+    from kvist.cli._replay_page import RecordingPage
+    from kvist.http import HttpServer
+    from kvist.replay.history import HistoryCollector
+
+    scripts = {str(args.file): script}
+    if args.beside is not None:
+        scripts[str(args.beside)] = Script(partial(RecordingReader, args.beside), selection=script.selection)
+    collectors = {name: HistoryCollector() for name in scripts}
+    with ExitStack() as damages:
+        for name, each in scripts.items():
+            damages.enter_context(_read_all(args, each, partial(_count, collectors[name])))
+        server = HttpServer(RecordingPage(collectors).handle, port=args.port)
+        asyncio.run(serve(server, lambda server: f"kvist replay: http://127.0.0.1:{server.port}/ui"))
+
+
+def _count(collector: StatisticsCollector, lines: list[Line]) -> None:
+    for line in lines:
+        if not line.is_early:
+            collector.add(line.record)
 
 
 @contextmanager

@@ -26,8 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print how holdings differ in the end: from another recording's, a state file's, or, at a URL, those of a "
         "`kvist index` that runs; exit code 1 if they do",
     )
+    actions.add_argument("--ui", action="store_true", help="show it on a page in a browser: who held what when")
     _add_selection(parser.add_argument_group("what is meant"))
     _add_pace(parser.add_argument_group("how it is played"))
+    add("--beside", type=Path, metavar="OTHER", help="of --ui: another recording to show beside it")
+    add(
+        "--port", type=int, default=0, metavar="PORT", help="of --ui: on this machine alone (default: any that is free)"
+    )
     add("--prompt", type=Path, metavar="FILE", help='of --at: a request\'s body as JSON, or {"token_ids": [...]}')
     add("--model-path", metavar="DIR", help="of --at: the model's, for prompts that are text")
     add("--block-size", type=int, metavar="TOKENS", help="the index's (default: the recording's first)")
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     script = Script(lambda: RecordingReader(args.file), selection=selection, num_rounds=args.loop, follows=args.follow)
     if args.diff is not None:
         return actions.compare(args, script)
-    asked = {"to": actions.publish, "into_index": actions.index, "at": actions.print_holders}
+    asked = {"to": actions.publish, "into_index": actions.index, "at": actions.print_holders, "ui": actions.show_page}
     action = next((action for name, action in asked.items() if getattr(args, name)), actions.print_statistics)
     action(args, script)
     return 0
@@ -73,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidValueError where flags do not go together."""
-    if args.stats and args.loop != 1:
-        raise InvalidValueError("--loop", args.loop, "1 with --stats")
+    if (args.stats or args.ui) and args.loop != 1:
+        raise InvalidValueError("--loop", args.loop, "1 with --stats and --ui")
+    if args.beside and not args.ui:
+        raise InvalidValueError("--beside", str(args.beside), "--ui with it")
     if args.plot is not None:
         import_module("matplotlib")  # or it would be missed when all is read
         if args.plot.suffix != ".svg":

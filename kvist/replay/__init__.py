@@ -3,7 +3,7 @@
 A recording is a set of MCAP files (`recording`, `writer`, `reader`), made from any subscription by the `recorder`, with
 what was held before (`recovery`). Its messages are selected, timed and repeated (`script`), and go out to subscribers
 (`player`, which answers from `blocks`), into an index (`indexing`, which compares two as well), or into figures
-(`statistics`, `report`). What decides does no I/O and takes time as an argument; only `recorder` and `player` know
+(`statistics`, `history`). What decides does no I/O and takes time as an argument; only `recorder` and `player` know
 asyncio.
 """
 

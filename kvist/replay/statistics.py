@@ -7,7 +7,7 @@ distinct blocks take some 2 to 3 GB. The recording itself is read chunk by chunk
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import repeat
@@ -130,8 +130,8 @@ class Timeline:
 class _Rank:
     """What is known of one rank while reading."""
 
-    def __init__(self) -> None:
-        self.blocks = RankBlocks()
+    def __init__(self, blocks: RankBlocks) -> None:
+        self.blocks = blocks
         self.removed: tuple[set[int], ...] = tuple(set() for _ in Tier)
         self.statistics = RankStatistics()
         self.epoch = -1
@@ -141,12 +141,12 @@ class _Rank:
 class _Source:
     """What is known of one source while reading."""
 
-    def __init__(self, source: RecordedSource) -> None:
+    def __init__(self, source: RecordedSource, make_blocks: Callable[[], RankBlocks]) -> None:
         self.statistics = SourceStatistics(source.name, source.url)
         self.numbering = SourceNumbering()
         self.num_restarts = 0
         self.snapshots = SnapshotCollector()
-        self.ranks: defaultdict[WorkerRank, _Rank] = defaultdict(_Rank)
+        self.ranks: defaultdict[WorkerRank, _Rank] = defaultdict(lambda: _Rank(make_blocks()))
         self.block_sizes: set[int] = set()
 
     def result(self) -> SourceStatistics:
@@ -165,7 +165,9 @@ class StatisticsCollector:
     What is missing is not made up for: a block whose removal was lost counts as live until its rank is cleared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make_blocks: Callable[[], RankBlocks] = RankBlocks) -> None:
+        """Keep each rank's blocks in what `make_blocks` returns."""
+        self._make_blocks = make_blocks
         self._sources: dict[RecordedSource, _Source] = {}
         self._sessions: set[int] = set()
         self._distinct: set[int] = set()
@@ -174,16 +176,17 @@ class StatisticsCollector:
         self._num_live = 0
         self._num_events = 0
         self._first_ns: int | None = None
-        self._time_ms = 0
+        self.time_ms = 0
+        """Since the first message, of the last one."""
 
     def add(self, record: Record) -> None:
         source = self._sources.get(record.source)
         if source is None:
-            source = self._sources[record.source] = _Source(record.source)
+            source = self._sources[record.source] = _Source(record.source, self._make_blocks)
         if self._first_ns is None:
             self._first_ns = record.time_ns
         self._sessions.add(record.session)
-        self._time_ms = max(self._time_ms, (record.time_ns - self._first_ns) // 1_000_000)
+        self.time_ms = max(self.time_ms, (record.time_ns - self._first_ns) // 1_000_000)
         source.statistics.num_messages += 1
         source.statistics.num_bytes += len(record.message.payload)
         envelope = read_envelope(record.message.payload)
@@ -206,7 +209,7 @@ class StatisticsCollector:
             num_events=self._num_events,
             num_sessions=len(self._sessions),
             first_ns=self._first_ns or 0,
-            duration_s=self._time_ms / 1000,
+            duration_s=self.time_ms / 1000,
             sources=[source.result() for source in self._sources.values()],
             ranks={key: rank.statistics for key, rank in sorted(ranks.items())},
             num_distinct=len(self._distinct),
@@ -273,7 +276,7 @@ class StatisticsCollector:
 
     def _count_events(self, num_events: int) -> None:
         self._num_events += num_events
-        self._timeline.add(self._time_ms / 1000, num_events, self._num_live)
+        self._timeline.add(self.time_ms / 1000, num_events, self._num_live)
 
     def _apply(self, rank: _Rank, event: Event) -> None:
         if isinstance(event, Heartbeat):
@@ -281,7 +284,7 @@ class StatisticsCollector:
             rank.statistics.num_heartbeats_agreeing += agrees
             rank.statistics.num_heartbeats_differing += not agrees
             return
-        change, statistics = rank.blocks.apply(event, repeat(self._time_ms)), rank.statistics
+        change, statistics = rank.blocks.apply(event, repeat(self.time_ms)), rank.statistics
         if isinstance(event, Stored):
             removed = rank.removed[event.tier]
             again = removed.intersection(change.new)
@@ -291,7 +294,7 @@ class StatisticsCollector:
             statistics.num_stored_in_vain += change.num_in_vain
         elif isinstance(event, Removed):
             rank.removed[event.tier].update(change.gone)
-            lifetimes_ms = (self._time_ms - note for note in change.notes if note != _HELD_BEFORE)
+            lifetimes_ms = (self.time_ms - note for note in change.notes if note != _HELD_BEFORE)
             self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
             statistics.num_removed_in_vain += change.num_in_vain
         else:
@@ -378,12 +381,16 @@ def _histogram(counts: Mapping[int, int] | Mapping[float, int], unit: str = "") 
     return "  ".join(f"{key:g}{unit}: {count}" for key, count in counts.items()) or "none"
 
 
+def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
+    """Return what is drawn of a recording: values by the second, each curve with a point at least."""
+    return {
+        "live blocks": [(span.start_s, span.num_live) for span in spans] or [(0, 0)],
+        "events a second": [(span.start_s, span.events_per_s) for span in spans] or [(0, 0)],
+    }
+
+
 def svg_plot(spans: Sequence[Span], title: str) -> str:
     """Return an SVG document with both curves."""
-    curves: dict[str, list[tuple[float, float]]] = {
-        "live blocks": [(span.start_s, span.num_live) for span in spans],
-        "events a second": [(span.start_s, span.events_per_s) for span in spans],
-    }
     return svg_document(
-        *(Chart(title, "seconds", name, {name: curve or [(0, 0)]}, log_x=False) for name, curve in curves.items())
+        *(Chart(title, "seconds", name, {name: curve}, log_x=False) for name, curve in curves(spans).items())
     )

@@ -4,16 +4,17 @@ import { fill, h } from "/ui/dom.js";
 import fleet from "/ui/fleet.js";
 import health from "/ui/health.js";
 import prefixes from "/ui/prefixes.js";
+import recorded, { timeBar } from "/ui/recorded.js";
 import regret from "/ui/regret.js";
 import requests from "/ui/requests.js";
 
 const SILENCE_MS = 5000;
 const MAX_REQUESTS = 1000;
-const VIEWS = { fleet, requests, prefixes, regret, health };
 const $ = (id) => document.getElementById(id);
 
-export const state = { fleet: null, workers: new Map(), requests: [], prefixes: null, regret: null, clock: 0, arrived: 0 };
+export const state = { fleet: null, workers: new Map(), requests: [], prefixes: null, regret: null, clock: 0, arrived: 0, at: null };
 const known = {};
+let views = { fleet, requests, prefixes, regret, health };
 let shown, stream, retryMs, isDue;
 
 export const now = () => state.clock + (performance.now() - state.arrived) / 1000;
@@ -54,10 +55,18 @@ function take(news, view) {
   if (news.requests?.length) state.requests = [...news.requests.reverse(), ...state.requests].slice(0, MAX_REQUESTS);
   state.prefixes = news.prefixes ?? state.prefixes;
   state.regret = news.regret ?? state.regret;
+  if (fleet.recordings && state.at === null) showRecordings();
   draw();
 }
 
-async function follow() {
+function showRecordings() {
+  [views, shown] = [{ fleet: recorded, prefixes }, null];
+  document.querySelector("header").after(timeBar(state.fleet.end_ms));
+  list();
+  open();
+}
+
+export async function follow() {
   stream?.abort();
   const own = (stream = new AbortController());
   const view = shown.source;
@@ -68,7 +77,7 @@ async function follow() {
   };
   try {
     heard();
-    const response = await ask(`/ui/events?view=${view}&since=${known[view] ?? 0}`, { signal: own.signal });
+    const response = await ask(`/ui/events?view=${view}&since=${known[view] ?? 0}${state.at === null ? "" : `&at=${state.at}`}`, { signal: own.signal });
     if (!response.ok) throw new Error(`the router answered ${response.status}`);
     let rest = "";
     for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
@@ -80,7 +89,7 @@ async function follow() {
         const [name, data] = event.split("\n").map((line) => line.slice(line.indexOf(": ") + 2));
         if (name === "state") {
           take(JSON.parse(data), view);
-          show("Live", "good");
+          show(state.at === null ? "Live" : "Recorded", "good");
         } else show(JSON.parse(data).error?.message ?? "The router does not know its fleet just now", "bad");
       }
     }
@@ -105,14 +114,14 @@ export function draw() {
     isDue = false;
     const bad = state.fleet?.problems.filter((each) => each.until === null && each.is_bad).length ?? 0;
     document.title = bad ? `(${bad}) Kvist` : "Kvist";
-    $("views").querySelector("[href='#health']").dataset.count = bad || "";
+    if (views.health) $("views").querySelector("[href='#health']").dataset.count = bad || "";
     if (state.fleet) shown.update(state);
   });
 }
 
 function open() {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  const view = VIEWS[name] ?? fleet;
+  const view = views[name] ?? views.fleet;
   for (const link of $("views").children) {
     if (link.hash === `#${view.name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -128,7 +137,9 @@ function open() {
   }
 }
 
-fill($("views"), Object.values(VIEWS).map((view) => h("a", { href: `#${view.name}` }, view.title)));
+const list = () => fill($("views"), Object.values(views).map((view) => h("a", { href: `#${view.name}` }, view.title)));
+
+list();
 $("key").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("key", new FormData(event.target).get("key"));

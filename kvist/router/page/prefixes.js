@@ -1,40 +1,76 @@
-// The tree of prefixes that requests asked for of late: how often, how much of it was held, and who holds it now.
+// The tree of prefixes: what requests asked for of late, or what was held at a moment of recordings; and who holds it.
 
 import { now, state } from "/ui/app.js";
-import { Table, duration, fill, h, host, number, share } from "/ui/dom.js";
+import { Table, duration, fill, h, host, number, seconds, share } from "/ui/dom.js";
 
 const MIN_SHARE = 0.004;
 const MAX_LEVELS = 12;
-const hits = (node) => node.hits / node.uses;
 const name = (node) => (node.text ? node.text.trim().slice(0, 80) : node.prefix);
 const tiers = (node) => Object.entries(node.tiers).map(([tier, count]) => `${count} × ${tier}`).join(", ") || "nobody";
+const ago = (node) => `${duration(now() - node.used_at)} ago`;
 
-const COLUMNS = [
-  { name: "Prefix", value: (n) => n.prefix, text: (n) => [n.prefix, n.text] },
-  { name: "Model", value: (n) => n.model, text: (n) => n.model },
+const PLACE = [
   { name: "From", class: "number", value: (n) => n.from_tokens, text: (n) => number(n.from_tokens) },
   { name: "To token", class: "number", value: (n) => n.to_tokens, text: (n) => number(n.to_tokens) },
-  { name: "Asked for", class: "number", value: (n) => n.uses, text: (n) => number(n.uses) },
-  { name: "Held", class: "number", value: hits, text: (n) => share(n.hits, n.uses) },
-  { name: "Held by", class: "number", value: (n) => n.num_holders, text: (n) => [number(n.num_holders), tiers(n)] },
-  { name: "Last asked for", class: "number", value: (n) => -n.used_at, text: (n) => `${duration(now() - n.used_at)} ago` },
 ];
+const HOLDERS = { name: "Held by", class: "number", value: (n) => n.num_holders, text: (n) => [number(n.num_holders), tiers(n)] };
+// How a node is sized, by which share it is green, and what is said of it: where requests are looked at, and where recordings are.
+const ASKED = {
+  size: (n) => n.uses,
+  held: (n) => n.hits / n.uses,
+  told: (n) => `asked for ${number(n.uses)} times among the requests that were looked at, ${share(n.hits, n.uses)} of them where it was held; last ${ago(n)}`,
+  note: "What requests begin with: as wide as often asked for, each below what it goes on from, up to the token that it says; the greener, the more often the chosen worker held it. From a sample of at most 20 requests a second.",
+  nothing: "No request was looked at yet whose prompt is read.",
+  columns: [
+    { name: "Prefix", value: (n) => n.prefix, text: (n) => [n.prefix, n.text] },
+    { name: "Model", value: (n) => n.model, text: (n) => n.model },
+    ...PLACE,
+    { name: "Asked for", class: "number", value: (n) => n.uses, text: (n) => number(n.uses) },
+    { name: "Held", class: "number", value: (n) => n.hits / n.uses, text: (n) => share(n.hits, n.uses) },
+    HOLDERS,
+    { name: "Last asked for", class: "number", value: (n) => -n.used_at, text: ago },
+  ],
+  sort: "Asked for",
+};
+const RECORDED = {
+  size: (n) => n.blocks,
+  held: (n) => n.num_holders / n.num_ranks,
+  told: (n) => `${number(n.blocks)} blocks of it and of what follows it, held by ${number(n.num_holders)} of ${number(n.num_ranks)} ranks; the newest came at ${seconds(n.newest_s)}`,
+  note: "What was held then: as wide as blocks are held of it and of what follows it, each below what it goes on from, up to the token that it says; the greener, the more ranks held it. What snapshots alone tell of has no place here.",
+  nothing: "Nothing was held then of which is known what it follows.",
+  columns: [
+    { name: "Prefix", value: (n) => n.prefix, text: (n) => n.prefix },
+    { name: "Recording", value: (n) => n.recording, text: (n) => n.recording },
+    ...PLACE,
+    { name: "Blocks", class: "number", value: (n) => n.blocks, text: (n) => number(n.blocks) },
+    HOLDERS,
+    { name: "Newest came", class: "number", value: (n) => n.newest_s, text: (n) => seconds(n.newest_s) },
+  ],
+  sort: "Blocks",
+};
 
-let table, icicle, detail, chosen, drawn;
+let kind, table, trees, detail, chosen, drawn;
 
 function branch(node, nodes, whole, level) {
-  const below = nodes.filter((each) => each.parent === node.place && each.uses >= MIN_SHARE * whole);
-  const label = `${number(node.to_tokens)} tokens, asked for ${number(node.uses)} times, held ${share(node.hits, node.uses)}`;
+  const below = nodes.filter((each) => each.parent === node.place && kind.size(each) >= MIN_SHARE * whole);
+  const label = `${number(node.to_tokens)} tokens, ${kind.told(node)}`;
   const box = h(
     "button",
-    { type: "button", class: `heat${Math.round(4 * hits(node))}`, title: label, "aria-label": `${name(node)}: ${label}`, "aria-pressed": String(node.prefix === chosen), "data-prefix": node.prefix, onclick: () => choose(node.prefix) },
+    { type: "button", class: `heat${Math.round(4 * kind.held(node))}`, title: label, "aria-label": `${name(node)}: ${label}`, "aria-pressed": String(node.prefix === chosen), "data-prefix": node.prefix, onclick: () => choose(node.prefix) },
     number(node.to_tokens),
     " ",
-    h("small", {}, node.text ? name(node) : share(node.hits, node.uses)),
+    h("small", {}, node.text ? name(node) : share(kind.held(node), 1)),
   );
   const item = h("li", {}, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
-  item.style.flexGrow = node.uses;
+  item.style.flexGrow = kind.size(node);
   return item;
+}
+
+function tree(nodes, title) {
+  const roots = nodes.filter((node) => node.parent === null);
+  const whole = roots.reduce((sum, node) => sum + kind.size(node), 0);
+  const boxes = roots.length ? roots.map((node) => branch(node, nodes, whole, 1)) : h("li", {}, kind.nothing);
+  return h("div", {}, title && h("h2", {}, title), h("ul", { class: "icicle", "aria-label": "Prefixes, each below what it goes on from" }, boxes));
 }
 
 function choose(prefix) {
@@ -48,9 +84,9 @@ function details(node) {
   const more = node.num_holders - holders.length;
   return [
     h("h2", { class: "mono" }, node.prefix),
-    h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model}: asked for ${number(node.uses)} times among the requests that were looked at, ${share(node.hits, node.uses)} of them where it was held; last ${duration(now() - node.used_at)} ago.`),
+    h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model ?? node.recording}: ${kind.told(node)}.`),
     node.text && h("pre", {}, node.text),
-    h("h3", {}, `Held now: ${tiers(node)}`),
+    h("h3", {}, `Held${node.recording ? "" : " now"}: ${tiers(node)}`),
     h("ul", {}, holders, more > 0 ? h("li", {}, `and ${more} more`) : null),
   ];
 }
@@ -60,33 +96,26 @@ const view = {
   title: "Prefixes",
   source: "prefixes",
   build() {
-    drawn = null;
-    table = new Table("Prefixes", COLUMNS, (node) => node.prefix, { sort: "Asked for", open: choose });
+    [drawn, kind] = [null, state.fleet?.recordings ? RECORDED : ASKED];
+    table = new Table("Prefixes", kind.columns, (node) => `${node.prefix} ${node.recording}`, { sort: kind.sort, open: (key) => choose(key.split(" ")[0]) });
     table.isDown = true;
     table.mark();
-    icicle = h("ul", { class: "icicle", "aria-label": "Prefixes, each below what it goes on from" });
+    trees = h("div", { class: "trees" });
     detail = h("section", { class: "detail", "aria-label": "Prefix", hidden: true });
-    return [
-      h("h1", { class: "unseen" }, "Prefixes"),
-      h("p", { class: "note" }, "What requests begin with: as wide as often asked for, each below what it goes on from, up to the token that it says; the greener, the more often the chosen worker held it. From a sample of at most 20 requests a second."),
-      icicle,
-      detail,
-      table.element,
-    ];
+    return [h("h1", { class: "unseen" }, "Prefixes"), h("p", { class: "note" }, kind.note), trees, detail, table.element];
   },
-  update({ prefixes }) {
+  update({ fleet, prefixes }) {
     if (!prefixes || prefixes === drawn) return;
     drawn = prefixes;
-    const nodes = prefixes.map((node, place) => ({ ...node, place }));
-    const roots = nodes.filter((node) => node.parent === null);
-    const whole = roots.reduce((sum, node) => sum + node.uses, 0);
+    const shown = fleet.recordings?.map(({ name, ranks }, idx) => prefixes[idx].map((node, place) => ({ ...node, place, recording: name, num_ranks: ranks.length })));
+    const all = shown ?? [prefixes.map((node, place) => ({ ...node, place }))];
     const focused = document.activeElement?.dataset.prefix;
-    fill(icicle, roots.length ? roots.map((node) => branch(node, nodes, whole, 1)) : h("li", {}, "No request was looked at yet whose prompt is read."));
-    if (focused) [...icicle.querySelectorAll("button")].find((each) => each.dataset.prefix === focused)?.focus();
-    const node = nodes.find((each) => each.prefix === chosen);
-    detail.hidden = !node;
-    if (node) fill(detail, details(node));
-    table.update(nodes);
+    fill(trees, all.map((nodes, idx) => tree(nodes, fleet.recordings?.[idx].name)));
+    if (focused) [...trees.querySelectorAll("button")].find((each) => each.dataset.prefix === focused)?.focus();
+    const nodes = all.flat().filter((each) => each.prefix === chosen);
+    detail.hidden = !nodes.length;
+    fill(detail, nodes.map(details));
+    table.update(all.flat());
   },
 };
 

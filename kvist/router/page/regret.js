@@ -1,5 +1,6 @@
 // Where the hits went: what could have been cached, what was, and what to do about the difference.
 
+import { Chart } from "/ui/chart.js";
 import { Table, clock, fill, h, host, number, share, short, tile } from "/ui/dom.js";
 
 const LINES = [
@@ -43,43 +44,20 @@ const COSTLIEST = [
   { name: "Times", class: "number", text: (row) => number(row.times) },
 ];
 
-let tiles, chart, plot, causes, by, costliest, note, width;
-
-function draw(minutes, at) {
-  const data = [minutes.map((each) => at - each.ago_s), ...LINES.map((line) => minutes.map((each) => (Number.isFinite(line.value(each)) ? 100 * line.value(each) : null)))];
-  const place = () => plot.setScale("x", { min: Math.min(at - 600, data[0][0] ?? at), max: at });
-  if (plot && width === chart.clientWidth) {
-    plot.setData(data, false);
-    return place();
-  }
-  plot?.destroy();
-  width = chart.clientWidth;
-  const colour = (name) => {
-    chart.style.color = `var(${name})`;
-    return getComputedStyle(chart).color;
-  };
-  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
-  const series = LINES.map((line, idx) => ({ label: line.name, stroke: colour(`--line-${idx + 1}`), width: 2, dash: [[], [6, 3], [2, 3], [8, 3, 2, 3]][idx], points: { show: minutes.length < 3 }, value: (_, value) => (value == null ? "–" : `${value.toFixed(1)} %`) }));
-  const options = { width, height: 240, scales: { x: { auto: false }, y: { range: [0, 100] } }, axes: [{ ...axis, values: (_, values) => values.map((value) => clock(value).slice(0, 5)), space: 70 }, { ...axis, values: (_, values) => values.map((value) => `${value} %`) }], series: [{ value: (_, value) => (value == null ? "–" : clock(value)) }, ...series] };
-  chart.style.color = "";
-  plot = new uPlot(options, data, chart);
-  place();
-}
+let tiles, chart, causes, by, costliest, note;
 
 export default {
   name: "regret",
   title: "Regret",
   source: "regret",
   build() {
-    [plot, width] = [null, null];
     tiles = h("dl", { class: "tiles" });
-    chart = h("div", { class: "chart", role: "img", "aria-label": "Shares of prompt tokens, minute by minute; the tables below say the same of the last ten" });
+    chart = new Chart("Shares of prompt tokens, minute by minute; the tables below say the same of the last ten", (value) => `${value.toFixed(1)} %`, clock, { range: [0, 100] });
     causes = new Table("Lost, by cause", CAUSES, (row) => row.cause);
     by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker" });
     costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix);
     note = h("p", { class: "note" });
-    matchMedia("(prefers-color-scheme: dark)").onchange = () => (width = null);
-    return [h("h1", { class: "unseen" }, "Regret"), tiles, chart, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
+    return [h("h1", { class: "unseen" }, "Regret"), tiles, chart.element, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
   },
   update({ regret, clock: at }) {
     if (!regret) return;
@@ -93,7 +71,9 @@ export default {
       tile("Routed", routed, "held where it was sent"),
       tile("Reported", reported, "found, as engines say"),
     );
-    draw(regret.over_time, at);
+    const minutes = regret.over_time, times = minutes.map((each) => at - each.ago_s);
+    const lines = LINES.map((line) => [line.name, minutes.map((each) => (Number.isFinite(line.value(each)) ? 100 * line.value(each) : null))]);
+    chart.update(times, lines, Math.min(at - 600, times[0] ?? at), at);
     const rows = Object.entries(total.lost).map(([cause, cost]) => ({ cause, cost, whole: total.prompt_tokens, advice: ADVICE[cause]?.(regret, cost) ?? "" }));
     causes.update(rows.toSorted((a, b) => b.cost - a.cost));
     by.update(regret.by);

@@ -1,0 +1,74 @@
+"""`kvist replay --ui`: the live page over recordings, as of the moment that is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
+
+from kvist.errors import InvalidValueError
+from kvist.http import Request, Responder
+from kvist.openai.errors import RequestError, error_body
+from kvist.replay.history import History, HistoryCollector
+from kvist.replay.statistics import RecordingStatistics, curves
+from kvist.router.doors.api import Answer, Question, json_answer, refusal
+from kvist.router.doors.auth import require_administrator
+from kvist.router.doors.page import EVENTS_PATH, show_file, stream
+
+
+class RecordingPage:
+    """Answers who looks at the page from this machine."""
+
+    def __init__(self, recordings: Mapping[str, HistoryCollector]) -> None:
+        """Show recordings, each from its own beginning, under these names."""
+        self._started_ms = int(time.time() * 1000)
+        self._recordings = [(name, collector.result(), collector.history()) for name, collector in recordings.items()]
+        self._end_ms = max(int(statistics.duration_s * 1000) for _, statistics, _ in self._recordings)
+
+    def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
+        """Answer a request, as `HttpServer` wants it."""
+        check = partial(require_administrator, request, None)
+        try:
+            if request.path == EVENTS_PATH:
+                check()
+                return stream(request, responder, self._answer, check)
+            show_file(request, responder)
+        except RequestError as error:
+            responder.answer(error.status, [(b"content-type", b"application/json")], error_body(error))
+        return None
+
+    async def _answer(self, question: Question) -> Answer:
+        """Return what a view (`view=`) shows of a moment (`at=`, in milliseconds), unless it is known (`since=`)."""
+        asked = {name: values[-1] for name, values in parse_qs(question.query).items()}
+        at = asked.get("at", str(self._end_ms))
+        if not at.isdecimal():
+            error = InvalidValueError("at", at, "milliseconds after the beginning")
+            return refusal(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
+        number = self._started_ms + int(at)  # not that of another process's
+        told: dict[str, Any] = {"number": number, "now": int(at) / 1000, "workers": []}
+        if asked.get("since") == str(number):
+            return json_answer(told | {"is_whole": False})
+        recordings = [_described(*each, int(at)) for each in self._recordings]
+        told |= {"is_whole": True, "fleet": {"problems": [], "recordings": recordings, "end_ms": self._end_ms}}
+        if asked.get("view") == "prefixes":
+            told["prefixes"] = [history.tree(int(at)) for *_, history in self._recordings]
+        return json_answer(told)
+
+
+def _described(name: str, statistics: RecordingStatistics, history: History, at_ms: int) -> dict[str, Any]:
+    counts, num_distinct, num_placed = history.blocks(at_ms)
+    return {
+        "name": name,
+        "began_at": statistics.first_ns / 1e9,
+        "duration_s": statistics.duration_s,
+        "curves": curves(statistics.spans),
+        "distinct": num_distinct,
+        "placed": num_placed,
+        "ranks": [
+            {"worker": rank.worker, "rank": rank.rank, "tiers": tiers, "peak": statistics.ranks[rank].num_live_peak}
+            for (rank, _), tiers in zip(history.ranks, counts, strict=True)
+        ],
+    }

@@ -1,0 +1,75 @@
+// Recordings: which rank held how much at the moment that the slider says, and how that grew.
+
+import { follow, state } from "/ui/app.js";
+import { Chart } from "/ui/chart.js";
+import { Table, field, fill, h, number, seconds, share, short, tile } from "/ui/dom.js";
+
+const CURVES = ["live blocks", "events a second"];
+const STEPS = 200; // of playing it all
+const TIERS = ["gpu", "host", "disk", "external"];
+const sum = (counts) => counts.reduce((total, each) => total + each, 0);
+
+const COLUMNS = [
+  { name: "Worker", value: (r) => r.key, text: (r) => [r.worker, r.rank ? `rank ${r.rank}` : null] },
+  { name: "Recording", value: (r) => r.recording, text: (r) => r.recording },
+  { name: "Blocks", class: "number", value: (r) => sum(r.tiers), text: (r) => [number(sum(r.tiers)), `of ${number(r.peak)} at most`], bar: (r) => [[["fill", sum(r.tiers)]], r.peak || 1] },
+  ...TIERS.map((tier, idx) => ({ name: tier, class: "number", value: (r) => r.tiers[idx], text: (r) => number(r.tiers[idx]) })),
+];
+
+let slider, told, timer, table, tiles, charts;
+
+function seek(at) {
+  slider.value = at;
+  state.at = slider.valueAsNumber;
+  told.textContent = seconds(state.at / 1000);
+  follow();
+}
+
+function play(event) {
+  const button = event.target;
+  clearInterval(timer);
+  timer = button.textContent === "Play" && setInterval(step, 250);
+  button.textContent = timer ? "Stop" : "Play";
+  if (state.at >= slider.max) seek(0);
+  function step() {
+    seek(state.at + slider.max / STEPS);
+    if (state.at >= slider.max) play(event);
+  }
+}
+
+// What stands above every view of recordings that last so many milliseconds.
+export function timeBar(endMs) {
+  state.at = endMs;
+  slider = h("input", { type: "range", min: 0, max: endMs, value: endMs, oninput: () => seek(slider.value) });
+  told = h("output", {}, seconds(endMs / 1000));
+  return h("div", { class: "banner time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), told);
+}
+
+export default {
+  name: "fleet",
+  title: "Fleet",
+  source: "fleet",
+  build() {
+    table = new Table("Ranks", COLUMNS, (rank) => rank.key, { sort: "Worker" });
+    tiles = h("dl", { class: "tiles" });
+    charts = CURVES.map((name) => new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 }));
+    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map((chart, idx) => [h("h2", {}, CURVES[idx]), chart.element]), h("h2", {}, "Held then"), table.element];
+  },
+  update({ fleet: { recordings, end_ms }, at }) {
+    const held = (recording) => sum(recording.ranks.map((rank) => sum(rank.tiers)));
+    fill(
+      tiles,
+      recordings.map((each) => [
+        tile("Recording", seconds(each.duration_s), `${each.name}, from ${new Date(each.began_at * 1000).toLocaleString()}`),
+        tile("Held", number(held(each)), "blocks, one for each rank and tier"),
+        tile("Distinct", number(each.distinct), `${share(each.placed, each.distinct)} with a place in the tree`),
+      ]),
+    );
+    charts.forEach((chart, idx) => {
+      const curves = recordings.map((each) => new Map(each.curves[CURVES[idx]]));
+      const times = [...new Set(curves.flatMap((curve) => [...curve.keys()]))].toSorted((a, b) => a - b);
+      chart.update(times, curves.map((curve, place) => [recordings[place].name, times.map((time) => curve.get(time))]), 0, end_ms / 1000, at / 1000);
+    });
+    table.update(recordings.flatMap((each) => each.ranks.map((rank) => ({ ...rank, recording: each.name, key: `${rank.worker} ${rank.rank} ${each.name}` }))));
+  },
+};
