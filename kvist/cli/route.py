@@ -87,7 +87,7 @@ def _ready_line(config: RouterConfig, url: str) -> str:
 
 
 def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, started_s: float) -> int:
-    from kvist.router.processes.parts import ending_with_supervisor, make_part
+    from kvist.router.processes.parts import end_with_supervisor, make_part
     from kvist.router.processes.supervisor import Part
     from kvist.router.recording import Beginning
 
@@ -95,8 +95,8 @@ def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, star
     recording = msgspec.json.decode(sys.stdin.buffer.readline(), type=Beginning)  # not of argv, which others see
 
     async def run() -> int:
-        async with ending_with_supervisor(part):
-            return await serve(_reloading(make_part(config, part, started_s, recording), args, stamp), lambda _: "")
+        end_with_supervisor(part)
+        return await serve(_reloading(make_part(config, part, started_s, recording), args, stamp), lambda _: "")
 
     return asyncio.run(run())
 

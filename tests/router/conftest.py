@@ -279,7 +279,10 @@ def fronts_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[list[
         async with AsyncExitStack() as exits:
             exits.callback(os.close, descriptor)
             await exits.enter_async_context(KeeperProcess(config, tmp_path, LoadTracker(board), 0.0))
-            parts = [make_part(config, Part(n, number, str(tmp_path), descriptor, 0), 0.0) for n in range(number)]
+            bells = tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(number))
+            for bell in bells:
+                exits.callback(os.close, bell)
+            parts = [make_part(config, Part(n, str(tmp_path), descriptor, bells, 0), 0.0) for n in range(number)]
             yield [await exits.enter_async_context(part) for part in parts if isinstance(part, RouterService)]
 
     return running

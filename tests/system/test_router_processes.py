@@ -866,7 +866,7 @@ async def test_replicas_of_several_processes_count_what_all_have_in_flight_until
         held = {url: [hold(url, idx) for idx in range(4)] for url in urls}
         await until_running(16, *urls)
         killed = urls.pop(0)
-        exits.callback(shutil.rmtree, routers[0].directory)  # as nobody is left who would
+        exits.callback(shutil.rmtree, routers[0].directory, ignore_errors=True)  # where nobody is left who would
         family = psutil.Process(routers[0].child.process.pid)
         for process in (family, *family.children(recursive=True)):
             process.kill()

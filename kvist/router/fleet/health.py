@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, TypeAlias
 
 
 @dataclass(slots=True)
@@ -36,6 +38,9 @@ class HealthGauge:
         self.is_healthy, self._streak = False, 0
 
 
+Change: TypeAlias = Literal["begin", "succeed", "fail", "abandon"]
+
+
 class CircuitState(StrEnum):
     """Whether requests may reach a worker: closed lets all through, open none, half-open one trial."""
 
@@ -60,6 +65,8 @@ class CircuitBreaker:
     state: CircuitState = CircuitState.CLOSED
     failures_in_a_row: int = 0
     retry_at_s: float = 0.0
+    on_change: Callable[[Change, float], None] = lambda *_: None
+    """Is told what changed the circuit: which of the methods below, and when if that is of interest."""
 
     def allows(self, now_s: float) -> bool:
         """Return whether a request may be sent now."""
@@ -72,12 +79,14 @@ class CircuitBreaker:
         if self.state is not CircuitState.OPEN:
             return False
         self.state = CircuitState.HALF_OPEN
+        self.on_change("begin", 0.0)
         return True
 
     def succeed(self) -> None:
         """Take a request's success: the circuit closes."""
-        self.state = CircuitState.CLOSED
-        self.failures_in_a_row = 0
+        if self.state is not CircuitState.CLOSED or self.failures_in_a_row:
+            self.state, self.failures_in_a_row = CircuitState.CLOSED, 0
+            self.on_change("succeed", 0.0)
 
     def fail(self, now_s: float) -> None:
         """Take a request's failure."""
@@ -85,24 +94,21 @@ class CircuitBreaker:
         if self.state is CircuitState.HALF_OPEN or self.failures_in_a_row >= self.num_failures:
             self.state = CircuitState.OPEN
             self.retry_at_s = now_s + self.cooldown_s
+        self.on_change("fail", now_s)
 
     def abandon(self) -> None:
         """Take the end of a trial that proved nothing."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.OPEN
+            self.on_change("abandon", 0.0)
 
     def doubt(self) -> None:
         """Open at the next failure: requests of another router fail there, which may be its own fault."""
         self.failures_in_a_row = max(self.failures_in_a_row, self.num_failures - 1)
 
-    def take(self, what: str, now_s: float) -> None:
-        """Take what another process told of a request: the name of the method that it called."""
-        match what:
-            case "begin":
-                self.begin()
-            case "succeed":
-                self.succeed()
-            case "fail":
-                self.fail(now_s)
-            case "abandon":
-                self.abandon()
+    def apply(self, what: Change, now_s: float) -> None:
+        """Take what changed the same circuit in another process, as `on_change` was told there."""
+        if what == "fail":
+            self.fail(now_s)
+        else:
+            getattr(self, what)()

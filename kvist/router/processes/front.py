@@ -7,11 +7,9 @@ import itertools
 import logging
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from http import HTTPStatus
 from pathlib import Path
 from typing import Self
@@ -31,17 +29,17 @@ from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import Seen
 from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitBreaker, CircuitState, HealthGauge
+from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
 from kvist.router.processes.index import SharedIndex, open_reader
-from kvist.router.processes.keeper import INDEX_SOCKET, KEEPER_SOCKET, families_of
-from kvist.router.processes.messages import Link, Message, ToFront, encode
+from kvist.router.processes.keeper import KEEPER_SOCKET, families_of
+from kvist.router.processes.messages import Link, Message, ToFront, WorkerNews, encode
+from kvist.router.processes.supervisor import Part
 from kvist.router.regret import Routed
-from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
 
@@ -57,48 +55,19 @@ MAX_ENDED, MAX_SEEN = 4096, 256
 _decode = msgspec.msgpack.Decoder(ToFront).decode
 
 
-@dataclass(slots=True)
-class _ToldCircuit(CircuitBreaker):
-    """A circuit that tells the keeper what becomes of it; the keeper's word, which comes back, is what counts."""
-
-    url: str = ""
-    tell: Callable[[Message], None] = lambda _: None
-
-    def begin(self) -> bool:
-        is_trial = CircuitBreaker.begin(self)
-        if is_trial:
-            self.tell(messages.Happened(self.url, "begin", 0.0))
-        return is_trial
-
-    def succeed(self) -> None:
-        if self.state is not CircuitState.CLOSED or self.failures_in_a_row:
-            CircuitBreaker.succeed(self)
-            self.tell(messages.Happened(self.url, "succeed", 0.0))
-
-    def fail(self, now_s: float) -> None:
-        CircuitBreaker.fail(self, now_s)
-        self.tell(messages.Happened(self.url, "fail", now_s))
-
-    def abandon(self) -> None:
-        if self.state is CircuitState.HALF_OPEN:
-            CircuitBreaker.abandon(self)
-            self.tell(messages.Happened(self.url, "abandon", 0.0))
-
-
 class RemoteKeeper:
     """A `FleetKnowledge` while its context is open: as of the last word of the keeper, which may be away."""
 
     def __init__(
         self,
         config: RouterConfig,
-        directory: Path,
+        part: Part,
         load: LoadTracker,
-        front: int,
         pool: UpstreamPool,
         metrics: RouterMetrics,
         gauges: Callable[[], Iterator[Metric | None]],
     ) -> None:
-        self._directory, self._front, self._pool, self._metrics, self._gauges = directory, front, pool, metrics, gauges
+        self._config, self._part, self._pool, self._metrics, self._gauges = config, part, pool, metrics, gauges
         self.load = load
         self.index = SharedIndex(self._tell, time.monotonic) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, time.monotonic, config.engines)
@@ -108,9 +77,10 @@ class RemoteKeeper:
         self._link: Link | None = None
         self._was_told = asyncio.Event()
         self._told_by: int | None = None
-        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._bell = part.bells[part.front]
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
+        self._news: dict[str, WorkerNews] = {}
         self._seen: set[str] = set()
         self._ended = messages.Ended([], [])
         self._tasks = asyncio.TaskGroup()
@@ -119,10 +89,6 @@ class RemoteKeeper:
     async def __aenter__(self) -> Self:
         """Follow the keeper; returns once it has told all, or after a while without."""
         await self._tasks.__aenter__()
-        path = self._directory / f"bell-{self._front}"
-        path.unlink(missing_ok=True)  # that of a front before this one
-        self._bell.setblocking(False)
-        self._bell.bind(str(path))
         asyncio.get_running_loop().add_reader(self._bell, self._on_bell)
         self._running = [self._tasks.create_task(self._follow()), self._tasks.create_task(self._note_heard())]
         await self.models.__aenter__()
@@ -133,7 +99,6 @@ class RemoteKeeper:
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         asyncio.get_running_loop().remove_reader(self._bell)
-        self._bell.close()
         for task in self._running:
             task.cancel()
         await self.models.__aexit__(None, error, None)
@@ -186,16 +151,10 @@ class RemoteKeeper:
         """Have other fronts know of responses and of room, and this one of theirs."""
         self._conversations = conversations
         conversations.on_kept = lambda response_id, kept: self._tell(messages.Said(response_id, kept.worker, kept.said))
-        admission.ring = self._ring
-
-    def _ring(self, front: int) -> None:
-        with suppress(OSError):  # it has just ended, or was rung often enough
-            self._bell.sendto(b"!", str(self._directory / f"bell-{front}"))
+        admission.ring = lambda front: os.eventfd_write(self._part.bells[front], 1)
 
     def _on_bell(self) -> None:
-        with suppress(BlockingIOError):
-            while True:
-                self._bell.recv(1)
+        os.eventfd_read(self._bell)
         self.fleet.on_room()
 
     # Telling and being told.
@@ -207,23 +166,15 @@ class RemoteKeeper:
     async def _follow(self) -> None:
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(str(self._directory / KEEPER_SOCKET), limit=2**20)
+                path = f"{self._part.directory}/{KEEPER_SOCKET}"
+                reader, writer = await asyncio.open_unix_connection(path, limit=2**20)
             except OSError:
                 await asyncio.sleep(RETRY_S)
                 continue
             link = Link(reader, writer)
-            known = [
-                messages.Known(
-                    WantedWorker(worker.url, worker.configured_event_sources, worker.configured_role),
-                    worker.wanted_by,
-                    worker.is_draining,
-                    worker.health.is_healthy,
-                    worker.identity,
-                )
-                for worker in self.fleet.workers
-            ]
             self._seen = set()
-            link.tell(encode(messages.Hello(self._front, os.getpid(), self._told_by, known)))
+            known = [*self._news.values()]
+            link.tell(encode(messages.Hello(self._part.front, os.getpid(), self._told_by, known)))
             try:
                 async for frame in link.frames():
                     self._take(link, _decode(frame))
@@ -242,12 +193,13 @@ class RemoteKeeper:
 
     def _take(self, link: Link, message: ToFront) -> None:
         match message:
-            case messages.WorkerNews():
+            case WorkerNews():
                 self._know(message)
             case messages.WorkerGone(url):
                 self._forget(url)
-            case messages.IndexJoined() if self.index is not None and not self.index.has_joined:
-                self._running.append(self._tasks.create_task(self._attach(link, self.index), name="kvist-attach"))
+            case messages.IndexJoined(path) if self.index is not None:
+                attaching = self._attach(link, self.index, Path(path))
+                self._running.append(self._tasks.create_task(attaching, name="kvist-attach"))
             case messages.AllTold(pid):
                 for url in [worker.url for worker in self.fleet.workers if worker.url not in self._seen]:
                     self._forget(url)
@@ -263,9 +215,9 @@ class RemoteKeeper:
                 if self._conversations is not None:
                     self._conversations.keep(response_id, Kept(worker, said))
 
-    async def _attach(self, link: Link, index: SharedIndex) -> None:
+    async def _attach(self, link: Link, index: SharedIndex, path: Path) -> None:
         try:
-            reader = await open_reader(self._directory / INDEX_SOCKET)
+            reader = await open_reader(path)
         except OSError as error:
             if not link.is_closed:
                 logger.warning("the index cannot be mapped: %s", error)
@@ -274,15 +226,17 @@ class RemoteKeeper:
                 index.attach(reader)
                 logger.info("the index has joined")
 
-    def _know(self, news: messages.WorkerNews) -> None:
+    def _know(self, news: WorkerNews) -> None:
         self._seen.add(news.url)
+        self._news[news.url] = news
         worker = self.fleet.get(news.url)
         if worker is None:
-            breaker = _ToldCircuit(url=news.url, tell=self._tell)
+            breaker = CircuitBreaker(self._config.breaker_failures, self._config.breaker_cooldown_s)
+            breaker.on_change = lambda what, now_s: self._tell(messages.Happened(news.url, what, now_s))
             worker = Worker(news.url, (), HealthGauge(), breaker, num_given_up=news.num_given_up)
-        for field in fields(CircuitBreaker):
-            setattr(worker.breaker, field.name, getattr(news.circuit, field.name))
-        worker.configured_event_sources, worker.configured_role = news.event_sources, news.configured_role
+        # The keeper's word counts; what requests here have made of a circuit comes back with it.
+        worker.breaker.state, worker.breaker.failures_in_a_row, worker.breaker.retry_at_s = news.circuit
+        worker.configured_event_sources, worker.configured_role = news.configured_event_sources, news.configured_role
         worker.wanted_by = news.wanted_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
@@ -304,6 +258,7 @@ class RemoteKeeper:
     def _forget(self, url: str) -> None:
         if self.fleet.get(url) is not None:
             self.fleet.remove(url)
+            del self._news[url]
             self.load.forget(url)
             self._metrics.forget(url)
             if self.index is not None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
-import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +19,6 @@ from kvist.router.processes.messages import Computed, Message, Used
 
 if TYPE_CHECKING:
     from kvist.radix import RadixReader
-
-_TIMEOUT_S = 5.0
 
 
 class SharedIndex:
@@ -106,21 +101,9 @@ class SharedIndex:
 
 
 async def open_reader(path: Path) -> RadixReader:
-    """Map the index whose descriptor is handed out at a Unix socket; raises OSError if it is not, any more."""
+    """Map the index of this path; raises OSError if it is not there any more."""
     await compilation.load()
     from kvist.radix import RadixReader
 
-    return RadixReader(await asyncio.to_thread(_receive_memory, path))
-
-
-def _receive_memory(path: Path) -> mmap.mmap:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_TIMEOUT_S)
-        connection.connect(str(path))
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
-        raise ConnectionResetError("no descriptor came")
-    try:
-        return mmap.mmap(descriptors[0], 0)
-    finally:
-        os.close(descriptors[0])
+    with path.open("r+b") as file:
+        return RadixReader(mmap.mmap(file.fileno(), 0))

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -27,15 +26,17 @@ from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
+from kvist.router.fleet.health import Change
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.processes import messages
-from kvist.router.processes.messages import Families, Link, ToKeeper, WorkerNews, encode
+from kvist.router.processes.messages import Families, Link, Message, ToKeeper, WorkerNews, encode
+from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
 
-KEEPER_SOCKET, INDEX_SOCKET = "keeper", "index"
-"""In the router's own directory: the first is talked to, the second hands out the descriptor of the index."""
+KEEPER_SOCKET = "keeper"
+"""In the router's own directory."""
 TICK_S = 0.01
 """What changes is told after so long …"""
 _REST = 9
@@ -55,7 +56,6 @@ class KeeperProcess:
         self._metrics = FrontMetrics()
         self._fronts: dict[Link, int] = {}
         self._told: dict[str, bytes] = {}
-        self._index_told: bytes = b""
         self._is_due = True
         self._has_adopted = False
         self._trials: dict[str, Link] = {}
@@ -85,7 +85,6 @@ class KeeperProcess:
                 self._keeper.replicas.on_response = self._on_response
             await exits.enter_async_context(self._tasks)
             exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
-            exits.callback(self._tasks.create_task(self._hand_out_index(), name="kvist-index").cancel)
             path = str(self._directory / KEEPER_SOCKET)
             server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
             exits.callback(self._close, server)
@@ -133,6 +132,9 @@ class KeeperProcess:
     def _tell_changes(self) -> None:
         for worker in self._keeper.fleet.workers:
             self._tell_of(worker)
+        index = self._keeper.index
+        if index is not None and index.has_joined:
+            self._tell_if_new("", messages.IndexJoined(f"/proc/{os.getpid()}/fd/{self._descriptor}"))
 
     def _on_removed(self, url: str) -> None:
         """Tell it at once: who comes back under this URL may have other columns on the board."""
@@ -141,9 +143,12 @@ class KeeperProcess:
         self._tell_all(encode(messages.WorkerGone(url)))
 
     def _tell_of(self, worker: Worker) -> None:
-        frame = encode(self._news_of(worker))
-        if self._told.get(worker.url) != frame:
-            self._told[worker.url] = frame
+        self._tell_if_new(worker.url, self._news_of(worker))
+
+    def _tell_if_new(self, about: str, message: Message) -> None:
+        frame = encode(message)
+        if self._told.get(about) != frame:
+            self._told[about] = frame
             self._tell_all(frame)
 
     def _tell_all(self, frame: bytes, but: Link | None = None) -> None:
@@ -156,6 +161,7 @@ class KeeperProcess:
         ranks = [] if index is None else [replace(rank, num_blocks=0) for rank in index.ranks(worker.url)]
         for rank in ranks:
             self._load.name(rank.target)
+        breaker = worker.breaker
         return WorkerNews(
             worker.url,
             worker.configured_event_sources,
@@ -165,7 +171,7 @@ class KeeperProcess:
             worker.health.is_healthy,
             worker.is_draining,
             worker.last_failure,
-            worker.breaker,
+            (breaker.state, breaker.failures_in_a_row, breaker.retry_at_s),
             worker.capacity.max_requests,
             worker.capacity.paused_until_s,
             worker.capacity.warms_from,
@@ -220,13 +226,13 @@ class KeeperProcess:
                 if (page := self._pages.pop(number, None)) is not None and not page.done():
                     page.set_result(None)
 
-    def _on_happened(self, link: Link, url: str, what: str, now_s: float) -> None:
+    def _on_happened(self, link: Link, url: str, what: Change, now_s: float) -> None:
         if what == "begin":
             self._trials[url] = link
         else:
             self._trials.pop(url, None)
         if (worker := self._keeper.fleet.get(url)) is not None:
-            worker.breaker.take(what, now_s)
+            worker.breaker.apply(what, now_s)
             self._tell_of(worker)
 
     def _greet(self, link: Link, hello: messages.Hello) -> None:
@@ -236,16 +242,18 @@ class KeeperProcess:
         self._metrics.begin(hello.front, hello.pid)
         self._tell_changes()
         self._fronts[link] = hello.front
-        for frame in (*self._told.values(), self._index_told, encode(messages.AllTold(os.getpid()))):
-            if frame:
-                link.tell(frame)
+        for frame in (*self._told.values(), encode(messages.AllTold(os.getpid()))):
+            link.tell(frame)
 
-    def _adopt(self, known: Iterable[messages.Known]) -> None:
+    def _adopt(self, known: list[WorkerNews]) -> None:
         """Have the workers that the keeper before this one had, whatever administrators made of the configured ones."""
-        fleet, membership, known = self._keeper.fleet, self._keeper.membership, list(known)
-        membership.adopt((each.wanted, each.wanted_by) for each in known)
+        fleet, membership = self._keeper.fleet, self._keeper.membership
+        membership.adopt(
+            (WantedWorker(each.url, each.configured_event_sources, each.configured_role), each.wanted_by)
+            for each in known
+        )
         for each in known:
-            if (worker := fleet.get(each.wanted.url)) is None:
+            if (worker := fleet.get(each.url)) is None:
                 continue
             if worker.health.is_healthy is None:
                 worker.health.is_healthy = each.is_healthy
@@ -271,26 +279,6 @@ class KeeperProcess:
             await asyncio.wait(waiting.values(), timeout=_METRICS_TIMEOUT_S)
         for number in waiting:
             self._pages.pop(number, None)
-
-    async def _hand_out_index(self) -> None:
-        """Give who connects the descriptor of the index, from when it has joined on."""
-        index, loop = self._keeper.index, asyncio.get_running_loop()
-        if index is None:
-            return
-        while not index.has_joined:  # noqa: ASYNC110 - it does not say when
-            await asyncio.sleep(TICK_S)
-        with socket.socket(socket.AF_UNIX) as listening:
-            path = self._directory / INDEX_SOCKET
-            path.unlink(missing_ok=True)  # that of a keeper before this one
-            listening.setblocking(False)
-            listening.bind(str(path))
-            listening.listen()
-            self._index_told = encode(messages.IndexJoined())
-            self._tell_all(self._index_told)
-            while True:
-                connection, _ = await loop.sock_accept(listening)
-                with connection:
-                    socket.send_fds(connection, [b"\0"], [self._descriptor])
 
 
 class FrontMetrics(Collector):

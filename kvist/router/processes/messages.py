@@ -14,13 +14,12 @@ import msgspec
 
 from kvist.router.doors.api import Answer, Question
 from kvist.router.doors.journal import Seen
-from kvist.router.fleet.health import CircuitBreaker
+from kvist.router.fleet.health import Change, CircuitState
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Routed
-from kvist.router.sources import WantedWorker
 
 MAX_UNSENT_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -40,14 +39,15 @@ class WorkerNews(Message, frozen=True):
     """All that fronts need to know of a worker, whenever some of it changes."""
 
     url: str
-    event_sources: tuple[str, ...]
+    configured_event_sources: tuple[str, ...]
     configured_role: Role | None
     wanted_by: tuple[str, ...]
     identity: Identity
     is_healthy: bool | None
     is_draining: bool
     last_failure: str | None
-    circuit: CircuitBreaker
+    circuit: tuple[CircuitState, int, float]
+    """State, failures in a row, and when it may be tried again."""
     max_requests: int | None
     paused_until_s: float
     warms_from: int | None
@@ -66,7 +66,9 @@ class WorkerGone(Message, frozen=True):
 
 
 class IndexJoined(Message, frozen=True):
-    """The index can be mapped (`keeper.INDEX_SOCKET`)."""
+    """The index can be mapped: it is the file of this path."""
+
+    path: str
 
 
 class AllTold(Message, frozen=True):
@@ -91,30 +93,20 @@ class MetricsWanted(Message, frozen=True):
 # --- From a front -----------------------------------------------------------------------------------------------------
 
 
-class Known(msgspec.Struct, frozen=True):
-    """A worker as it was wanted, and how it was found."""
-
-    wanted: WantedWorker
-    wanted_by: tuple[str, ...]
-    is_draining: bool
-    is_healthy: bool | None
-    identity: Identity
-
-
 class Hello(Message, frozen=True):
     """Comes first. Who was told of workers before says by which process, as the keeper may have been started anew."""
 
     front: int
     pid: int
     told_by: int | None
-    workers: list[Known]
+    workers: list[WorkerNews]
 
 
 class Happened(Message, frozen=True):
-    """What a request made of a worker's circuit: the name of a method of `CircuitBreaker`."""
+    """What a request made of a worker's circuit."""
 
     url: str
-    what: str
+    what: Change
     now_s: float
 
 

@@ -8,8 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,36 +30,28 @@ def make_part(
     config: RouterConfig, part: Part, started_s: float, recording: Beginning | None = None
 ) -> RouterService | KeeperProcess:
     """Return what this process has to run."""
-    is_keeper, directory = part.front == KEEPER, Path(part.directory)
-    rows = {"num_fronts": part.num_fronts, "num_replicas": part.num_replicas}
+    is_keeper = part.front == KEEPER
+    rows = {"num_fronts": len(part.bells), "num_replicas": part.num_replicas}
     board = LoadBoard(mmap.mmap(part.board, 0), **rows, names_columns=is_keeper)
     load = LoadTracker(board, max(0, part.front))
     if is_keeper:
-        return KeeperProcess(config, directory, load, started_s)
+        return KeeperProcess(config, Path(part.directory), load, started_s)
 
     def knowledge(
         pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
     ) -> RemoteKeeper:
-        return RemoteKeeper(config, directory, load, part.front, pool, metrics, gauges)
+        return RemoteKeeper(config, part, load, pool, metrics, gauges)
 
     return RouterService(replace(config, port=part.port), started_s, knowledge, recording)
 
 
-@asynccontextmanager
-async def ending_with_supervisor(part: Part) -> AsyncIterator[None]:
-    """End this process, in order, when the one that started it is gone; the keeper then removes their directory."""
-    loop, descriptor, is_alone = asyncio.get_running_loop(), sys.stdin.fileno(), False
+def end_with_supervisor(part: Part) -> None:
+    """End this process, in order, when the one that started it is gone, which may have left its directory behind."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def on_end() -> None:
-        nonlocal is_alone
-        is_alone = True
         loop.remove_reader(descriptor)
+        shutil.rmtree(part.directory, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     loop.add_reader(descriptor, on_end)
-    try:
-        yield
-    finally:
-        loop.remove_reader(descriptor)
-        if is_alone and part.front == KEEPER:
-            shutil.rmtree(part.directory, ignore_errors=True)

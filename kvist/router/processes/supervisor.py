@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -37,6 +38,7 @@ _MAX_PAUSE_S = 5.0
 _HURRIED_S = 3.0
 """What a process gets to end in after the second signal, which ends what it serves."""
 _STRONGLY_ORDERED = frozenset({"x86_64", "AMD64"})
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 KEEPER = -1
 
 
@@ -44,22 +46,31 @@ class Part(msgspec.Struct, frozen=True):
     """Which process of a router this one is, and what it shares with the others: a front's number, or `KEEPER`."""
 
     front: int
-    num_fronts: int
     directory: str
     board: int
-    """A descriptor."""
+    """A descriptor, as those of `bells`, by which fronts wake each other."""
+    bells: tuple[int, ...]
     port: int
     num_replicas: int = 0
 
 
 def num_fronts(processes: int | str) -> int:
     """Return how many fronts a router has; raises InvalidValueError where there cannot be several."""
-    number = max(1, len(os.sched_getaffinity(0)) - 1) if isinstance(processes, str) else processes
+    number = max(1, _num_cores() - 1) if isinstance(processes, str) else processes
     if number > 1 and (sys.platform != "linux" or platform.machine() not in _STRONGLY_ORDERED):
         raise InvalidValueError("processes", processes, "1, as several need Linux on x86-64")
     if number > MAX_FRONTS:
         raise InvalidValueError("processes", processes, f"at most {MAX_FRONTS}")
     return number
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may keep busy, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or no quota
+        quota_us, period_us = map(int, _QUOTA.read_text().split())
+        cores = min(cores, quota_us // period_us)
+    return cores
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +88,14 @@ class Supervisor:
 
         Raises OSError if somebody else listens on the port.
         """
-        self._command, self._num_fronts, self._num_replicas = [*command], number, num_replicas
+        self._command, self._num_replicas = [*command], num_replicas
         self._sockets = _reserve(host, port)
         self._directory = tempfile.mkdtemp(prefix="kvist-route-")
         self._descriptor = os.memfd_create("kvist-board")
         os.ftruncate(self._descriptor, board_bytes(number + num_replicas))
         self._memory = mmap.mmap(self._descriptor, 0)
         self._board = LoadBoard(self._memory, num_fronts=number, num_replicas=num_replicas)
+        self._bells = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(number))
         self._recording = Beginning()
         self._children: dict[int, _Child] = {}
         self._due_s: dict[int, float] = {}
@@ -101,7 +113,7 @@ class Supervisor:
         """Call `on_ready` once all fronts listen; return 0, or what a process ended with that could not start."""
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
-            self._due_s = dict.fromkeys((KEEPER, *range(self._num_fronts)), 0.0)
+            self._due_s = dict.fromkeys((KEEPER, *range(len(self._bells))), 0.0)
             code, is_ready = 0, False
             while not self._num_stops and not code:
                 self._start_due()
@@ -135,11 +147,11 @@ class Supervisor:
         now_s = time.monotonic()
         for front in [front for front, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[front]
-            part = Part(front, self._num_fronts, self._directory, self._descriptor, self.port, self._num_replicas)
+            part = Part(front, self._directory, self._descriptor, self._bells, self.port, self._num_replicas)
             process = subprocess.Popen(
                 [*self._command, "--part", msgspec.json.encode(part).decode()],
                 stdin=subprocess.PIPE,  # has one line; its end tells a child that this process is gone
-                pass_fds=(self._descriptor,),
+                pass_fds=(self._descriptor, *self._bells),
                 start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends the others
             )
             assert process.stdin is not None
@@ -149,7 +161,7 @@ class Supervisor:
             self._children[front] = _Child(front, process)
 
     def _do_all_listen(self) -> bool:
-        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes[: self._num_fronts])
+        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes[: len(self._bells)])
 
     def _look_after(self, *, may_restart: bool) -> int:
         """Have those that died started anew; return what one ended with that never could start."""
