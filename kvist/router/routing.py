@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from functools import cache, partial
 from http import HTTPStatus
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -40,6 +40,18 @@ _MANY_LOOKS, _LOOK_INTERVAL = 256, 16
 """After so many prompts in a row of which no engine with EAGLE held any, only each 16th is looked for there."""
 
 
+class Known(Protocol):
+    """What decisions are made from."""
+
+    fleet: Fleet
+    models: Models
+    load: LoadTracker
+
+    @property
+    def index(self) -> Caches | None:
+        """What is known of caches, None where no policy looks at them."""
+
+
 class Prefix(NamedTuple):
     """What is known of a prompt: which rank holds how much of it, and what its full blocks are called."""
 
@@ -62,20 +74,9 @@ class _Ranks(NamedTuple):
 class Routing:
     """Makes decisions from the fleet, its load and its caches as they are now."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        models: Models,
-        load: LoadTracker,
-        index: Caches | None,
-        random: Random,
-        now_s: Callable[[], float],
-    ) -> None:
-        """Decide by each model's policy; `index` is None if none of them looks at caches."""
-        self._fleet = fleet
-        self._models = models
-        self._load = load
-        self._index = index
+    def __init__(self, known: Known, random: Random, now_s: Callable[[], float]) -> None:
+        """Decide by each model's policy."""
+        self._fleet, self._models, self._load, self._index = known.fleet, known.models, known.load, known.index
         self._pricing: dict[tuple[str | None, int], PricedPolicy] = {}
         self._ranks: dict[tuple[Worker, ...], _Ranks] = {}
         self._ranks_known_at_s = 0.0

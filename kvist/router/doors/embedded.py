@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from random import Random
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from prometheus_client import CollectorRegistry
 
@@ -28,18 +28,15 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.board import LoadBoard
-from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
-from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import num_replicas
 from kvist.router.fleet.worker import Worker
 from kvist.router.healing import REPORT_MODE
-from kvist.router.index import Caches
 from kvist.router.policy.decision import Decision
 from kvist.router.policy.priced import Dispatched
 from kvist.router.prefill.dialect import Local
 from kvist.router.prompts import Ask, PromptReader, with_model
-from kvist.router.routing import Prefix, Routing
+from kvist.router.routing import Known, Prefix, Routing
 
 
 class RoutedRequest:
@@ -126,18 +123,6 @@ class Choice(NamedTuple):
         return None if idx is None else self._replace(decision=self.decision.choosing(idx))
 
 
-class Known(Protocol):
-    """What a `Router` goes by."""
-
-    fleet: Fleet
-    models: Models
-    load: LoadTracker
-
-    @property
-    def index(self) -> Caches | None:
-        """What is known of caches, None where the policy does not look at them."""
-
-
 class Router:
     """Decides while its context is open; all methods belong to one event loop."""
 
@@ -165,7 +150,7 @@ class Router:
             index, clock = known.index, LoopClock(asyncio.get_running_loop())
             limits = config.max_worker_prefill_tokens, config.max_fleet_requests
             self._admission = Admission(known.fleet, known.load, now_s, clock, 0, *limits)  # nobody waits here
-            self._routing = Routing(known.fleet, known.models, known.load, index, Random(), now_s)
+            self._routing = Routing(known, Random(), now_s)
             self._reader = PromptReader(
                 known.models,
                 has_index=lambda: index is not None and index.has_joined,

@@ -251,9 +251,6 @@ def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *,
     if index is not None:
         page["index"] = "joined" if index.has_joined else "compiling"
         page["event_sources"] = _explain_sources(workers, index)
-        state = index.state_statistics()
-        if state is not None:
-            page["state"] = state.described()
     return page
 
 

@@ -22,7 +22,7 @@ import msgspec
 import kvist.router
 from kvist.http import Headers, Request, Responder
 from kvist.openai.errors import RequestError
-from kvist.router.doors.api import Answer, Question
+from kvist.router.doors.keeper import Answer, Question
 from kvist.router.doors.live import STATE_PATH
 
 UI_PATH, EVENTS_PATH = "/ui", "/ui/events"

@@ -46,7 +46,6 @@ from kvist.router.access_log import AccessLog
 from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
-from kvist.router.doors.api import Answer, Question, json_answer
 from kvist.router.doors.auth import (
     MODELS_PATH,
     check_client_request,
@@ -59,7 +58,7 @@ from kvist.router.doors.auth import (
 )
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.journal import Journal
-from kvist.router.doors.keeper import FleetKnowledge, Keeper
+from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, Question, json_answer
 from kvist.router.doors.live import STATE_PATH
 from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
@@ -168,7 +167,7 @@ class RouterService:
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
         fleet, load, index = known.fleet, known.load, known.index
         self.fleet = fleet
-        routing = Routing(fleet, known.models, load, index, Random(), now_s)
+        routing = Routing(known, Random(), now_s)
         admission = Admission(
             fleet,
             load,

@@ -24,9 +24,9 @@ from kvist.openai.errors import RequestError
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
-from kvist.router.doors.api import Answer, Question, json_answer, refusal
 from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import Seen
+from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
 from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge

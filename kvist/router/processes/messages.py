@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvist.router.doors.api import Answer, Question
 from kvist.router.doors.journal import Seen
+from kvist.router.doors.keeper import Answer, Question
 from kvist.router.fleet.health import Change, CircuitState
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
