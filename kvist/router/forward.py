@@ -20,13 +20,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvist.http import (
     ClientDisconnectedError,
@@ -46,10 +50,8 @@ from kvist.router.access_log import MAX_CHARS, AccessLog
 from kvist.router.admission import Admission, Place, priority_of, timeout_of
 from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.load import LoadTracker
 from kvist.router.healing import REPORT_MODE, Healer
-from kvist.router.metrics import RouterMetrics
+from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan
@@ -57,7 +59,7 @@ from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import APIS, Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
-from kvist.router.routing import Prefix, Routing
+from kvist.router.routing import Known, Prefix, Routing
 from kvist.router.tenants.accounts import Accounts
 from kvist.router.tenants.isolation import salt_of, takes_salt
 from kvist.router.tenants.limits import LIMITED, Limits, Spending
@@ -81,30 +83,48 @@ Refuse = Callable[[Responder, RequestError, bytes], None]
 """Answers with an error, under the request's id."""
 
 
-@dataclass(frozen=True, slots=True)
 class Forwarder:
     """Sends each request to the worker that its routing chooses, and relays the answer as it comes."""
 
-    config: RouterConfig
-    fleet: Fleet
-    pool: UpstreamPool
-    load: LoadTracker
-    reader: PromptReader
-    routing: Routing
-    healer: Healer
-    releases: Releases
-    admission: Admission
-    metrics: RouterMetrics
-    accounts: Accounts
-    limits: Limits
-    now_s: Callable[[], float]
-    judge: Callable[[Request], Awaitable[Tenant]]
-    refuse: Refuse
-    on_routed: Callable[[Routed], None]
-    on_ended: Callable[[Forwarding, Exception | None], None]
-    tracing: Tracing | None = None
-    access_log: AccessLog | None = None
-    recorder: RequestRecorder | None = None
+    def __init__(
+        self,
+        config: RouterConfig,
+        known: Known,
+        pool: UpstreamPool,
+        metrics: RouterMetrics,
+        judge: Callable[[Request], Awaitable[Tenant]],
+        refuse: Refuse,
+        on_routed: Callable[[Routed], None],
+        on_ended: Callable[[Forwarding, Exception | None], None],
+        tracing: Tracing | None = None,
+        access_log: AccessLog | None = None,
+        recorder: RequestRecorder | None = None,
+    ) -> None:
+        """Decide from what is `known`, and tell of requests that were answered, and of each that has ended."""
+        fleet, load, index = known.fleet, known.load, known.index
+        self.config, self.fleet, self.load, self.pool, self.metrics = config, fleet, load, pool, metrics
+        self.judge, self.refuse, self.on_routed, self.on_ended = judge, refuse, on_routed, on_ended
+        self.tracing, self.access_log, self.recorder = tracing, access_log, recorder
+        self.now_s = time.monotonic
+        self.routing = Routing(known, Random(), self.now_s)
+        self.admission = Admission(
+            fleet,
+            load,
+            self.now_s,
+            pool.clock,
+            config.max_queued,
+            config.max_worker_prefill_tokens,
+            config.max_fleet_requests,
+            on_wait=lambda model, wait_s: metrics.queue_time.labels(model).observe(wait_s),
+        )
+        self.reader = PromptReader(
+            known.models,
+            has_index=lambda: index is not None and index.has_joined,
+            needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
+        )
+        self.healer = Healer(fleet, index, metrics)
+        self.releases = Releases(pool, lambda outcome: metrics.releases.labels(outcome).inc())
+        self.accounts, self.limits = Accounts(), Limits(load.tenants, self.now_s)
 
     def forward(
         self,
@@ -126,6 +146,25 @@ class Forwarder:
         forwarding = Forwarding(self, request, responder, request_id, tenant, trace, is_administrator, self.now_s())
         forwarding.start()
         return forwarding
+
+    def gauges(self) -> Iterator[Metric]:
+        """Yield what is true now of those who ask: who waits, what tenants have used, what could not be written."""
+        queued = gauge_of("queued_requests", "Requests that wait for a worker with room", "model")
+        num_queued = Counter[str]()
+        for model, number in self.admission.queued.items():
+            num_queued[self.fleet.label_of(model)] += number
+        for label, number in num_queued.items():
+            queued.add_metric([label], number)
+        text = "Requests that no worker had room for, by why they wait no longer"
+        rejections = CounterMetricFamily(f"{PREFIX}_rejections", text, labels=["cause"])
+        for cause, count in self.admission.rejections.items():
+            rejections.add_metric([cause], count)
+        yield from (queued, rejections)
+        yield from self.accounts.collect()
+        for name, writer in (("access_log", self.access_log), ("recording", self.recorder)):
+            if writer is not None:
+                text = "Lines that were dropped, as they could not be written in time or at all"
+                yield CounterMetricFamily(f"{PREFIX}_{name}_dropped", text, writer.num_dropped)
 
 
 @dataclass(slots=True, eq=False)

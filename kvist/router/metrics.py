@@ -5,7 +5,6 @@ What happens to requests is counted as it happens; what is true now (load, state
 
 from __future__ import annotations
 
-from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,10 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
-from kvist.http import ServerStatistics
-from kvist.metrics_page import server_metrics
-from kvist.router.access_log import AccessLog
-from kvist.router.admission import Admission
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
@@ -27,11 +22,9 @@ from kvist.router.fleet.replicas import Replicas
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
-from kvist.router.recording import RequestRecorder
-from kvist.router.tenants.accounts import Accounts
 from kvist.router.usage import ReportedUsage
 
-_PREFIX = "kvist_router"
+PREFIX = "kvist_router"
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _REQUEST_BUCKETS_S = (*_TTFT_BUCKETS_S, 120.0, 300.0, 600.0)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
@@ -80,9 +73,9 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter = partial(Counter, namespace=_PREFIX, registry=self.registry)
-        gauge = partial(Gauge, namespace=_PREFIX, registry=self.registry)
-        histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
+        counter = partial(Counter, namespace=PREFIX, registry=self.registry)
+        gauge = partial(Gauge, namespace=PREFIX, registry=self.registry)
+        histogram = partial(Histogram, namespace=PREFIX, registry=self.registry)
         times = partial(histogram, buckets=_TTFT_BUCKETS_S)
         at = ["worker", "model"]
         text = "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more"
@@ -161,41 +154,6 @@ class RouterMetrics:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DoorGauges:
-    """Reads what is true now of those who ask: connections, and who waits."""
-
-    fleet: Fleet
-    admission: Admission
-    server: Callable[[], ServerStatistics]
-    accounts: Accounts
-    access_log: AccessLog | None
-    recorder: RequestRecorder | None
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        yield from self._queue()
-        yield from server_metrics(_PREFIX, self.server())
-        yield from self.accounts.collect()
-        for name, writer in (("access_log", self.access_log), ("recording", self.recorder)):
-            if writer is not None:
-                text = "Lines that were dropped, as they could not be written in time or at all"
-                yield CounterMetricFamily(f"{_PREFIX}_{name}_dropped", text, writer.num_dropped)
-
-    def _queue(self) -> Iterator[Metric]:
-        queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")
-        num_queued: Counts[str] = Counts()
-        for model, number in self.admission.queued.items():
-            num_queued[self.fleet.label_of(model)] += number
-        for label, number in num_queued.items():
-            queued.add_metric([label], number)
-        text = "Requests that no worker had room for, by why they wait no longer"
-        rejections = CounterMetricFamily(f"{_PREFIX}_rejections", text, labels=["cause"])
-        for cause, count in self.admission.rejections.items():
-            rejections.add_metric([cause], count)
-        yield from (queued, rejections)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class FleetGauges:
     """Reads what is true now of workers: load, states, how well each cache is known, the index.
 
@@ -226,11 +184,11 @@ class FleetGauges:
                 yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
     def _states(self) -> Iterator[Metric | None]:
-        states = _gauge("worker_state", "Whether a worker is so", "worker", "state")
-        circuits = _gauge("circuit_state", "Whether a worker's circuit is so", "worker", "state")
+        states = gauge_of("worker_state", "Whether a worker is so", "worker", "state")
+        circuits = gauge_of("circuit_state", "Whether a worker's circuit is so", "worker", "state")
         text = "Whether a worker makes of chats the tokens that the router makes of them"
-        renderings = _gauge("worker_rendering", text, "worker", "state")
-        roles = _gauge("worker_role", "What a worker is there for", "worker", "role")
+        renderings = gauge_of("worker_rendering", text, "worker", "state")
+        roles = gauge_of("worker_role", "What a worker is there for", "worker", "role")
         for worker in self.fleet.workers:
             roles.add_metric([worker.url, worker.role.value], 1)
             for state in WorkerState:
@@ -244,7 +202,7 @@ class FleetGauges:
         yield from (states, circuits, roles, renderings)
 
     def _loads(self) -> Iterator[Metric | None]:
-        gauges = {name: _gauge(name, text, "worker") for name, text in _LOADS.items()}
+        gauges = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
         now_s = self.now_s()
         for worker in self.fleet.workers:
             loads = [self.load.load(rank.target, now_s) for rank in self.fleet.ranks(worker)]
@@ -254,8 +212,8 @@ class FleetGauges:
         yield from gauges.values()
 
     def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
-        ranks = _gauge("ranks", "Ranks by how well their cache is known", "worker", "state")
-        blocks = _gauge("worker_blocks", "Blocks that its ranks hold", "worker")
+        ranks = gauge_of("ranks", "Ranks by how well their cache is known", "worker", "state")
+        blocks = gauge_of("worker_blocks", "Blocks that its ranks hold", "worker")
         for worker in self.fleet.workers:
             statuses = index.ranks(worker.url)
             for state in (*SourceState, APPROXIMATE):
@@ -265,9 +223,9 @@ class FleetGauges:
         yield from (ranks, blocks)
 
     def _sources(self, index: FleetIndex) -> Iterator[Metric | None]:
-        ages = _gauge("event_age_seconds", "Since a stream's last event", "worker", "source")
+        ages = gauge_of("event_age_seconds", "Since a stream's last event", "worker", "source")
         counters = {
-            attribute: CounterMetricFamily(f"{_PREFIX}_event_{name}", text, labels=["worker", "source"])
+            attribute: CounterMetricFamily(f"{PREFIX}_event_{name}", text, labels=["worker", "source"])
             for name, attribute, text in _EVENT_COUNTERS
         }
         for source in index.every_source():
@@ -279,8 +237,9 @@ class FleetGauges:
             yield None
         yield from (ages, *counters.values())
         text = "Answers of any stream given up because all that came in took too much memory"
-        yield CounterMetricFamily(f"{_PREFIX}_event_answers_refused", text, BUDGET.num_refused)
+        yield CounterMetricFamily(f"{PREFIX}_event_answers_refused", text, BUDGET.num_refused)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
+def gauge_of(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    """Return one of the router's gauges, to be filled."""
+    return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)

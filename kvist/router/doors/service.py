@@ -21,10 +21,8 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -41,9 +39,9 @@ from kvist.http import (
     UpstreamPool,
     default_max_connections,
 )
+from kvist.metrics_page import server_metrics
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.access_log import AccessLog
-from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.doors.auth import (
@@ -66,16 +64,12 @@ from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.replicas import num_replicas
 from kvist.router.forward import Forwarder, forwarded_headers
-from kvist.router.healing import Healer
-from kvist.router.metrics import DoorGauges, RouterMetrics
-from kvist.router.prefill.releases import Releases
-from kvist.router.prompts import COMPLETION_PATH, PromptReader
+from kvist.router.metrics import PREFIX, RouterMetrics
+from kvist.router.prompts import COMPLETION_PATH
 from kvist.router.recording import Beginning, RequestRecorder
 from kvist.router.reserved import check_request_id
-from kvist.router.routing import Prefix, Routing
-from kvist.router.tenants.accounts import Accounts
+from kvist.router.routing import Prefix
 from kvist.router.tenants.keys import Keys
-from kvist.router.tenants.limits import Limits
 from kvist.router.tenants.tenant import DEFAULT
 from kvist.tracing import open_tracing
 
@@ -154,70 +148,39 @@ class RouterService:
         self._config = renewed
         self._keys.reconfigure(self._config)
         self.known.reconfigure(self._config)
-        self._forwarder = replace(self._forwarder, config=self._config)
+        self._forwarder.config = self._config
         logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
         if fixed:
             logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
 
     async def _start(self, exits: AsyncExitStack) -> None:
-        config, now_s = self._config, time.monotonic
+        config = self._config
         self._metrics = RouterMetrics()
         await exits.enter_async_context(self._keys)
         pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
-        fleet, load, index = known.fleet, known.load, known.index
-        self.fleet = fleet
-        routing = Routing(known, Random(), now_s)
-        admission = Admission(
-            fleet,
-            load,
-            now_s,
-            pool.clock,
-            config.max_queued,
-            config.max_worker_prefill_tokens,
-            config.max_fleet_requests,
-            on_wait=lambda model, wait_s: self._metrics.queue_time.labels(model).observe(wait_s),
-        )
-        access_log = self._access_log = None
+        self.fleet = known.fleet
+        self._access_log = recorder = None
         if config.access_log is not None:
-            access_log = self._access_log = AccessLog(config.access_log, config.access_log_sample)
-            exits.push_async_callback(asyncio.to_thread, access_log.close)
-        recorder = None
+            self._access_log = AccessLog(config.access_log, config.access_log_sample)
+            exits.push_async_callback(asyncio.to_thread, self._access_log.close)
         if config.record_requests is not None:
             recorder = RequestRecorder(config.record_requests, config.record_max_bytes, self._recording)
             exits.push_async_callback(asyncio.to_thread, recorder.close)
-        accounts = Accounts()
-        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), accounts, access_log, recorder)
-        reader = PromptReader(
-            known.models,
-            has_index=lambda: index is not None and index.has_joined,
-            needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
-        )
-        known.connect(reader.conversations, admission)
-        healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
-        releases = Releases(pool, lambda outcome: self._metrics.releases.labels(outcome).inc())
         self._forwarder = Forwarder(
             config,
-            fleet,
+            known,
             pool,
-            load,
-            reader,
-            routing,
-            healer,
-            releases,
-            admission,
             self._metrics,
-            accounts,
-            Limits(load.tenants, now_s),
-            now_s,
             self._keys.judge,
             self._refuse,
             known.on_routed,
             Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).ended,
-            tracing,
-            access_log,
+            self._open_tracing(exits),
+            self._access_log,
             recorder,
         )
+        known.connect(self._forwarder.reader.conversations, self._forwarder.admission)
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
@@ -229,9 +192,11 @@ class RouterService:
             self._handle, host=config.host, port=config.port, limits=limits, tls=tls, is_shared=self._is_shared
         )
         self._server = await exits.enter_async_context(server)
-        load.show_listening()
+        known.load.show_listening()
         exits.push_async_exit(self._drain)
-        logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
+        logger.info(
+            "router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, time.monotonic() - self._started_s
+        )
 
     async def _drain(self, kind: type[BaseException] | None, *_: object) -> None:
         """Have whoever sends requests look elsewhere before they are taken no more."""
@@ -255,7 +220,9 @@ class RouterService:
         )
 
     def _gauges(self) -> Iterator[Metric | None]:
-        return self._door_gauges.collect()
+        if self._server is not None:  # the others of several processes ask this one as soon as it knows the fleet
+            yield from self._forwarder.gauges()
+            yield from server_metrics(PREFIX, self._server.statistics())
 
     def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
         endpoint = self._config.otlp_traces_endpoint
