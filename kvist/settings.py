@@ -1,15 +1,18 @@
-"""A service's one configuration: a frozen dataclass whose annotations are types, ranges and help texts at once.
+"""A service's one configuration: a frozen dataclass whose annotations are types and ranges at once.
 
-The class, the TOML file and the command line share them, so they cannot disagree. Each field is
-`Annotated[type, Meta(description=..., ge=...)]`; `check_fields` belongs in `__post_init__`.
+The class, the TOML file and the command line share them, so they cannot disagree, as they share the text behind each
+field, which is its help. `check_fields` belongs in `__post_init__`.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -22,6 +25,10 @@ T = TypeVar("T")
 
 Secret = Annotated[str, Meta(min_length=1, pattern=r"^[\x21-\x7e]*$")]
 """A key, which may stand in a header. No error shows the value of a field that has it in its type."""
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+Text = Annotated[str, Meta(min_length=1)]
 
 
 def check_fields(config: Any) -> None:
@@ -57,8 +64,15 @@ def read_struct(path: Path, kind: type[T]) -> T:
 
 
 def option_help(kind: type) -> dict[str, str]:
-    """Return what each key means, by name, in order."""
-    return {name: _description(annotation) for name, annotation in _annotations(kind).items()}
+    """Return what each key means, by name, in order: the text that stands behind it in its class."""
+    texts = {}
+    for each in reversed(kind.__mro__[:-1]):
+        definition: Any = ast.parse(inspect.getsource(each)).body[0]
+        for pair in pairwise(definition.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def secret_names(kind: type) -> set[str]:
@@ -75,13 +89,13 @@ def _annotations(kind: type) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(kind)}
 
 
-def _description(annotation: Any) -> str:
-    return next(meta.description for meta in annotation.__metadata__ if isinstance(meta, Meta) and meta.description)
+def _choices(annotation: Any) -> list[Any]:
+    parts = get_args(annotation)
+    return [*parts] if get_origin(annotation) is Literal else [each for part in parts for each in _choices(part)]
 
 
 def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
-    kind = annotation.__origin__
-    choices = [each for part in (kind, *get_args(kind)) if get_origin(part) is Literal for each in get_args(part)]
+    choices = _choices(annotation)
     if choices and isinstance(value, str):
         value = value.lower()
     try:

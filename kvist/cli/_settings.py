@@ -56,7 +56,7 @@ def add_settings(
 
 def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Callable[[Any], Any]]) -> T:
     """Return the file's values overridden by flags, whose texts `read` makes values of; raises InvalidValueError."""
-    given = {name: value for name, value in vars(args).items() if name in option_help(kind)}
+    given = {name: value for name, value in vars(args).items() if name in get_type_hints(kind)}
     given |= {name: of_text(given[name]) for name, of_text in read.items() if name in given}
     from_file = read_toml(args.config) if getattr(args, "config", None) is not None else {}
     secrets = secret_names(kind)

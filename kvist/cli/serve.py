@@ -55,46 +55,30 @@ _GROUPS = {"model_dir": "engine", "served_model_name": "service", "kv_transfer":
 class ServeConfig(EngineConfig):
     """The settings of one bundled worker."""
 
-    served_model_name: Annotated[
-        tuple[str, ...], Meta(description="names of the model, the first of which is in answers; if none, its path")
-    ] = ()
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="port, 0 for a free one")] = 8100
-    kv_events: Annotated[
-        str, Meta(description="where to publish cache events, 'none' for nowhere; port 0 is a free one")
-    ] = "tcp://127.0.0.1:0"
-    groups: Annotated[
-        Literal["largest", "all"],
-        Meta(description="'all' also publishes what window groups beside the largest hold, as kvist publish does"),
-    ] = "largest"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),
-    ] = None
-    kv_transfer: Annotated[
-        str | None,
-        Meta(description="tcp://host:port where other workers fetch prompts' KV, an address they can reach"),
-    ] = None
-    role: Annotated[
-        Literal["both", "prefill", "decode"],
-        Meta(description="what routers use this worker for, beside --kv-transfer"),
-    ] = "both"
-    kv_transfer_agent: Annotated[
-        Literal["shared_memory", "nixl"],
-        Meta(description="what moves the bytes: shared_memory within a host, nixl between hosts"),
-    ] = "shared_memory"
-    kv_transfer_bounce_mib: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="MiB of each of two regions through which thousands of small pieces go as one write; 0: off",
-        ),
-    ] = 0
-    kv_transfer_timeout: Annotated[
-        float,
-        Meta(gt=0, le=86_400, description="seconds until a transfer has failed; prompts are held twice as long"),
-    ] = 30.0
-    kv_transfer_fallback: Annotated[bool, Meta(description="compute here a prompt that cannot be fetched")] = True
+    served_model_name: tuple[str, ...] = ()
+    """names of the model, the first of which is in answers; if none, its path"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = 8100
+    """port, 0 for a free one"""
+    kv_events: str = "tcp://127.0.0.1:0"
+    """where to publish cache events, 'none' for nowhere; port 0 is a free one"""
+    groups: Literal["largest", "all"] = "largest"
+    """'all' also publishes what window groups beside the largest hold, as kvist publish does"""
+    otlp_traces_endpoint: str | None = None
+    """where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"""
+    kv_transfer: str | None = None
+    """tcp://host:port where other workers fetch prompts' KV, an address they can reach"""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """what routers use this worker for, beside --kv-transfer"""
+    kv_transfer_agent: Literal["shared_memory", "nixl"] = "shared_memory"
+    """what moves the bytes: shared_memory within a host, nixl between hosts"""
+    kv_transfer_bounce_mib: Annotated[int, Meta(ge=0)] = 0
+    """MiB of each of two regions through which thousands of small pieces go as one write; 0: off"""
+    kv_transfer_timeout: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
+    """seconds until a transfer has failed; prompts are held twice as long"""
+    kv_transfer_fallback: bool = True
+    """compute here a prompt that cannot be fetched"""
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)

@@ -25,7 +25,7 @@ from kvist.router.policy.settings import (
     PriceSettings,
 )
 from kvist.router.sources import SourceUrl, check_event_source, check_worker_url
-from kvist.settings import Secret, check_fields
+from kvist.settings import Count, Port, Seconds, Secret, Text, check_fields
 from kvist.tracing import check_traces_endpoint
 
 DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
@@ -77,234 +77,157 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig:
     """Everything the router can be told. Raises InvalidValueError that names the field."""
 
-    worker_urls: Annotated[tuple[str, ...], Meta(description="workers to route to, as http://host:port")] = ()
-    prefill_worker_urls: Annotated[
-        tuple[str, ...], Meta(description="workers that compute prompts for others, where they do not say so")
-    ] = ()
-    decode_worker_urls: Annotated[
-        tuple[str, ...], Meta(description="workers that go on with what prefill workers computed, likewise")
-    ] = ()
-    prefill_dialect: Annotated[
-        DialectName, Meta(description="the engine of such workers, where neither they nor their model lists say it")
-    ] = "vllm"
-    max_local_prefill_tokens: Annotated[
-        int, Meta(ge=0, description="prompts with no more tokens to compute are not handed to a prefill worker")
-    ] = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
-    discover: Annotated[
-        tuple[str, ...],
-        Meta(description="where more workers are found: URLs of files, DNS, Kubernetes or NATS (docs/fleet.md)"),
-    ] = field(default=(), repr=False)
-    kv_event_sources: Annotated[
-        dict[str, tuple[str, ...]],
-        Meta(description="where a worker streams its KV events, once a stream; wins over what the worker announces"),
-    ] = field(default_factory=dict)
-    allowed_event_networks: Annotated[
-        tuple[str, ...],
-        Meta(description="networks (CIDR) where announced event endpoints may be, beside the worker's own host"),
-    ] = ()
-    full_reports: Annotated[
-        bool,
-        Meta(description="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"),
-    ] = False
-    data_parallel_size: Annotated[
-        int,
-        Meta(ge=1, le=MAX_RANKS, description="ranks that a worker's streams may name, unless it announces fewer"),
-    ] = DEFAULT_NUM_RANKS
-    policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
-    block_size: Annotated[
-        Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(description="tokens per KV block of workers that do not say; without it, what each one's stream names"),
-    ] = None
-    max_blocks: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="kv: distinct blocks that are kept; without it, what fits half of memory"),
-    ] = None
-    expected_cache_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="kv: prompt tokens a worker without KV events is expected to cache, where it does not tell; 0 "
-            "expects nothing",
-        ),
-    ] = DEFAULT_EXPECTED_CACHE_TOKENS
-    expected_time_to_live_s: Annotated[
-        float, Meta(gt=0, description="kv: how long after its last use such a worker is expected to hold a prompt")
-    ] = DEFAULT_TIME_TO_LIVE_S
-    model_path: Annotated[
-        str | None,
-        Meta(
-            description="directory of tokenizer and chat template, of all models that are not named by themselves; "
-            "without it, where workers say that theirs is, if that is on this machine"
-        ),
-    ] = None
-    models: Annotated[
-        dict[str, ModelSettings],
-        Meta(description="where single models' tokenizer and template are; in [models.NAME] of a file also policy, …"),
-    ] = field(default_factory=dict)
-    aliases: Annotated[
-        dict[str, dict[str, Annotated[float, Meta(gt=0)]]],
-        Meta(description="other names of models; of several of one name each gets its share of the conversations"),
-    ] = field(default_factory=dict)
-    state_dir: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="kv: folder to keep what is known of the caches in, for the next start; of one process alone"),
-    ] = None
-    state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
-    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
-    processes: Annotated[
-        Annotated[int, Meta(ge=1)] | Literal["auto"],
-        Meta(
-            description="processes that take requests, beside one that follows the fleet if they are several; auto: as "
-            "many as there are cores but one"
-        ),
-    ] = 1
-    replicas: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="where routers beside this one are met, which are told what it has in flight and tell it: "
-            "nats://host:port/FLEET/routers, or mqtt://"
-        ),
-    ] = None
-    tls_certificate: Annotated[
-        str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
-    ] = None
-    tls_key: Annotated[str | None, Meta(description="PEM file of the certificate's private key")] = None
-    client_ca: Annotated[
-        str | None, Meta(description="PEM file of who signs clients' certificates: those without one are refused")
-    ] = None
-    worker_ca: Annotated[
-        str | None, Meta(description="PEM file of who signs certificates of workers with https; else the system says")
-    ] = None
-    worker_certificate: Annotated[
-        str | None, Meta(description="PEM file of the certificate that such workers are shown, then its chain")
-    ] = None
-    worker_key: Annotated[str | None, Meta(description="PEM file of that certificate's private key")] = None
-    api_key: Annotated[Secret | None, Meta(description="bearer key that clients must send")] = field(
-        default=None, repr=False
-    )
-    tenants: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"),
-    ] = None
-    auth_url: Annotated[
-        str | None,
-        Meta(description="who says whose a key is, where it is in no file: asked over HTTP (docs/tenants.md)"),
-    ] = None
-    auth_ttl_s: Annotated[float, Meta(gt=0, description="how long what it said of a key counts")] = 30.0
-    auth_timeout_s: Annotated[float, Meta(gt=0, description="time that it may take to answer")] = 3.0
-    isolation: Annotated[
-        Literal["none", "tenant"],
-        Meta(description="tenant: no tenant can tell what others have cached, but those of its group"),
-    ] = "none"
-    isolation_secret: Annotated[
-        Secret | None, Meta(description="what salts of caches are made from, the same in each router of a fleet")
-    ] = field(default=None, repr=False)
-    admin_key: Annotated[
-        Secret | None,
-        Meta(description="bearer key for administration; without it only loopback clients may administer"),
-    ] = field(default=None, repr=False)
-    worker_api_key: Annotated[
-        Secret | None,
-        Meta(description="bearer key that workers are sent; of single workers, by URL, in [worker_api_keys] of a file"),
-    ] = field(default=None, repr=False)
-    worker_api_keys: Annotated[dict[str, Secret], Meta(description="keys of single workers, by URL")] = field(
-        default_factory=dict, repr=False
-    )
-    cors_origins: Annotated[
-        tuple[str, ...],
-        Meta(description="origins whose pages may use what clients may, as scheme://host[:port], or * for any"),
-    ] = ()
-    debug_headers: Annotated[
-        bool, Meta(description="tell every client, not administrators alone, which worker answered and what it held")
-    ] = False
-    show_prompts: Annotated[
-        bool, Meta(description="show administrators the beginnings and ends of prompts on the live page (/ui)")
-    ] = False
-    max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
-    max_connections: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="clients' connections at a time; without it, half of the descriptors there may be"),
-    ] = None
-    max_connections_per_peer: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="those of one address, which may be a load balancer; without it, as many as of all"),
-    ] = None
-    access_log: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="file that has a line of JSON for each request, or - for stdout"),
-    ] = None
-    access_log_sample: Annotated[
-        float, Meta(gt=0, le=1, description="share of the requests it has; those that failed are all there")
-    ] = 1.0
-    record_requests: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="folder to record requests in: their times, sizes and shared prefixes, and nothing of texts"),
-    ] = None
-    record_max_bytes: Annotated[
-        int, Meta(ge=2**26, description="what all recordings in that folder may take; the oldest parts are deleted")
-    ] = 2**30
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),
-    ] = None
-    max_attempts: Annotated[
-        int, Meta(ge=1, le=100, description="workers tried for one request while none has answered")
-    ] = 3
+    worker_urls: tuple[str, ...] = ()
+    """workers to route to, as http://host:port"""
+    prefill_worker_urls: tuple[str, ...] = ()
+    """workers that compute prompts for others, where they do not say so"""
+    decode_worker_urls: tuple[str, ...] = ()
+    """workers that go on with what prefill workers computed, likewise"""
+    prefill_dialect: DialectName = "vllm"
+    """the engine of such workers, where neither they nor their model lists say it"""
+    max_local_prefill_tokens: Annotated[int, Meta(ge=0)] = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
+    """prompts with no more tokens to compute are not handed to a prefill worker"""
+    discover: tuple[str, ...] = field(default=(), repr=False)
+    """where more workers are found: URLs of files, DNS, Kubernetes or NATS (docs/fleet.md)"""
+    kv_event_sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """where a worker streams its KV events, once a stream; wins over what the worker announces"""
+    allowed_event_networks: tuple[str, ...] = ()
+    """networks (CIDR) where announced event endpoints may be, beside the worker's own host"""
+    full_reports: bool = False
+    """others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
+    """ranks that a worker's streams may name, unless it announces fewer"""
+    policy: PolicyName = "kv"
+    """how a worker is chosen"""
+    block_size: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    """tokens per KV block of workers that do not say; without it, what each one's stream names"""
+    max_blocks: Count | None = None
+    """kv: distinct blocks that are kept; without it, what fits half of memory"""
+    expected_cache_tokens: Annotated[int, Meta(ge=0)] = DEFAULT_EXPECTED_CACHE_TOKENS
+    """kv: prompt tokens a worker without KV events is expected to cache, where it does not tell; 0 expects nothing"""
+    expected_time_to_live_s: Seconds = DEFAULT_TIME_TO_LIVE_S
+    """kv: how long after its last use such a worker is expected to hold a prompt"""
+    model_path: str | None = None
+    """directory of tokenizer and chat template, of all models that are not named by themselves; without it, where
+    workers say that theirs is, if that is on this machine"""
+    models: dict[str, ModelSettings] = field(default_factory=dict)
+    """where single models' tokenizer and template are; in [models.NAME] of a file also policy, …"""
+    aliases: dict[str, dict[str, Annotated[float, Meta(gt=0)]]] = field(default_factory=dict)
+    """other names of models; of several of one name each gets its share of the conversations"""
+    state_dir: Text | None = None
+    """kv: folder to keep what is known of the caches in, for the next start; of one process alone"""
+    state_interval_s: Seconds = 60.0
+    """time between saves, of what has changed"""
+    host: Text = "127.0.0.1"
+    """address to listen on"""
+    port: Port = 30000
+    """port to listen on; 0 takes a free one"""
+    processes: Count | Literal["auto"] = 1
+    """processes that take requests, beside one that follows the fleet if they are several; auto: as many as there are
+    cores but one"""
+    replicas: Text | None = None
+    """where routers beside this one are met, which are told what it has in flight and tell it:
+    nats://host:port/FLEET/routers, or mqtt://"""
+    tls_certificate: str | None = None
+    """PEM file to serve HTTPS with, the certificate first, then its chain"""
+    tls_key: str | None = None
+    """PEM file of the certificate's private key"""
+    client_ca: str | None = None
+    """PEM file of who signs clients' certificates: those without one are refused"""
+    worker_ca: str | None = None
+    """PEM file of who signs certificates of workers with https; else the system says"""
+    worker_certificate: str | None = None
+    """PEM file of the certificate that such workers are shown, then its chain"""
+    worker_key: str | None = None
+    """PEM file of that certificate's private key"""
+    api_key: Secret | None = field(default=None, repr=False)
+    """bearer key that clients must send"""
+    tenants: Text | None = None
+    """file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"""
+    auth_url: str | None = None
+    """who says whose a key is, where it is in no file: asked over HTTP (docs/tenants.md)"""
+    auth_ttl_s: Seconds = 30.0
+    """how long what it said of a key counts"""
+    auth_timeout_s: Seconds = 3.0
+    """time that it may take to answer"""
+    isolation: Literal["none", "tenant"] = "none"
+    """tenant: no tenant can tell what others have cached, but those of its group"""
+    isolation_secret: Secret | None = field(default=None, repr=False)
+    """what salts of caches are made from, the same in each router of a fleet"""
+    admin_key: Secret | None = field(default=None, repr=False)
+    """bearer key for administration; without it only loopback clients may administer"""
+    worker_api_key: Secret | None = field(default=None, repr=False)
+    """bearer key that workers are sent; of single workers, by URL, in [worker_api_keys] of a file"""
+    worker_api_keys: dict[str, Secret] = field(default_factory=dict, repr=False)
+    """keys of single workers, by URL"""
+    cors_origins: tuple[str, ...] = ()
+    """origins whose pages may use what clients may, as scheme://host[:port], or * for any"""
+    debug_headers: bool = False
+    """tell every client, not administrators alone, which worker answered and what it held"""
+    show_prompts: bool = False
+    """show administrators the beginnings and ends of prompts on the live page (/ui)"""
+    max_body_bytes: Count = 32 * 1024 * 1024
+    """largest request body"""
+    max_connections: Count | None = None
+    """clients' connections at a time; without it, half of the descriptors there may be"""
+    max_connections_per_peer: Count | None = None
+    """those of one address, which may be a load balancer; without it, as many as of all"""
+    access_log: Text | None = None
+    """file that has a line of JSON for each request, or - for stdout"""
+    access_log_sample: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """share of the requests it has; those that failed are all there"""
+    record_requests: Text | None = None
+    """folder to record requests in: their times, sizes and shared prefixes, and nothing of texts"""
+    record_max_bytes: Annotated[int, Meta(ge=2**26)] = 2**30
+    """what all recordings in that folder may take; the oldest parts are deleted"""
+    otlp_traces_endpoint: str | None = None
+    """where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"""
+    max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """workers tried for one request while none has answered"""
 
-    tier_credits: Annotated[
-        TierCredits,
-        Meta(description="kv: share of its computation that a block spares on GPU, host, disk, external storage"),
-    ] = DEFAULT_TIER_CREDITS
+    tier_credits: TierCredits = DEFAULT_TIER_CREDITS
+    """kv: share of its computation that a block spares on GPU, host, disk, external storage"""
 
-    health_interval_s: Annotated[float, Meta(gt=0, description="time between health checks of a worker")] = 10.0
-    health_timeout_s: Annotated[float, Meta(gt=0, description="time a health check may take")] = 5.0
-    health_failures: Annotated[int, Meta(ge=1, description="failed checks in a row that make a worker unhealthy")] = 3
-    health_successes: Annotated[int, Meta(ge=1, description="passed checks in a row that make it healthy again")] = 2
-    breaker_failures: Annotated[int, Meta(ge=1, description="failed requests in a row that open a circuit")] = 5
-    breaker_cooldown_s: Annotated[float, Meta(gt=0, description="time an open circuit waits for its next try")] = 10.0
-    silence_timeout_s: Annotated[
-        float, Meta(gt=0, description="time after which a worker that has requests and sends no byte is given up")
-    ] = 3.0
-    max_worker_requests: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="requests a worker is given at a time; without it, what it says to run and a small reserve"),
-    ] = None
-    max_worker_prefill_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="uncached prompt tokens in flight at which a worker is given no more; without it, no bound"),
-    ] = None
-    max_fleet_requests: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="requests all workers are given at a time; without it, what each of them takes"),
-    ] = None
-    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a worker with room, a model")] = 16384
-    queue_timeout_s: Annotated[
-        float, Meta(gt=0, description="time a request may wait; its header x-kvist-queue-timeout may say less")
-    ] = 60.0
-    workers_use_priority: Annotated[
-        bool, Meta(description="workers schedule by a request's priority: it is left in the body")
-    ] = False
-    connect_timeout_s: Annotated[
-        float, Meta(gt=0, description="time that a connection to a worker may take to open")
-    ] = _UPSTREAM.connect_timeout_s
-    first_byte_timeout_s: Annotated[
-        float, Meta(gt=0, description="time from a request to a worker to the first byte of its answer")
-    ] = _UPSTREAM.first_byte_timeout_s
-    idle_timeout_s: Annotated[float, Meta(gt=0, description="time between two pieces of a worker's answer")] = (
-        _UPSTREAM.idle_timeout_s
-    )
-    request_timeout_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="time for a whole request, all attempts and its answer included; without it, no bound"),
-    ] = None
-    drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
-    drain_delay_s: Annotated[
-        float, Meta(ge=0, description="at SIGTERM, time for which /readiness fails before connections are refused")
-    ] = 0.0
-    shutdown_timeout_s: Annotated[
-        float, Meta(gt=0, description="at SIGTERM, time that running requests may then go on before they are ended")
-    ] = 180.0
+    health_interval_s: Seconds = 10.0
+    """time between health checks of a worker"""
+    health_timeout_s: Seconds = 5.0
+    """time a health check may take"""
+    health_failures: Count = 3
+    """failed checks in a row that make a worker unhealthy"""
+    health_successes: Count = 2
+    """passed checks in a row that make it healthy again"""
+    breaker_failures: Count = 5
+    """failed requests in a row that open a circuit"""
+    breaker_cooldown_s: Seconds = 10.0
+    """time an open circuit waits for its next try"""
+    silence_timeout_s: Seconds = 3.0
+    """time after which a worker that has requests and sends no byte is given up"""
+    max_worker_requests: Count | None = None
+    """requests a worker is given at a time; without it, what it says to run and a small reserve"""
+    max_worker_prefill_tokens: Count | None = None
+    """uncached prompt tokens in flight at which a worker is given no more; without it, no bound"""
+    max_fleet_requests: Count | None = None
+    """requests all workers are given at a time; without it, what each of them takes"""
+    max_queued: Annotated[int, Meta(ge=0)] = 16384
+    """requests that may wait for a worker with room, a model"""
+    queue_timeout_s: Seconds = 60.0
+    """time a request may wait; its header x-kvist-queue-timeout may say less"""
+    workers_use_priority: bool = False
+    """workers schedule by a request's priority: it is left in the body"""
+    connect_timeout_s: Seconds = _UPSTREAM.connect_timeout_s
+    """time that a connection to a worker may take to open"""
+    first_byte_timeout_s: Seconds = _UPSTREAM.first_byte_timeout_s
+    """time from a request to a worker to the first byte of its answer"""
+    idle_timeout_s: Seconds = _UPSTREAM.idle_timeout_s
+    """time between two pieces of a worker's answer"""
+    request_timeout_s: Seconds | None = None
+    """time for a whole request, all attempts and its answer included; without it, no bound"""
+    drain_timeout_s: Seconds = 300.0
+    """time a removed worker's requests may go on"""
+    drain_delay_s: Annotated[float, Meta(ge=0)] = 0.0
+    """at SIGTERM, time for which /readiness fails before connections are refused"""
+    shutdown_timeout_s: Seconds = 180.0
+    """at SIGTERM, time that running requests may then go on before they are ended"""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -13,7 +13,7 @@ from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
-from kvist.settings import Secret, check_fields
+from kvist.settings import Count, Port, Seconds, Secret, Text, check_fields
 
 MAX_INSTANCE_ID = (1 << 64) - 1
 
@@ -30,58 +30,42 @@ class Worker(NamedTuple):
 class IndexConfig:
     """Everything the index service can be told. Raises InvalidValueError that names the field."""
 
-    workers: Annotated[
-        tuple[str, ...], Meta(description="streams to follow from the start, as id[:rank]=endpoint, joined by commas")
-    ] = ()
-    block_size: Annotated[
-        Annotated[int, Meta(ge=1, le=65536)] | None, Meta(description="tokens per KV block of those workers")
-    ] = None
-    model_name: Annotated[str, Meta(min_length=1, description="model that those workers serve")] = "default"
-    replay: Annotated[
-        bool, Meta(description="ask each stream's replay port for what came before, and for what was lost since")
-    ] = True
-    max_blocks: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="distinct blocks that a model's index keeps; without it, what fits half of memory"),
-    ] = None
-    data_parallel_size: Annotated[
-        int, Meta(ge=1, le=MAX_RANKS, description="ranks that a stream may name beside its own; others are skipped")
-    ] = DEFAULT_NUM_RANKS
-    full_reports: Annotated[
-        bool,
-        Meta(description="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"),
-    ] = False
-    peers: Annotated[
-        tuple[str, ...],
-        Meta(description="index services to start from, as http://host:port joined by commas; the first that answers"),
-    ] = ()
-    state_dir: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="folder to keep the indexes in, for the next start; of one process alone"),
-    ] = None
-    state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
-    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8090
-    api_key: Annotated[Secret | None, Meta(description="bearer key to query and to list workers")] = field(
-        default=None, repr=False
-    )
-    admin_key: Annotated[
-        Secret | None,
-        Meta(description="bearer key to register, unregister and dump; without it only loopback clients may"),
-    ] = field(default=None, repr=False)
-    allow_endpoints: Annotated[
-        tuple[str, ...],
-        Meta(description="networks (CIDR) where registered endpoints must be; without any, wherever they are"),
-    ] = ()
-    max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
-    max_connections: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="clients' connections at a time; without it, half of the descriptors there may be"),
-    ] = None
-    max_connections_per_peer: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="those of one address, which may be a load balancer; without it, as many as of all"),
-    ] = None
+    workers: tuple[str, ...] = ()
+    """streams to follow from the start, as id[:rank]=endpoint, joined by commas"""
+    block_size: Annotated[int, Meta(ge=1, le=65536)] | None = None
+    """tokens per KV block of those workers"""
+    model_name: Text = "default"
+    """model that those workers serve"""
+    replay: bool = True
+    """ask each stream's replay port for what came before, and for what was lost since"""
+    max_blocks: Count | None = None
+    """distinct blocks that a model's index keeps; without it, what fits half of memory"""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
+    """ranks that a stream may name beside its own; others are skipped"""
+    full_reports: bool = False
+    """others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"""
+    peers: tuple[str, ...] = ()
+    """index services to start from, as http://host:port joined by commas; the first that answers"""
+    state_dir: Text | None = None
+    """folder to keep the indexes in, for the next start; of one process alone"""
+    state_interval_s: Seconds = 60.0
+    """time between saves, of what has changed"""
+    host: Text = "127.0.0.1"
+    """address to listen on"""
+    port: Port = 8090
+    """port to listen on; 0 takes a free one"""
+    api_key: Secret | None = field(default=None, repr=False)
+    """bearer key to query and to list workers"""
+    admin_key: Secret | None = field(default=None, repr=False)
+    """bearer key to register, unregister and dump; without it only loopback clients may"""
+    allow_endpoints: tuple[str, ...] = ()
+    """networks (CIDR) where registered endpoints must be; without any, wherever they are"""
+    max_body_bytes: Count = 32 * 1024 * 1024
+    """largest request body"""
+    max_connections: Count | None = None
+    """clients' connections at a time; without it, half of the descriptors there may be"""
+    max_connections_per_peer: Count | None = None
+    """those of one address, which may be a load balancer; without it, as many as of all"""
 
     def __post_init__(self) -> None:
         check_fields(self)
