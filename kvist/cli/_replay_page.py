@@ -14,8 +14,8 @@ from kvist.http import Request, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.replay.history import History, HistoryCollector
 from kvist.replay.statistics import RecordingStatistics, curves
-from kvist.router.doors.api import Answer, Question, json_answer, refusal
 from kvist.router.doors.auth import require_administrator
+from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
 from kvist.router.doors.page import EVENTS_PATH, show_file, stream
 
 
