@@ -118,7 +118,7 @@ def process(start_process: Callable[..., subprocess.Popen[str]]) -> subprocess.P
 def ask(url: str, path: str, body: bytes | None = None) -> tuple[int, Any, Any]:
     """Return status, header fields and JSON of an answer."""
     try:
-        with urllib.request.urlopen(url + path, body, timeout=60) as answer:
+        with urllib.request.urlopen(url + path, body, timeout=180) as answer:
             return answer.status, answer.headers, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -139,7 +139,7 @@ def test_it_says_where_it_listens_and_a_signal_ends_it_with_0(process, until_tru
     until_true(lambda: ask(url, "/readiness")[0] == 200)
     assert [worker["instance_id"] for worker in ask(url, "/workers")[2]] == [1]
     os.kill(process.pid, number)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=180) == 0
 
 
 def test_with_an_empty_cache_it_answers_before_anything_is_compiled_and_a_signal_ends_all_of_it(
@@ -157,7 +157,7 @@ def test_with_an_empty_cache_it_answers_before_anything_is_compiled_and_a_signal
         assert "the index is compiling" in refusal["error"]
     compiler = psutil.Process(process.pid).children()[0]
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=180) == 0
     assert not compiler.is_running()
     assert "compiling the index" in process.stderr.read()
 
@@ -167,7 +167,7 @@ def test_where_nothing_can_be_written_it_answers_and_ends_while_a_thread_compile
     assert ask(url_of(process), "/readiness")[2] == {"ready": False, "index": "compiling"}
     assert psutil.Process(process.pid).children() == []
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=180) == 0
     assert "set NUMBA_CACHE_DIR to a directory that is writable" in process.stderr.read()
 
 

@@ -49,7 +49,7 @@ async def test_publish_stands_between_an_engine_and_an_indexer_until_signalled(s
         await until(lambda: indexer.is_exact("w1", 0) and index.digest(WorkerRank("w1", 0)).num_blocks == 1)
     assert index.digest(WorkerRank("w1", 0)).digest == block_digest(block_hash, Tier.GPU)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     assert output.startswith("kvist publish: 1 engine batches in, 0 restarts")
     assert output.count("\n") == 1
@@ -69,7 +69,7 @@ async def test_the_engines_own_configuration_says_where_its_ranks_are(start_vllm
         indexer.add_source("w1", published_at)
         await until(lambda: index.digest(WorkerRank("w1", 0)).digest == block_digest(block_hash, Tier.GPU))
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     assert f"connecting to tcp://127.0.0.1:{port} engine=vllm replay=tcp://127.0.0.1:{port + 1}" in errors
 
@@ -95,11 +95,11 @@ class Killed:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=180)
 
     def terminate(self) -> str:
         self._process.terminate()
-        output, errors = self._process.communicate(timeout=60)
+        output, errors = self._process.communicate(timeout=180)
         assert self._process.returncode == 0, errors
         return output + errors
 
@@ -148,7 +148,7 @@ async def test_a_killed_sidecar_goes_on_unless_the_engine_is_another(
 
 def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
     process = kvist("--endpoint", "tcp://h:1")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 2
     assert "--engine: got None, expected vllm or sglang, beside --endpoint" in errors
 
@@ -170,7 +170,7 @@ def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
 )
 def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):
     process = kvist("--engine", "vllm", "--worker", "w", *args)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 2
     assert errors.startswith("kvist publish: error: ")
     assert message in errors
@@ -180,6 +180,6 @@ def test_a_port_in_use_ends_with_code_2_and_names_it(start_vllm, free_port):
     port = free_port()
     start_vllm(port)
     process = kvist("--engine", "vllm", "--to", f"tcp://127.0.0.1:{port}")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode == 2
     assert f"tcp://127.0.0.1:{port}" in errors

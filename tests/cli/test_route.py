@@ -175,10 +175,10 @@ def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: i
     line = process.stdout.readline()
     ready = re.fullmatch(r"kvist route: listening on (http://127\.0\.0\.1:\d+) policy=least-loaded workers=0\n", line)
     assert ready, line
-    with urllib.request.urlopen(ready[1] + "/health", timeout=60) as answer:
+    with urllib.request.urlopen(ready[1] + "/health", timeout=180) as answer:
         assert json.load(answer)["status"] == "ok"
     os.kill(process.pid, number)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=180) == 0
 
 
 def test_a_port_in_use_is_a_clear_error(capsys) -> None:

@@ -75,20 +75,20 @@ class Router:
 
     async def until_ready(self, expected: dict[str, object]) -> None:
         """Wait until `/readiness` shows what is expected."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not expected.items() <= (await self.client.get("/readiness")).json().items():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
     async def logged(self, text: str) -> str:
         """Return the next line of the log that has this text."""
         assert self.process.stderr is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while text not in (line := (await self.process.stderr.readline()).decode()):
                 assert line, "the log has ended"
         return line
 
     async def end(self) -> int:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             return await self.process.wait()
 
 
@@ -108,7 +108,7 @@ async def running(*flags: str) -> AsyncIterator[Router]:
     try:
         assert process.stdout is not None
         url = (await process.stdout.readline()).decode().split()[4]
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=180, trust_env=False) as client:
             yield Router(process, client, url)
     finally:
         if process.returncode is None:

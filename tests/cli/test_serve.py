@@ -38,7 +38,7 @@ async def serve(*flags: str) -> AsyncIterator[Running]:
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(180):
             line = (await process.stdout.readline()).decode()
         match = READY.match(line)
         assert match, line
@@ -52,13 +52,13 @@ async def serve(*flags: str) -> AsyncIterator[Running]:
 async def test_it_serves_publishes_and_ends_when_asked() -> None:
     async with (
         serve("--served-model-name", "tiny") as running,
-        httpx.AsyncClient(base_url=running.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=180) as client,
     ):
         info = (await client.get("/server_info")).json()
         assert info["model"] == "tiny"
         assert info["kv_events"] == {"endpoint": running.events}
         endpoint = Endpoint.parse(info["kv_events"]["endpoint"])
-        async with open_subscription(endpoint) as subscription, asyncio.timeout(60):
+        async with open_subscription(endpoint) as subscription, asyncio.timeout(180):
             stored: list[bytes] = []
             while not stored:  # until the subscription is connected, events pass it by
                 await client.post("/flush_cache")
@@ -79,23 +79,23 @@ async def test_it_serves_publishes_and_ends_when_asked() -> None:
         assert filtered
         assert float(filtered[1]) > 0
         running.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             assert await running.process.wait() == 0
 
 
 async def test_requests_in_progress_do_not_hold_up_the_end_and_are_told() -> None:
     ask = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-    async with serve("--kv-events", "none") as running, httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+    async with serve("--kv-events", "none") as running, httpx.AsyncClient(base_url=running.url, timeout=180) as client:
         assert (await client.get("/server_info")).json()["kv_events"] is None
         whole = asyncio.create_task(client.post("/v1/completions", json=ask | {"stream": False}))
         async with client.stream("POST", "/v1/completions", json=ask) as response:
             lines = response.aiter_lines()
             await anext(lines)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 while "requests_running 2.0" not in (await client.get("/metrics")).text:
                     pass
             running.process.send_signal(signal.SIGINT)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):
                 rest = [line async for line in lines if line]
                 answer = await whole
                 assert await running.process.wait() == 0

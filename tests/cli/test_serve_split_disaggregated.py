@@ -34,7 +34,7 @@ from kvist.openai.tokenization import ChatTokenizer
 pytestmark = pytest.mark.xdist_group("split workers")
 
 READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 NUM_TOKENS = 16
 COMMON: dict[str, Any] = {
     "vocab_size": 512,

@@ -28,7 +28,7 @@ async def serve(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, 
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(180):
             line = (await process.stdout.readline()).decode()
         match = URL.search(line)
         assert match, line
@@ -37,18 +37,18 @@ async def serve(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, 
     finally:
         if process.returncode is None:
             process.kill()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             await process.communicate()  # to the end of its pipes, which rank 1 has too
 
 
 async def test_it_serves_says_how_many_ranks_and_ends_them_when_asked() -> None:
     async with serve() as (process, url, follower):
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=180) as client:
             assert (await client.get("/server_info")).json()["tensor_parallel_size"] == 2
             answer = await client.post("/v1/completions", json={"prompt": list(range(5, 40)), "max_tokens": 5})
             assert answer.json()["usage"]["completion_tokens"] == 5
         process.terminate()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             _, errors = await process.communicate()
         assert (process.returncode, errors) == (0, b"")
         assert not follower.is_running()
@@ -57,7 +57,7 @@ async def test_it_serves_says_how_many_ranks_and_ends_them_when_asked() -> None:
 async def test_a_killed_follower_ends_the_server_with_an_error_that_names_it() -> None:
     async with serve() as (process, _, follower):
         os.kill(follower.pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             _, errors = await process.communicate()
         assert process.returncode == 1
         assert b"kvist serve: error: tensor-parallel rank 1 has ended with exit code -9" in errors

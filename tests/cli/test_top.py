@@ -28,7 +28,7 @@ import pytest
 from kvist.cli import main
 from kvist.cli.top import _quantile
 
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 GIVES_BACK = b"\x1b[?1049l"
 
 

@@ -100,8 +100,8 @@ def test_a_signal_stops_everything(number: signal.Signals, request: pytest.Fixtu
         url = next(word for line in process.stdout if "Serving on" in line for word in line.split() if "://" in word)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 3
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=180) as answer:
             assert json.load(answer)["data"]
         os.kill(process.pid, number)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=180) == 0
         assert not [child for child in children if child.is_running()]

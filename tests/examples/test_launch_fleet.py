@@ -41,7 +41,7 @@ def test_the_router_is_not_started_when_a_cache_cannot_be_cleared(tmp_path: Path
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 1
@@ -68,7 +68,7 @@ def test_the_fleet_serves_and_ends_with_the_script(free_ports: FreePorts) -> Non
             assert process.poll() is None
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=180) == 0
     for offset in range(3):
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port + offset)) != 0
@@ -76,6 +76,6 @@ def test_the_fleet_serves_and_ends_with_the_script(free_ports: FreePorts) -> Non
 
 def _is_ready(url: str) -> bool:
     try:
-        return bool(urllib.request.urlopen(url, timeout=60).status == 200)
+        return bool(urllib.request.urlopen(url, timeout=180).status == 200)
     except OSError:
         return False

@@ -108,7 +108,7 @@ async def stand_ins(number: int, **model: str) -> AsyncIterator[list[StandIn]]:
 
 
 async def until(condition: Callable[[], Awaitable[object]]) -> None:
-    """Wait until the condition holds, at most a minute."""
-    async with asyncio.timeout(60):
+    """Wait until the condition holds, at most three minutes."""
+    async with asyncio.timeout(180):
         while not await condition():  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)

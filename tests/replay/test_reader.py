@@ -222,7 +222,7 @@ def test_files_that_claim_to_be_larger_than_memory_are_errors_and_cost_none(whol
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     command = [sys.executable, "-c", READ_WITH_LITTLE_MEMORY, *(str(tmp_path / name) for name in files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert (done.stdout.split(), done.stderr) == (["RecordingError"] * len(files), "")
 
 

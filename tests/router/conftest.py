@@ -179,8 +179,8 @@ class ScriptedWorker:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the condition holds, at most a minute."""
-    async with asyncio.timeout(60):
+    """Wait until the condition holds, at most three minutes."""
+    async with asyncio.timeout(180):
         while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
             await asyncio.sleep(0.005)
 

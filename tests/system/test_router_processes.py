@@ -602,7 +602,7 @@ async def test_a_port_that_another_router_listens_on_is_refused_both_ways(fleet:
     def start(port: int, processes: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvist", "route", "--policy", "round-robin", "--worker-urls", fleet[0].url]
         command += ["--port", str(port), "--processes", str(processes)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
 
     async with routing("--policy", "round-robin", "--worker-urls", fleet[0].url, processes=1) as single:
         cases = [(router, 1), (router, 2), (single, 2)]
@@ -617,7 +617,7 @@ async def test_numbers_of_processes_that_cannot_be_are_refused() -> None:
     command = [sys.executable, "-m", "kvist", "route", "--worker-urls", "http://127.0.0.1:1", "--processes"]
     for processes in ("0", "x", "65"):
         result = await asyncio.to_thread(
-            subprocess.run, [*command, processes], capture_output=True, text=True, timeout=60
+            subprocess.run, [*command, processes], capture_output=True, text=True, timeout=180
         )
         assert result.returncode == 2, result
         assert "processes" in result.stderr

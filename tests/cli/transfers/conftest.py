@@ -109,7 +109,10 @@ class Worker:
     async def stop(self) -> None:
         """Stop every thread of it, as SIGSTOP does."""
         self._send(signal.SIGSTOP)
-        await until(lambda: self._states() == {"T"})
+        await self.stops()
+
+    async def stops(self) -> None:
+        await until(lambda: self.is_stopped)
 
     def resume(self) -> None:
         self._send(signal.SIGCONT)
@@ -234,6 +237,7 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         *flags: str,
         is_bounced: bool = False,
         scatter_gate: Path | None = None,
+        stops_amid_copy: bool = False,
         environment: dict[str, str] | None = None,
         hash_root: int | None = None,
     ) -> AsyncIterator[Worker]:
@@ -246,6 +250,7 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             log=str(log),
             is_bounced=is_bounced,
             scatter_gate=None if scatter_gate is None else str(scatter_gate),
+            stops_amid_copy=stops_amid_copy,
             environment=environment or {},
             hash_root=hash_root,
         )

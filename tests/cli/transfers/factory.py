@@ -2,8 +2,9 @@
 
 Each line of the standard input asks for one, in JSON: its `arguments`, the `log` that its output goes to, and what is
 to be changed in it. `is_bounced` has every transfer bounced, also where that is slower; the first scatter
-then waits until somebody opens `scatter_gate`, a FIFO, if there is one. `hash_root` is what its block hashes start
-with, in place of what all others have. The answer is a process id.
+then waits until somebody opens `scatter_gate`, a FIFO, if there is one. With `stops_amid_copy` it stops itself, as
+SIGSTOP does, amid a long copy to shared memory. `hash_root` is what its block hashes start with, in place of what all
+others have. The answer is a process id.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from kvist.cli import main
 from kvist.transfer import service
+from kvist.transfer.agents import shared_memory
 from kvist.transfer.bounce import BounceThreshold
 from kvist.transfer.copier import TorchCopier
 
@@ -50,6 +53,8 @@ def serve(asked: dict[str, Any]) -> None:
         service.root_digest = lambda *_: bytes([asked["hash_root"]] * 32)
     if asked["scatter_gate"]:
         hold_first_scatter(asked["scatter_gate"])
+    if asked["stops_amid_copy"]:
+        stop_amid_copies()
     code = main(asked["arguments"])
     sys.stdout.flush()
     os._exit(code)
@@ -67,6 +72,19 @@ def hold_first_scatter(gate: str) -> None:
         scatter(*arguments)
 
     TorchCopier.scatter = held  # type: ignore
+
+
+def stop_amid_copies() -> None:
+    """Stop this process at the eighth step of each copy."""
+    copy = shared_memory._copy
+
+    def stopping(*arguments: Any) -> Iterator[bool]:
+        for number, step in enumerate(copy(*arguments), 1):
+            if number == 8:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield step
+
+    shared_memory._copy = stopping
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, create_app
 from kvist.openai.tokenization import ChatTokenizer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ PROBE = b"probe"
 
 def send(publication: Publication, message: Message) -> None:
     """Send as a publisher does: what the transport cannot take is offered again."""
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + 180
     while True:
         try:
             return publication.send(message)

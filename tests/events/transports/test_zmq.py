@@ -147,7 +147,7 @@ def test_a_client_that_takes_a_little_at_a_time_does_not_keep_the_others_waiting
     slow.send_multipart([b"", be64(0)])
     assert slow.recv_multipart()[1] == be64(0)
     other.send_multipart([b"", be64(1)])
-    give_up_at_s = time.monotonic() + 60
+    give_up_at_s = time.monotonic() + 180
     while not other.poll(1) and time.monotonic() < give_up_at_s:
         if slow.poll(1):
             slow.recv_multipart()

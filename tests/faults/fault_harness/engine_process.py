@@ -23,7 +23,7 @@ from kvist.events.engine_events import EngineEvent
 from kvist.events.transports import Message, Publication, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
-BIND_TIMEOUT_S = 20.0
+BIND_TIMEOUT_S = 180.0
 NUM_KEPT = 10_000
 
 

@@ -21,7 +21,7 @@ from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 16
 MAX_GROWTH_BYTES = 8 << 20
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 SYSTEM_PROMPTS = [[number] * 4 * BLOCK_SIZE for number in range(8)]
 _names = count()
 

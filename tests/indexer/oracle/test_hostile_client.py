@@ -20,7 +20,7 @@ PROMPT = [1, (1 << 32) - 1, 0, 4_000_000_000, 5, 6, 7, 8]
 QUERY = {"model_name": MODEL, "token_ids": PROMPT}
 MAX_GROWTH_BYTES = 16 << 20
 U64_MAX = (1 << 64) - 1
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 @pytest.fixture(scope="module")

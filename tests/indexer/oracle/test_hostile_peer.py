@@ -19,7 +19,7 @@ MAX_GROWTH_BYTES = 12 << 20
 FLOOD_BYTES = 24 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 HELLO = GREETING + READY
 
 

@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 MODEL = "fuzzed"
 NUM_ROUNDS = int(os.environ.get("KVIST_ORACLE_ROUNDS", "2"))
 MAX_GROWTH_BYTES = 24 << 20
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 U64_MAX = (1 << 64) - 1
 _numbers = count(1)
 

@@ -81,7 +81,7 @@ def eventually() -> Callable[[Callable[[], Awaitable[object]]], Awaitable[None]]
     """Return `until` for conditions that must themselves be awaited."""
 
     async def poll(condition: Callable[[], Awaitable[object]]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
                 await asyncio.sleep(0.005)
 

@@ -77,7 +77,7 @@ class Heard:
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(180):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

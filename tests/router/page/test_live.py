@@ -94,10 +94,10 @@ async def test_a_stream_ends_with_its_key_and_with_the_router(worker, router) ->
         assert (await anext(stream))[1]["is_whole"]
         front.service.reload(replace(front.service._config, admin_key="another"))
         assert [name async for name, _ in stream] in ([], ["state"])
-    async with worker() as one, router(one.url, policy="random") as front:
+    async with worker() as one, router(one.url, policy="random", shutdown_timeout_s=3600.0) as front:
         stream = events(front.client)
         await anext(stream)
-        async with asyncio.timeout(8):  # less than what requests have to end in
+        async with asyncio.timeout(180):  # less than what requests have to end in
             await front.service.__aexit__(None, None, None)
             assert len([each async for each in stream]) <= 2
 
@@ -226,7 +226,7 @@ async def test_fronts_share_what_is_shown(worker, fronts_of) -> None:
             async def is_shown() -> bool:
                 return len((await state(clients[1], "requests"))["requests"]) == 1
 
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(180):
                 while not await is_shown():  # noqa: ASYNC110 - it is behind a socket
                     await asyncio.sleep(0.02)
             assert (await state(clients[1], "prefixes"))["prefixes"][0]["to_tokens"] == 144

@@ -14,7 +14,7 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState, base
 
 MIB = 1 << 20
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 NewAgent = Callable[..., TransferAgent]
 NewPeer = Callable[..., Any]

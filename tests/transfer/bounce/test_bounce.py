@@ -16,7 +16,7 @@ from kvist.transfer.agents import PeerId, RegionId, SharedMemoryAgent, Write, Wr
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.copier import TorchCopier
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 NewEnd = Callable[..., Any]
 
 

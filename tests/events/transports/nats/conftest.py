@@ -49,7 +49,7 @@ class Wire:
 
     def send(self, publication: NatsPublication, *sequences: int, payload: bytes = b"x") -> None:
         for sequence in sequences:
-            give_up_s = time.monotonic() + 60
+            give_up_s = time.monotonic() + 180
             while True:
                 try:
                     publication.send(Message(TOPIC, sequence, payload))

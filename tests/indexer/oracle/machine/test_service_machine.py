@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 NUM_EXAMPLES = int(os.environ.get("KVIST_ORACLE_EXAMPLES", "15"))
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 BLOCK_SIZES = {"four": 4, "sixteen": 16}
 FULL, SLIDING = 1 << 62, 9
 VLLM_WIRES, NUM_WIRES = (0, 1, 2), 5
