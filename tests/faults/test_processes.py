@@ -43,6 +43,6 @@ async def test_a_soak_of_killed_processes(transport, has_state, free_port, broke
 @pytest.mark.timeout(1800)
 async def test_a_soak_of_a_million_blocks(free_port, seeds, tally):
     for seed in seeds or (1000,):
-        options = {"rate": 0.02, "max_blocks": 150_000, "fill": 1120_000, "events_a_step": 2000}
+        options = {"rate": 0.02, "max_blocks": 150_000, "fill": 130_000, "events_a_step": 2000}
         tally.add(await play_live("tcp", seed, free_port, None, num_workers=8, num_steps=15, **options))
         assert tally.num_blocks >= 1_000_000

@@ -93,6 +93,6 @@ def test_a_row_takes_at_most_27_bytes_and_24_on_average_at_every_size() -> None:
 
 def test_a_segment_that_is_full_takes_all_its_pages() -> None:
     numbers = Map(0)
-    for key in random_keys(120_000).tolist():
+    for key in random_keys(30_000).tolist():
         numbers[key] = 1
     assert (SEGMENT.fields["rows"][1] + 16 * int(numbers.segments["room"][0])) % mmap.PAGESIZE == 0
