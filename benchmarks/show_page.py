@@ -23,6 +23,7 @@ def main() -> None:
         assert demo.stdout is not None
         try:
             url = next(line.split()[-1] for line in demo.stdout if line.rstrip().endswith("/ui"))
+            next(line for line in demo.stdout if line.startswith("Serving on"))  # the demo is over
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             for name, view, scheme in SHOWN:
                 page = browser.new_page(viewport=SIZE, color_scheme=scheme)

@@ -91,15 +91,15 @@ async def _up(args: argparse.Namespace) -> int:
         port = "0" if args.envoy else str(args.port)
         recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
         router = await group.start("router", *_route(args, workers, "kv", args.host, port), *recording)
-        console.print(f"  {router.name}: {router.url}")
+        console.print(f"  {router.name}: {router.url}\nThe fleet, live: [bold]{router.url}/ui[/bold]")
         front = await _start_envoy(args, group, console, workers) if args.envoy else router
         exit_code = 0 if args.no_demo else await _demo(args, group, console, workers, router.url, front.url)
         if args.exit:
             return exit_code
         console.print(
-            f"\nServing on [bold]{front.url}[/bold] (OpenAI API; metrics at {router.url}/metrics). Ctrl-C stops it."
+            f"\nServing on [bold]{front.url}[/bold] (OpenAI API; metrics at {router.url}/metrics, all of it to look at "
+            f"at {router.url}/ui). Ctrl-C stops it."
         )
-        console.print(f"The fleet, live: [bold]{router.url}/ui[/bold]")
         await asyncio.Event().wait()
     return exit_code
 
