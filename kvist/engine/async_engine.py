@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from kvist.engine.core import EngineCore, EngineStatistics
+from kvist.engine.core import EngineCore, EngineStatistics, ModelLimits
 from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
-from kvist.errors import KvistError
+from kvist.errors import InvalidValueError, KvistError
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,10 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._has_ended
 
+    @property
+    def limits(self) -> ModelLimits:
+        return self._core.limits
+
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
         """Queue the sequences, or none: raises InvalidValueError, EngineOverloadedError or EngineStoppedError."""
         self.check_room(len(inputs))
@@ -137,9 +141,14 @@ class AsyncEngine:
         return generation
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise EngineOverloadedError, or EngineStoppedError, if so many sequences cannot be opened now. O(1)."""
+        """Raise EngineOverloadedError, or EngineStoppedError, if so many sequences cannot be opened now. O(1).
+
+        Raises InvalidValueError if they never can.
+        """
         if not self.is_alive:
             raise EngineStoppedError
+        if num_sequences > self._max_num_open:
+            raise InvalidValueError("prompt and n", num_sequences, f"at most {self._max_num_open} sequences")
         if len(self._generations) + num_sequences > self._max_num_open:
             self.num_refused += 1
             raise EngineOverloadedError(len(self._generations), self._max_num_open)

@@ -97,13 +97,17 @@ class EngineCore:
         num_prompt, longest = len(wanted.prompt_token_ids), self.limits.max_model_len
         if not num_prompt:
             raise InvalidValueError("prompt", [], "at least one token")
-        limit, handoff = wanted.params.token_limit, wanted.handoff
+        params, limit, handoff = wanted.params, wanted.params.token_limit, wanted.handoff
         num_wanted = 1 if limit is None else limit
         if num_prompt + num_wanted > longest:
             raise PromptTooLongError(num_prompt, num_wanted, longest)
-        largest = max(wanted.prompt_token_ids)
-        if largest >= self.limits.vocab_size:
-            raise InvalidValueError("prompt", largest, f"token ids below {self.limits.vocab_size}")
+        for name, token_ids in (
+            ("prompt", wanted.prompt_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if token_ids and max(token_ids) >= self.limits.vocab_size:
+                raise InvalidValueError(name, max(token_ids), f"token ids below {self.limits.vocab_size}")
         if wanted.swa_scratch and not self.kv_cache.has_scratch:
             raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
         if handoff is not None:
@@ -129,6 +133,8 @@ class EngineCore:
             end_token_ids=self._end_token_ids(params),
             is_scratch_allowed=self.kv_cache.has_scratch and wanted.swa_scratch is not False,
             handoff=handoff,
+            constraint=wanted.constraint,
+            bad_words=wanted.bad_words,
             times=RequestTimes() if times is None else times,
         )
         assert request_id not in self._requests, "request ids are unique"
@@ -241,8 +247,12 @@ class EngineCore:
         return has_reserved
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        request.token_ids.append(token_id)
+        request.append(token_id)
         self._num_output_tokens += 1
+        if request.constraint is not None and (error := request.constraint.error):
+            del self._requests[request.request_id]
+            self._scheduler.remove(request)
+            return RequestOutput(request.request_id, error=f"the output's grammar failed: {error}")
         if request.num_output_tokens == 1:
             request.times.first_token_s = time.monotonic()
         is_end = token_id in request.end_token_ids
@@ -250,7 +260,7 @@ class EngineCore:
         can_stop = request.num_output_tokens >= request.params.min_tokens
         text = "" if is_silent else request.text.step(token_id, can_stop)
         reason: FinishReason | None = None
-        if is_end or request.text.is_stopped:
+        if is_end or request.is_complete or request.text.is_stopped:
             reason = "stop"
         elif request.num_output_tokens >= request.max_tokens:
             reason = "length"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvist.engine.logits import Constraint, LogitsAdjuster
 from kvist.kvcache import BlockHashChain, SequenceBlocks
 from kvist.openai.requests import Handoff, SamplingParams
 from kvist.openai.responses import FinishReason
@@ -116,6 +117,8 @@ class SequenceInput(NamedTuple):
     cache_salt: str | None = None
     swa_scratch: bool | None = None
     handoff: Handoff | None = None
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +163,10 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     is_scratch_allowed: bool = False
     handoff: Handoff | None = None
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    adjuster: LogitsAdjuster | None = None
+    is_complete: bool = False
     token_ids: list[int] = field(init=False)
     blocks: SequenceBlocks | None = None
     num_computed_tokens: int = 0
@@ -168,6 +175,24 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    def append(self, token_id: int) -> None:
+        """Add a token to the output; it `is_complete` when its grammar lets nothing but an end follow."""
+        self.token_ids.append(token_id)
+        if self.adjuster is not None:
+            self.adjuster.add(token_id)
+        if self.constraint is not None:
+            self.is_complete = self.constraint.accept(token_id)
+
+    @property
+    def is_too_short(self) -> bool:
+        """Return whether the output may not end yet; one that follows a grammar ends where that does."""
+        return self.num_output_tokens < self.params.min_tokens and self.constraint is None
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Return whether the next token's logits are to be changed."""
+        return self.params.is_adjusting or self.constraint is not None or bool(self.bad_words) or self.is_too_short
 
     @property
     def num_output_tokens(self) -> int:

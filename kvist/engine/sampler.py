@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvist.engine.logits import LogitsAdjuster
 from kvist.engine.request import LogprobEntry, Request, TokenLogprobs
 from kvist.openai.requests import SamplingParams
 
@@ -68,43 +69,17 @@ def _at_quantiles(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
 
 def _adjust(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Return the logits after penalties and `min_tokens`; the same tensor when nothing asks for either."""
-    is_adjusted = [_is_penalised(request.params) or _is_too_short(request) for request in requests]
-    if not any(is_adjusted):
+    """Return the logits as the requests' parameters change them; the same tensor when none does."""
+    adjusted = [i for i, request in enumerate(requests) if request.is_adjusted]
+    if not adjusted:
         return logits
-    adjusted = logits.clone()
-    for i in range(len(requests)):
-        if is_adjusted[i]:
-            _penalise(adjusted[i], requests[i])
-            _forbid_early_end(adjusted[i], requests[i])
-    return adjusted
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-
-
-def _is_too_short(request: Request) -> bool:
-    return request.num_output_tokens < request.params.min_tokens
-
-
-def _penalise(row: torch.Tensor, request: Request) -> None:
-    """Apply vLLM's penalties in place: repetition for prompt and output, presence and frequency for the output."""
-    params = request.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.token_ids)), device=row.device)
-        values = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
-        history = torch.tensor(request.output_token_ids, device=row.device)
-        output, counts = torch.unique(history, return_counts=True)
-        row[output] -= params.presence_penalty + params.frequency_penalty * counts
-
-
-def _forbid_early_end(row: torch.Tensor, request: Request) -> None:
-    if _is_too_short(request) and request.end_token_ids:
-        row[torch.tensor(sorted(request.end_token_ids), device=row.device)] = -torch.inf
+    logits = logits.clone()
+    for i in adjusted:
+        request = requests[i]
+        if request.adjuster is None:
+            request.adjuster = LogitsAdjuster(request, logits[i])
+        request.adjuster.apply(logits[i])
+    return logits
 
 
 def _logprobs(row: torch.Tensor, token_id: int, request: Request) -> TokenLogprobs | None:

@@ -31,6 +31,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,16 +87,21 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What `POST /tokenize` asks beside a chat or a prompt; the fields are named as in vLLM."""
 
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /detokenize` asks, as in vLLM."""
+
+    tokens: list[TokenId]
+    model: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample, for chat and text completions alike; names and ranges are vLLM's.
 
     `top_k` counts tokens, 0 or -1 meaning all. `logprobs` is a bool in chat (with `top_logprobs` alternatives) and a
-    number of alternatives in text completions: `num_logprobs` reads both. `echo` and the fields after it are read so
-    that an engine that cannot do them can say so.
+    number of alternatives in text completions: `num_logprobs` reads both. `logit_bias` is by token id.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -116,17 +122,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
+    logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    bad_words: list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return the texts that end the output; empty ones end nothing and are dropped."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in stops if stop)
+
+    @property
+    def is_adjusting(self) -> bool:
+        """Return whether every token's logits are to be changed before one is drawn."""
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(has_penalty or self.logit_bias or self.allowed_token_ids)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -276,22 +286,27 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 
 def decode_chat_request(fields: Fields) -> ChatCompletionRequest:
     """Return the request that the fields are; raises RequestError (400) that names the field."""
-    return _convert(fields, ChatCompletionRequest)
+    return convert(fields, ChatCompletionRequest)
 
 
 def decode_completion_request(fields: Fields) -> CompletionRequest:
     """Return the request that the fields are; raises RequestError (400) that names the field."""
-    return _convert(fields, CompletionRequest)
+    return convert(fields, CompletionRequest)
 
 
 def decode_tokenize_request(fields: Fields) -> TokenizeRequest:
     """Return what of the request is neither chat nor prompt; raises RequestError (400) that names the field."""
-    return _convert(fields, TokenizeRequest)
+    return convert(fields, TokenizeRequest)
+
+
+def decode_detokenize_request(fields: Fields) -> DetokenizeRequest:
+    """Return the request that the fields are; raises RequestError (400) that names the field."""
+    return convert(fields, DetokenizeRequest)
 
 
 def decode_sampling_params(fields: Fields) -> SamplingParams:
     """Return how the same request wants to be sampled; raises RequestError (400) that names the field."""
-    params = _convert(fields, SamplingParams)
+    params = convert(fields, SamplingParams)
     limit = params.token_limit
     if limit is not None and params.min_tokens > limit:
         raise RequestError(
@@ -304,24 +319,27 @@ def decode_sampling_params(fields: Fields) -> SamplingParams:
 
 def decode_handoff(fields: Fields) -> Handoff | None:
     """Return the `kv_transfer_params` of a request, None without; raises RequestError (400) that names the field."""
-    kind = _convert(fields, _WithHandoffKind).kv_transfer_params
+    kind = convert(fields, _WithHandoffKind).kv_transfer_params
     if kind is None:
         return None
     if kind.do_remote_decode == kind.do_remote_prefill:
         got = "both" if kind.do_remote_decode else "neither"
         message = f"kv_transfer_params: got {got}, expected one of do_remote_decode and do_remote_prefill"
         raise RequestError(400, message, param="kv_transfer_params")
-    return RemoteDecode() if kind.do_remote_decode else _convert(fields, _WithRemotePrefill).kv_transfer_params
+    return RemoteDecode() if kind.do_remote_decode else convert(fields, _WithRemotePrefill).kv_transfer_params
 
 
-def _convert(fields: Fields, kind: type[Request]) -> Request:
+def convert(fields: Fields, kind: type[Request]) -> Request:
+    """Return what of a request is of this kind; raises RequestError (400) that names the field."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         reason = error
     if None in fields.values():  # to OpenAI a null is a field left out, and some clients spell out every field
         try:
-            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
+            return msgspec.convert(
+                {name: value for name, value in fields.items() if value is not None}, kind, str_keys=True
+            )
         except msgspec.ValidationError as error:
             reason = error
     raise _refusal(fields, str(reason))

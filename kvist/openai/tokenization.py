@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,12 @@ _COMPARED = (
     'def f(x: int = 0) -> dict[str, int]:\n    return {"x": x**2}  # §\n\n\n\tpass',
     "<|im_start|>user\n[INST] </s><bos> <0x0A> ▁a▁▁b Ġ" + "=" * 70 + " " * 70 + "aaaa" * 20,
 )
+
+REPLACEMENT = "\ufffd"
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF_CHAR |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))}
+"""How vocabularies of bytes spell them, as GPT-2's did first: those that print as they are, the others behind 255."""
 
 
 class ChatTokenizer:
@@ -112,22 +119,37 @@ class ChatTokenizer:
         """Return the texts that are tokens wherever they stand."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself, also where these are a part of a character."""
+        text = self.token_text(token_id)
+        spelt = self._tokenizer.id_to_token(token_id)
+        if spelt is None or REPLACEMENT not in text:
+            return text.encode()
+        if fallback := re.fullmatch("<0x([0-9A-F]{2})>", spelt):
+            return bytes.fromhex(fallback[1])
+        return bytes(_BYTE_OF_CHAR[char] for char in spelt) if _BYTE_OF_CHAR.keys() >= set(spelt) else text.encode()
+
+    def to_json(self) -> str:
+        """Return the tokeniser as its `tokenizer.json` has it."""
+        return self._tokenizer.to_str()
+
     def token_strs(self, token_ids: Iterable[int]) -> list[str | None]:
         """Return how the vocabulary spells each token; None for an id that is no token."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a fresh incremental decoder for one output."""
-        return Detokenizer(self._tokenizer)
+        return Detokenizer(self._tokenizer, skip_special_tokens)
 
 
 class Detokenizer:
     """Turns one output's tokens into text as they come; a character split over tokens comes with its last one."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start an output; special tokens give no text."""
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        """Start an output; special tokens give no text where they are to be skipped."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
         self._num_chars = 0
 
@@ -140,7 +162,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what is left at the end: the replacement characters of an unfinished sequence."""
-        return self._tokenizer.decode(self._token_ids, skip_special_tokens=True)[self._num_chars :]
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)[self._num_chars :]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -35,17 +35,18 @@ class Shape(ABC):
 
     kind = kind_of_chunk = "text_completion"
 
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
+        self._job = job
 
     def opening(self, index: int) -> Body | None:  # noqa: ARG002
         """Return the chunk that comes before a choice's first token, if there is one."""
         return None
 
-    def chunk(self, index: int, output: RequestOutput) -> Body:
+    def chunk(self, index: int, output: RequestOutput, usage: Body | None = None) -> Body:
         """Return the chunk that adds an output to a choice."""
-        return self._body(self.kind_of_chunk, [self._addition(index, output)])
+        return self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
 
     def usage_chunk(self, usage: Body) -> Body:
         """Return the last chunk of a stream that wants its usage."""
@@ -62,6 +63,16 @@ class Shape(ABC):
             remote = RemotePrefill(*places, usage["prompt_tokens"], outputs[0].token_ids)
             body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
         return body
+
+    def _token_text(self, token_id: int) -> str:
+        """Return how log probabilities call a token."""
+        if self._job.options.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def _token_ids(self, output: RequestOutput) -> Body:
+        """Return what a choice has of its tokens, if they are asked for."""
+        return {"token_ids": output.token_ids} if self._job.options.return_token_ids else {}
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> Body:
@@ -88,10 +99,11 @@ class ChatShape(Shape):
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
         message = {"content": output.text, "role": "assistant"}
-        return {"index": index, "message": message, **self._ending(output)}
+        return {"index": index, "message": message, **self._ending(output), **self._token_ids(output)}
 
     def _addition(self, index: int, output: RequestOutput) -> Body:
-        return {"index": index, "delta": {"content": output.text} if output.text else {}, **self._ending(output)}
+        delta = {"content": output.text} if output.text else {}
+        return {"index": index, "delta": delta, **self._ending(output), **self._token_ids(output)}
 
     def _ending(self, output: RequestOutput) -> Body:
         content = [
@@ -101,24 +113,25 @@ class ChatShape(Shape):
         return {"finish_reason": output.finish_reason, "logprobs": {"content": content} if content else None}
 
     def _entry(self, entry: LogprobEntry) -> Body:
-        text = self._tokenizer.token_text(entry.token_id)
-        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+        spelt = list(self._tokenizer.token_bytes(entry.token_id))
+        return {"token": self._token_text(entry.token_id), "logprob": entry.logprob, "bytes": spelt}
 
 
 class CompletionShape(Shape):
     """Answers of /v1/completions."""
 
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
-        super().__init__(heading, tokenizer)
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
+        super().__init__(heading, tokenizer, job)
         self._offsets: dict[int, int] = {}
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
         logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
-        return {"index": index, "text": output.text, "finish_reason": output.finish_reason, "logprobs": logprobs}
+        choice = {"index": index, "text": output.text, "finish_reason": output.finish_reason, "logprobs": logprobs}
+        return choice | self._token_ids(output)
 
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Body:
         """Return log probabilities in four parallel lists."""
-        text_of = self._tokenizer.token_text
+        text_of = self._token_text
         tokens = [text_of(each.sampled.token_id) for each in logprobs]
         tops = [{text_of(entry.token_id): entry.logprob for entry in (*top, sampled)} for sampled, top in logprobs]
         offsets = []
@@ -177,8 +190,9 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
         opened.add(index)
         counter.add(index, output)
         if output.text or output.logprobs or output.is_last:
-            yield encode_event(shape.chunk(index, output))
+            is_counted = job.stream_options.continuous_usage_stats
+            yield encode_event(shape.chunk(index, output, counter.usage() if is_counted else None))
     else:
-        if job.has_stream_usage:
+        if job.stream_options.include_usage:
             yield encode_event(shape.usage_chunk(counter.usage()))
     yield DONE

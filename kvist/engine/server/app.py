@@ -2,7 +2,7 @@
 
 POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
 POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
-POST /tokenize
+POST /tokenize              POST /detokenize   GET /v1/models/{name}
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from kvist import __version__
 from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation
 from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
-from kvist.engine.server.intake import Job, read_body, read_chat, read_completion, read_tokenize
+from kvist.engine.server.intake import Intake, Job, read_body
 from kvist.engine.server.spans import Timings, WorkerSpans, span_of
+from kvist.engine.server.structured import GrammarCompiler
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
-ReadJob = Callable[[bytes, ChatTokenizer, tuple[str, ...]], Awaitable[Job]]
-MakeShape = Callable[[Heading, ChatTokenizer], Shape]
+ReadJob = Callable[[bytes], Awaitable[Job]]
+MakeShape = Callable[[Heading, ChatTokenizer, Job], Shape]
 
 
 class EngineCollector(Collector):
@@ -133,13 +134,18 @@ def create_app(
     ProcessCollector(registry=registry)  # with the time of its start, by which a restart shows
     for collector in (EngineCollector(engine), *collectors):
         registry.register(collector)
-    server = _Server(engine, tokenizer, model, max_body_bytes, registry, Timings(registry, spans), int(time.time()))
+    limits = engine.limits
+    grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+    intake = Intake(tokenizer, model.names, model.max_model_len, grammars)
+    server = _Server(engine, intake, model, max_body_bytes, registry, Timings(registry, spans), int(time.time()))
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/v1/completions", server.completion, methods=["POST"]),
             Route("/tokenize", server.tokenize, methods=["POST"]),
+            Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
             Route("/health", server.health),
             Route("/metrics", server.metrics),
             Route("/server_info", server.server_info),
@@ -154,7 +160,7 @@ def create_app(
 @dataclass(frozen=True, slots=True)
 class _Server:
     _engine: AsyncEngine
-    _tokenizer: ChatTokenizer
+    _intake: Intake
     _model: ServedModel
     _max_body_bytes: int
     _registry: CollectorRegistry
@@ -162,20 +168,22 @@ class _Server:
     _created: int
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, read_chat, ChatShape, "chatcmpl")
+        return await self._answer(request, self._intake.read_chat, ChatShape, "chatcmpl")
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, read_completion, CompletionShape, "cmpl")
+        return await self._answer(request, self._intake.read_completion, CompletionShape, "cmpl")
 
     async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
         body = await read_body(request, self._max_body_bytes)
-        job = await read_job(body, self._tokenizer, self._model.names)
+        tokenizer = self._intake.tokenizer
+        job = await read_job(body)
         self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
-        generation = self._engine.generate(job.sequences(self._tokenizer))
+        generation = self._engine.generate(job.sequences(tokenizer))
         transfers = self._model.transfers
         endpoints = () if transfers is None else transfers.endpoints
-        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0], endpoints)
-        shape = make_shape(heading, self._tokenizer)
+        answer_id = f"{prefix}-{job.options.request_id or uuid.uuid4().hex}"
+        heading = Heading(answer_id, int(time.time()), self._model.names[0], endpoints)
+        shape = make_shape(heading, tokenizer, job)
         noting = self._timings.noting(span_of(request.scope), job, generation.times)
         if job.is_stream:
             return _EventStream(generation, noting, stream_events(generation, job, shape))
@@ -191,14 +199,26 @@ class _Server:
     async def tokenize(self, request: Request) -> Response:
         """Answer as vLLM does, so that who renders a chat elsewhere can see whether that gives the same tokens."""
         body = await read_body(request, self._max_body_bytes)
-        tokens, spelt = await read_tokenize(body, self._tokenizer, self._model.names)
+        tokens, spelt = await self._intake.read_tokenize(body)
         limit = self._model.max_model_len
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": spelt})
 
+    async def detokenize(self, request: Request) -> Response:
+        return _json({"prompt": self._intake.read_detokenize(await read_body(request, self._max_body_bytes))})
+
     async def models(self, _: Request) -> Response:
+        return _json({"data": [self._about(name) for name in self._model.names], "object": "list"})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._model.names:
+            message = f"model: got {name!r:.100}, expected one of {list(self._model.names)}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        return _json(self._about(name))
+
+    def _about(self, name: str) -> dict[str, Any]:
         about = {"created": self._created, "owned_by": "kvist", "max_model_len": self._model.max_model_len}
-        models = [{"id": name, **about, "object": "model"} for name in self._model.names]
-        return _json({"data": models, "object": "list"})
+        return {"id": name, **about, "object": "model"}
 
     async def health(self, _: Request) -> Response:
         if not self._engine.is_alive:

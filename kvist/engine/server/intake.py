@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from kvist.engine.request import SequenceInput
+from kvist.engine.server.fields import check_fields
+from kvist.engine.server.structured import GrammarCompiler, TokenMatcher, read_grammar
 from kvist.openai import requests as api
 from kvist.openai.errors import RequestError
 from kvist.openai.tokenization import ChatTokenizer
 
 _T = TypeVar("_T")
+_OfModel: TypeAlias = api.ChatCompletionRequest | api.CompletionRequest | api.DetokenizeRequest
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of its prompt's length and of what its answer shall have; names and ranges are vLLM's."""
+
+    request_id: str | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +40,14 @@ class Job:
 
     prompts: tuple[list[int], ...]
     params: api.SamplingParams
+    options: AnswerOptions
     cache_salt: str | None
     swa_scratch: bool | None
     is_stream: bool
-    has_stream_usage: bool
+    stream_options: api.StreamOptions
     handoff: api.Handoff | None = None
+    constraint: TokenMatcher | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -42,10 +59,12 @@ class Job:
             SequenceInput(
                 prompt,
                 self._choice_params(choice),
-                tokenizer.detokenizer(),
+                tokenizer.detokenizer(skip_special_tokens=self.options.skip_special_tokens),
                 self.cache_salt,
                 self.swa_scratch,
                 self.handoff,
+                None if self.constraint is None else self.constraint.copy(),
+                self.bad_words,
             )
             for prompt in self.prompts
             for choice in range(self.params.n)
@@ -73,77 +92,133 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     raise RequestError(413, f"body: longer than {max_bytes} bytes", code="body_too_large")
 
 
-async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
-    """Return the job of a chat request; raises RequestError that names the field."""
-    fields = api.read_fields(body)
-    request = api.decode_chat_request(fields)
-    params = _check(request, api.decode_sampling_params(fields), model_names)
-    _check_is_text(request)
-    prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(request).tolist())
-    return _job(request, params, (prompt,), api.decode_handoff(fields))
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Reads requests to one model, which has `model_names`. Methods raise RequestError that names the field."""
 
+    tokenizer: ChatTokenizer
+    model_names: tuple[str, ...]
+    max_model_len: int
+    grammars: GrammarCompiler
 
-async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
-    """Return the job of a text completion request; raises RequestError that names the field."""
-    fields = api.read_fields(body)
-    request = api.decode_completion_request(fields)
-    params = _check(request, api.decode_sampling_params(fields), model_names)
-    if params.token_limit is None:
-        params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
+    async def read_chat(self, body: bytes) -> Job:
+        """Return the job of a chat request."""
+        fields = api.read_fields(body)
+        request = api.decode_chat_request(fields)
+        self._check_model(request)
+        _check_chat(fields, request)
+        params = api.decode_sampling_params(fields)
+        prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
+        return await self._job(fields, request, params, (prompt,))
 
-    def tokenize() -> tuple[list[int], ...]:
-        add = request.add_special_tokens
-        return tuple(
-            prompt if isinstance(prompt, list) else tokenizer.tokenize_text(prompt, add_special_tokens=add).tolist()
-            for prompt in request.prompts
+    async def read_completion(self, body: bytes) -> Job:
+        """Return the job of a text completion request."""
+        fields = api.read_fields(body)
+        request = api.decode_completion_request(fields)
+        self._check_model(request)
+        params = api.decode_sampling_params(fields)
+        if params.token_limit is None:
+            params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
+
+        def tokenize() -> tuple[list[int], ...]:
+            return tuple(
+                prompt if isinstance(prompt, list) else self._tokens(prompt, request.add_special_tokens)
+                for prompt in request.prompts
+            )
+
+        return await self._job(fields, request, params, await self._off_loop(body, tokenize))
+
+    async def read_tokenize(self, body: bytes) -> tuple[list[int], list[str | None] | None]:
+        """Return the tokens of a chat or a text, and how they are spelt if that is asked for."""
+        fields = api.read_fields(body)
+        asked = api.decode_tokenize_request(fields)
+        if asked.messages is not None:
+            chat = api.decode_chat_request(fields)
+            self._check_model(chat)
+            _check_chat(fields, chat)
+            prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(chat).tolist())
+        else:
+            text = api.decode_completion_request(fields)
+            self._check_model(text)
+            if not isinstance(text.prompt, str):
+                raise RequestError(400, "prompt: expected text", param="prompt")
+            add, given = text.add_special_tokens, text.prompt
+            prompt = await self._off_loop(body, lambda: self._tokens(given, add))
+        return prompt, self.tokenizer.token_strs(prompt) if asked.return_token_strs else None
+
+    def read_detokenize(self, body: bytes) -> str:
+        """Return the text of tokens."""
+        asked = api.decode_detokenize_request(api.read_fields(body))
+        self._check_model(asked)
+        return self.tokenizer.text(asked.tokens)
+
+    def _check_model(self, request: _OfModel) -> None:
+        if request.model is not None and request.model not in self.model_names:
+            message = f"model: got {request.model!r}, expected one of {list(self.model_names)}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+
+    async def _job(
+        self,
+        fields: api.Fields,
+        request: api.ChatCompletionRequest | api.CompletionRequest,
+        params: api.SamplingParams,
+        prompts: tuple[list[int], ...],
+    ) -> Job:
+        check_fields(fields)
+        handoff = api.decode_handoff(fields)
+        if handoff is not None and len(prompts) * params.n != 1:
+            message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
+            raise RequestError(400, message, param="kv_transfer_params")
+        if isinstance(handoff, api.RemoteDecode) and request.stream:
+            raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
+        options = api.convert(fields, AnswerOptions)
+        grammar = read_grammar(fields)
+        if grammar is not None and (params.allowed_token_ids or params.bad_words):
+            name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
+            raise RequestError(400, f"{name}: expected it left out beside {grammar.field}", param=name)
+        return Job(
+            tuple(self._truncated(prompt, options) for prompt in prompts),
+            params,
+            options,
+            request.cache_salt,
+            request.swa_scratch,
+            bool(request.stream),
+            request.stream_options or api.StreamOptions(),
+            handoff,
+            None if grammar is None else await asyncio.to_thread(self.grammars.compile, grammar),
+            tuple(self._bad_words(params.bad_words or ())),
         )
 
-    return _job(request, params, await _off_loop(tokenizer, body, tokenize), api.decode_handoff(fields))
+    def _truncated(self, prompt: list[int], options: AnswerOptions) -> list[int]:
+        """Return what of a prompt is wanted: its end, or on the other side its beginning."""
+        limit = options.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        limit = self.max_model_len - 1 if limit == -1 else limit
+        return prompt[:limit] if options.truncation_side == "right" else prompt[max(0, len(prompt) - limit) :]
+
+    def _bad_words(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of each as it stands at a text's beginning and, where these differ, within a text."""
+        for word in words:
+            first = self._tokens(word.lstrip(), False)
+            yield tuple(first)
+            within = self._tokens(" " + word.lstrip(), False)
+            if within[0] != first[0] and len(within) == len(first):
+                yield tuple(within)
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self.tokenizer.tokenize_text(text, add_special_tokens=add_special_tokens).tolist()
+        return tokens
+
+    async def _off_loop(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
+        """Tokenise here or, when it would hold up other requests, in a thread."""
+        return tokenize() if len(body) <= self.tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)
 
 
-async def read_tokenize(
-    body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]
-) -> tuple[list[int], list[str | None] | None]:
-    """Return the tokens of a chat or a text, and how they are spelt if that is asked for; raises RequestError."""
-    fields = api.read_fields(body)
-    asked = api.decode_tokenize_request(fields)
-    if asked.messages is not None:
-        chat = api.decode_chat_request(fields)
-        _check_model(chat, model_names)
-        _check_is_text(chat)
-        if asked.add_special_tokens:
-            message = "add_special_tokens: got true, expected it left out: a chat has those of its template"
-            raise RequestError(400, message, param="add_special_tokens")
-        prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(chat).tolist())
-    else:
-        text = api.decode_completion_request(fields)
-        _check_model(text, model_names)
-        if not isinstance(text.prompt, str):
-            raise RequestError(400, "prompt: expected text", param="prompt")
-        add, given = text.add_special_tokens, text.prompt
-        prompt = await _off_loop(
-            tokenizer, body, lambda: tokenizer.tokenize_text(given, add_special_tokens=add).tolist()
-        )
-    return prompt, tokenizer.token_strs(prompt) if asked.return_token_strs else None
-
-
-def _check_model(request: api.ChatCompletionRequest | api.CompletionRequest, model_names: tuple[str, ...]) -> None:
-    if request.model is not None and request.model not in model_names:
-        message = f"model: got {request.model!r}, expected one of {list(model_names)}"
-        raise RequestError(404, message, param="model", code="model_not_found")
-
-
-def _check(
-    request: api.ChatCompletionRequest | api.CompletionRequest, params: api.SamplingParams, model_names: tuple[str, ...]
-) -> api.SamplingParams:
-    _check_model(request, model_names)
-    for field, value in _unsupported(params):
-        message = f"{field}: got {value!r:.100}, expected it left out: this engine cannot do it"
-        raise RequestError(400, message, param=field)
-    return params
-
-
-def _check_is_text(request: api.ChatCompletionRequest) -> None:
+def _check_chat(fields: api.Fields, request: api.ChatCompletionRequest) -> None:
+    if fields.get("add_special_tokens"):
+        refusal = "add_special_tokens: got true, expected it left out: a chat has those of its template"
+        raise RequestError(400, refusal, param="add_special_tokens")
     for message_idx, message in enumerate(request.messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
@@ -151,34 +226,3 @@ def _check_is_text(request: api.ChatCompletionRequest) -> None:
                 kind = part.get("type") if isinstance(part, dict) else part
                 message_field = f"messages[{message_idx}].content"
                 raise RequestError(400, f"{message_field}: got a part {kind!r:.100}, expected text", param="messages")
-
-
-def _unsupported(params: api.SamplingParams) -> Iterator[tuple[str, object]]:
-    """Yield what is asked for and would change the answer, but is not done here: to ignore it were a wrong answer."""
-    for field in ("echo", "suffix", "logit_bias"):
-        if value := getattr(params, field):
-            yield field, value
-    if params.best_of not in (None, params.n):
-        yield "best_of", params.best_of
-    if params.response_format and params.response_format.get("type") != "text":
-        yield "response_format", params.response_format
-
-
-def _job(
-    request: api.ChatCompletionRequest | api.CompletionRequest,
-    params: api.SamplingParams,
-    prompts: tuple[list[int], ...],
-    handoff: api.Handoff | None,
-) -> Job:
-    if handoff is not None and len(prompts) * params.n != 1:
-        message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
-        raise RequestError(400, message, param="kv_transfer_params")
-    if isinstance(handoff, api.RemoteDecode) and request.stream:
-        raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
-    has_usage = request.stream_options is not None and request.stream_options.include_usage
-    return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage, handoff)
-
-
-async def _off_loop(tokenizer: ChatTokenizer, body: bytes, tokenize: Callable[[], _T]) -> _T:
-    """Tokenise here or, when it would hold up other requests, in a thread."""
-    return tokenize() if len(body) <= tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvist.engine.request import RequestOutput
 from kvist.engine.server.answers import ChatShape, Heading, stream_events
-from kvist.engine.server.intake import Job
+from kvist.engine.server.intake import AnswerOptions, Job
 from kvist.openai import requests as api
 
 
@@ -27,8 +27,9 @@ class Outputs:
 
 async def streamed(outputs: Any) -> AsyncIterator[tuple[int, str]]:
     """Yield events, and how many outputs had been taken before each."""
-    job = Job(([1, 2],), api.SamplingParams(n=2), None, None, True, False)
-    async for event in stream_events(outputs, job, ChatShape(Heading("id", 0, "m"), None)):  # type: ignore[arg-type]
+    job = Job(([1, 2],), api.SamplingParams(n=2), AnswerOptions(), None, None, True, api.StreamOptions())
+    shape = ChatShape(Heading("id", 0, "m"), None, job)  # type: ignore[arg-type]
+    async for event in stream_events(outputs, job, shape):
         yield outputs.num_taken, event.decode().removeprefix("data: ").strip()
 
 

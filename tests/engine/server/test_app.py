@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from kvist.engine import bundled_model_path
+from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 
@@ -98,8 +100,112 @@ def test_a_text_completion_without_a_limit_is_short(post) -> None:
 
 
 def test_options_that_ask_for_nothing_are_accepted(post) -> None:
-    idle = {"echo": False, "suffix": None, "best_of": 2, "n": 2, "logit_bias": {}, "response_format": {"type": "text"}}
+    idle = {
+        "echo": False,
+        "suffix": None,
+        "best_of": None,
+        "n": 2,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+    }
     assert post(TEXT, {"prompt": "x", "max_tokens": 1, **idle}).status_code == 200
+
+
+def test_an_output_follows_what_it_is_asked_to(post) -> None:
+    person = {"type": "object", "properties": {"age": {"enum": [7, 77]}, "name": {"type": "string", "maxLength": 5}}}
+    person |= {"required": ["age", "name"], "additionalProperties": False}
+    wanted: list[tuple[dict[str, Any], Callable[[str], object]]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}}, as_person),
+        ({"guided_json": json.dumps(person)}, as_person),
+        ({"structured_outputs": {"json": person}}, as_person),
+        (
+            {"structured_outputs": {"json": person, "disable_any_whitespace": True}},
+            lambda text: as_person(text.strip()),
+        ),
+        ({"structured_outputs": {"regex": "[ab]{3}[0-9]{2}"}}, lambda text: re.fullmatch("[ab]{3}[0-9]{2}", text)),
+        ({"structured_outputs": {"choice": ["yes", "no, never"]}}, lambda text: text in ("yes", "no, never")),
+        ({"guided_grammar": 'root ::= "x" ("=" [0-9])? ";"'}, lambda text: re.fullmatch("x(=[0-9])?;", text)),
+    ]
+    for asked, is_right in wanted:
+        body = post(CHAT, {"messages": QUESTION, **asked, "max_tokens": 60, "seed": 5}).json()
+        text, reason = body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]
+        if is_right is as_person and reason == "length":  # of white space between there may be any
+            assert text.startswith("{")
+        else:
+            assert reason == "stop"
+            assert is_right(text), (asked, text)
+    same = {"prompt": PROMPT, "guided_regex": "[a-z]{8}", "n": 3, "seed": 5}
+    texts = [choice["text"] for choice in post(TEXT, same).json()["choices"]]
+    assert len(set(texts)) == 3
+    assert all(re.fullmatch("[a-z]{8}", text) for text in texts)
+    any_object = {"prompt": PROMPT, "response_format": {"type": "json_object"}, "max_tokens": 2}
+    assert post(TEXT, any_object).json()["choices"][0]["text"].startswith("{")
+
+
+def as_person(text: str) -> bool:
+    found = json.loads(text)
+    return found.keys() == {"age", "name"} and found["age"] in (7, 77) and len(found["name"]) <= 5
+
+
+def test_bias_bans_and_allowed_tokens_decide(post) -> None:
+    ask = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    plain = post(TEXT, ask).json()["choices"][0]
+    first, text = plain["token_ids"][0], plain["text"]
+    assert first not in post(TEXT, ask | {"logit_bias": {str(first): -100}}).json()["choices"][0]["token_ids"]
+    assert post(TEXT, ask | {"logit_bias": {"77": 100}}).json()["choices"][0]["token_ids"] == [77] * 6
+    assert set(post(TEXT, ask | {"allowed_token_ids": [77, 78]}).json()["choices"][0]["token_ids"]) <= {77, 78}
+    words = [text.split()[0], " ".join(text.split()[1:3])]
+    free = post(TEXT, ask | {"bad_words": words}).json()["choices"][0]["text"]
+    assert not any(word in free for word in words)
+
+
+def test_a_prompt_is_cut_to_what_is_wanted_of_it(post) -> None:
+    ask = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    tokens = post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+
+    def answer(**fields: Any) -> tuple[list[int], int]:
+        body = post(TEXT, ask | fields).json()
+        return body["choices"][0]["token_ids"], body["usage"]["prompt_tokens"]
+
+    assert answer(prompt=PROMPT, truncate_prompt_tokens=5) == answer(prompt=tokens[-5:])
+    right = answer(prompt=PROMPT, truncate_prompt_tokens=5, truncation_side="right")
+    assert right == answer(prompt=tokens[:5])
+    assert answer(prompt=PROMPT, truncate_prompt_tokens=500) == answer(prompt=PROMPT)
+    too_long = {"prompt": tokens * 500, "max_tokens": 1, "swa_scratch": True}
+    assert post(TEXT, too_long).json()["error"]["param"] == "prompt"
+    assert post(TEXT, too_long | {"truncate_prompt_tokens": -1}).json()["error"]["param"] == "swa_scratch"
+
+
+def test_tokens_are_told_as_they_are_asked_for(post) -> None:
+    ask = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "ignore_eos": True, "request_id": "mine"}
+    named = post(CHAT, ask | {"return_tokens_as_token_ids": True, "return_token_ids": True}).json()
+    (choice,) = named["choices"]
+    assert named["id"] == "chatcmpl-mine"
+    assert [each["token"] for each in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    text = post("/detokenize", {"tokens": choice["token_ids"], "model": "tiny"}).json()["prompt"]
+    assert b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"]) == text.encode()
+    counted = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(post(CHAT, ask | {"stream": True, "stream_options": counted}).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert len(counts) > 2
+    end = post("/tokenize", {"prompt": "", "model": "tiny"}).json()["tokens"]
+    special = {"prompt": [*end, 5], "logit_bias": {"0": 100}, "max_tokens": 2, "ignore_eos": True}
+    assert post(TEXT, special).json()["choices"][0]["text"] == ""
+    assert post(TEXT, special | {"skip_special_tokens": False}).json()["choices"][0]["text"] != ""
+
+
+def test_bytes_of_a_split_character_are_its_own() -> None:
+    tokenizer = ChatTokenizer.load(bundled_model_path())
+    tokens = tokenizer.tokenize_text("naïve 🌞 ﷽ text", add_special_tokens=False).tolist()
+    assert any("\ufffd" in tokenizer.token_text(token_id) for token_id in tokens)
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == tokenizer.text(tokens)
+
+
+def test_a_model_is_told_by_name(served) -> None:
+    assert httpx.get(f"{served.url}/v1/models/alias").json()["id"] == "alias"
+    assert httpx.get(f"{served.url}/v1/models/a/b").json()["error"]["code"] == "model_not_found"
 
 
 def test_token_ids_are_taken_as_they_are(post) -> None:
@@ -154,20 +260,38 @@ def test_the_openai_client_understands_it(served) -> None:
         (TEXT, {"prompt": [1, "x"]}, 400, "prompt"),
         (TEXT, {"prompt": [99999]}, 400, "got 99999, expected token ids below"),
         (TEXT, {"prompt": "x", "max_tokens": 1, "min_tokens": 2}, 400, "min_tokens"),
-        (TEXT, {"prompt": ["x"] * 41}, 503, "at most 40"),
-        (TEXT, {"prompt": [[5]] * 20_000, "n": 128}, 503, "at most 40"),
+        (TEXT, {"prompt": ["x"] * 41}, 400, "got 41, expected at most 40 seq"),
+        (TEXT, {"prompt": [[5]] * 20_000, "n": 128}, 400, "got 2560000, expected at most 40"),
         (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix: got 'y'"),
         (TEXT, {"prompt": "x", "best_of": 3}, 400, "best_of: got 3"),
         (TEXT, {"prompt": "x", "swa_scratch": True}, 400, "swa_scratch: got True, expected false"),
         (CHAT, {"messages": QUESTION, "swa_scratch": "yes"}, 400, "swa_scratch"),
-        (CHAT, {"messages": QUESTION, "logit_bias": {"7": 100}}, 400, "logit_bias"),
+        (CHAT, {"messages": QUESTION, "logit_bias": {"7": 101}}, 400, "logit_bias"),
+        (
+            CHAT,
+            {"messages": QUESTION, "logit_bias": {"70000": 1}},
+            400,
+            "logit_bias: got 70000, expected token",
+        ),
+        (CHAT, {"messages": QUESTION, "allowed_token_ids": []}, 400, "allowed_token_ids"),
+        (CHAT, {"messages": QUESTION, "add_special_tokens": True}, 400, "add_special_tokens"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
             "part 'image_url', expected text",
         ),
-        (CHAT, {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        (CHAT, {"messages": QUESTION, "response_format": {"type": "xml"}}, 400, "response_format: got type 'xml'"),
+        (TEXT, {"prompt": "x", "guided_regex": "(a"}, 400, "guided_regex: got .*unclosed group"),
+        (
+            TEXT,
+            {"prompt": "x", "structured_outputs": {"json": {"type": "objekt"}}},
+            400,
+            "structured_outputs.json: got",
+        ),
+        (TEXT, {"prompt": "x", "structured_outputs": {"choice": "a"}}, 400, "choice: got 'a', expected a list"),
+        (TEXT, {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice: expected one"),
+        (TEXT, {"prompt": "x", "guided_regex": "a", "bad_words": ["b"]}, 400, "bad_words: .*beside guided_regex"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(

@@ -1,0 +1,158 @@
+"""Outputs that follow a JSON schema, a regular expression, a choice or a grammar, by `llguidance`.
+
+They are asked for by `structured_outputs`, as vLLM spells it, by its `guided_*` of before, and by OpenAI's
+`response_format`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvist.engine.logits import Constraint
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import Fields
+from kvist.openai.tokenization import ChatTokenizer
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+Kind = Literal["json_schema", "regex", "choice", "grammar"]
+_KINDS: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""What `structured_outputs` may have, and `guided_*`, as llguidance calls it."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output shall follow, and the field of the request that asks for it."""
+
+    field: str
+    kind: Kind
+    text: str
+    is_compact: bool = False
+    """Whether JSON has no white space that it can do without."""
+
+
+def read_grammar(fields: Fields) -> Grammar | None:
+    """Return what the request's output shall follow, None for anything; raises RequestError that names the field."""
+    asked = list(_asked(fields))
+    if len(asked) > 1:
+        names = [each.field for each in asked]
+        raise RequestError(
+            400, f"{names[1]}: expected one structure of an output, not {names[0]} as well", param=names[1]
+        )
+    return asked[0] if asked else None
+
+
+def _asked(fields: Fields) -> Iterator[Grammar]:
+    structured = dict(_object(fields, "structured_outputs"))
+    is_compact = structured.pop("disable_any_whitespace", False) is True
+    for name, value in structured.items():
+        field = f"structured_outputs.{name}"
+        if name == "json_object" and value is True:
+            yield _grammar(field, "json_schema", _ANY_OBJECT, is_compact)
+        elif name in _KINDS and value is not None:
+            yield _grammar(field, _KINDS[name], value, is_compact)
+        elif value:
+            raise RequestError(400, f"{field}: got {value!r:.100}, expected it left out", param=field)
+    for name, kind in _KINDS.items():
+        if (value := fields.get(f"guided_{name}")) is not None:
+            yield _grammar(f"guided_{name}", kind, value)
+    wanted = _object(fields, "response_format")
+    match wanted.get("type", "text"):
+        case "text":
+            pass
+        case "json_object":
+            yield _grammar("response_format", "json_schema", _ANY_OBJECT)
+        case "json_schema":
+            yield _grammar(
+                "response_format.json_schema.schema", "json_schema", _object(wanted, "json_schema").get("schema")
+            )
+        case kind:
+            message = f"response_format: got type {kind!r:.100}, expected text, json_object or json_schema"
+            raise RequestError(400, message, param="response_format")
+
+
+def _object(fields: Fields, name: str) -> Fields:
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(400, f"{name}: got {value!r:.100}, expected an object", param=name)
+    return value
+
+
+def _grammar(field: str, kind: Kind, value: Any, is_compact: bool = False) -> Grammar:
+    expected = {"json_schema": dict | str, "choice": list}.get(kind, str)
+    if not isinstance(value, expected) or not value:
+        names = {"json_schema": "a JSON schema", "choice": "a list of texts"}
+        raise RequestError(400, f"{field}: got {value!r:.100}, expected {names.get(kind, 'text')}", param=field)
+    return Grammar(field, kind, value if isinstance(value, str) else msgspec.json.encode(value).decode(), is_compact)
+
+
+class GrammarCompiler:
+    """Makes constraints for one model's tokens. Thread-safe; its vocabulary is read when the first one is made."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = sorted(end_token_ids)
+        self._vocabulary: Any = None
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> TokenMatcher:
+        """Return a constraint at its beginning; raises RequestError (400) for what is not of its kind.
+
+        A large schema takes up to a second.
+        """
+        try:
+            import llguidance
+        except ImportError:
+            message = (
+                f"{grammar.field}: expected it left out where llguidance is not installed: pip install 'kvist[engine]'"
+            )
+            raise RequestError(400, message, param=grammar.field) from None
+
+        with self._lock:
+            if self._vocabulary is None:
+                ends = self._end_token_ids or None
+                self._vocabulary = llguidance.LLTokenizer(self._tokenizer.to_json(), self._vocab_size, ends)
+        try:
+            if grammar.is_compact and grammar.kind == "json_schema":
+                text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_flexible": False})
+            else:
+                text = llguidance.grammar_from(grammar.kind, grammar.text)
+            matcher = llguidance.LLMatcher(self._vocabulary, text)
+        except ValueError as error:
+            reason = str(error)
+        else:
+            reason = " ".join(matcher.get_error().split())
+        if reason:
+            raise RequestError(400, f"{grammar.field}: got {grammar.text:.100}, {reason:.300}", param=grammar.field)
+        return TokenMatcher(matcher, self._vocab_size)
+
+
+class TokenMatcher(Constraint):
+    """Where one output is in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def copy(self) -> TokenMatcher:
+        """Return one for another output that is as far."""
+        return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def accept(self, token_id: int) -> bool:
+        self._matcher.consume_token(token_id)
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str:
+        return str(self._matcher.get_error())
