@@ -137,7 +137,7 @@ async def test_a_router_that_starts_after_the_publisher_died_reads_the_stream(
 async def test_an_outage_longer_than_the_hand_over_costs_a_replay_not_a_loss(
     start_nats_server, indexer, make_truth, digest_of, until, monkeypatch
 ):
-    monkeypatch.setattr("kvist.events.transports.broker_publication.CAPACITY", 4)
+    monkeypatch.setattr("kvist.events.transports.broker_stream.CAPACITY", 4)
     server = start_nats_server()
     limits = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.05, outbox_capacity=8)
     with publisher_at(f"nats://127.0.0.1:{server.port}/m", limits) as publisher:

@@ -1,4 +1,4 @@
-"""One connection to a broker that is kept: what the links to both kinds of broker have in common."""
+"""One connection to a broker that is kept, and what is heard over it: the same for both kinds of broker."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from itertools import cycle
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
+from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.broker import BrokerUrl, Host
 
@@ -25,6 +26,9 @@ _END_AGAIN_S = 2.0
 
 ClientT = TypeVar("ClientT")
 
+Receive: TypeAlias = Callable[[str, bytes | None], None]
+"""Takes a subject or topic, and what came there: None for word that nobody listens."""
+
 
 class BrokerLink(ABC, Generic[ClientT]):
     """Keeps one connection while entered; `client` is None while there is none.
@@ -37,13 +41,18 @@ class BrokerLink(ABC, Generic[ClientT]):
     """What a client raises when a connection or a broker fails."""
 
     def __init__(self, url: BrokerUrl, prepare: Callable[[ClientT], Awaitable[None]] | None = None) -> None:
-        """`prepare` is called with each new connection before it counts as one."""
+        """`prepare` is called with each new connection before it counts as one; what else it raises ends `running`."""
         self.client: ClientT | None = None
+        self.num_connects = 0
         self.problem: str | None = "not connected yet"
+        self.forbidden: str | None = None
+        """What of all that is wanted the broker of this connection does not permit."""
         self.tried = asyncio.Event()
         """Set once the first attempt to connect has ended, well or not."""
         self._url = url
         self._prepare = prepare
+        self._names: dict[Receive, str] = {}
+        self._subscribed: dict[Receive, object] = {}
         self._is_up = asyncio.Event()
         self._lost = asyncio.Event()
         self._num_failures = 0
@@ -63,13 +72,29 @@ class BrokerLink(ABC, Generic[ClientT]):
     def _reason(self, error: Exception) -> tuple[str, bool]:
         """Return why there is no connection, in words, and whether the broker refused us."""
 
+    @abstractmethod
+    async def _subscribe(self, client: ClientT, name: str, receive: Receive) -> object:
+        """Have what comes under a name received; return what `_unsubscribe` needs."""
+
+    @abstractmethod
+    async def _unsubscribe(self, client: ClientT, subscribed: Any) -> None:
+        """Undo a subscription."""
+
+    @abstractmethod
+    async def _settle(self, client: ClientT) -> None:
+        """Wait until the broker knows all subscriptions."""
+
+    @abstractmethod
+    async def publish(self, name: str, data: bytes, answer: str = "") -> None:
+        """Send, once there is a connection; where `answer` is heard, a broker that can tells that nobody listens."""
+
     async def __aenter__(self) -> Self:
         """Start connecting; returns at once."""
-        self._running = asyncio.create_task(self._run(), name=f"kvist-link {self._url.public}")
+        self.running = asyncio.create_task(self._run(), name=f"kvist-link {self._url.public}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await end(self._running)
+        await end(self.running)
 
     async def connected(self) -> ClientT:
         while self.client is None:
@@ -78,6 +103,22 @@ class BrokerLink(ABC, Generic[ClientT]):
 
     async def lost(self) -> None:
         await self._lost.wait()
+
+    @asynccontextmanager
+    async def listening(self, name: str, receive: Receive) -> AsyncIterator[None]:
+        """Hear what comes under a name, in which the last token may be the broker's wildcard, on every connection."""
+        self._names[receive] = name
+        try:
+            if self.client is not None:
+                self._subscribed[receive] = await self._subscribe(self.client, name, receive)
+                await self._settle(self.client)
+            yield
+        finally:
+            del self._names[receive]
+            subscribed = self._subscribed.pop(receive, None)
+            with suppress(*self.failures):
+                if self.client is not None and subscribed is not None:
+                    await self._unsubscribe(self.client, subscribed)
 
     async def stay(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:
         """Call `use` with each connection, until it returns; again after a while where it fails though that stands."""
@@ -96,23 +137,36 @@ class BrokerLink(ABC, Generic[ClientT]):
 
     async def _run(self) -> None:
         for host in cycle(self._url.hosts):
+            self.forbidden = None
             try:
                 async with self._open(host) as client:
-                    if self._prepare is not None:
-                        await self._prepare(client)
+                    await self._begin(client)
                     await self._serve(client)
+            except InvalidValueError:
+                raise
             except self.failures as error:
                 self._note_failure(host, error)
-            finally:
                 self.tried.set()
             await asyncio.sleep(self._retry_s())
             self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
+    async def _begin(self, client: ClientT) -> None:
+        """Prepare a connection, and hear over it all that is to be heard."""
+        if self._prepare is not None:
+            await self._prepare(client)
+        self._subscribed.clear()
+        while new := [(receive, name) for receive, name in self._names.items() if receive not in self._subscribed]:
+            for receive, name in new:
+                self._subscribed[receive] = await self._subscribe(client, name, receive)
+            await self._settle(client)
+
     async def _serve(self, client: ClientT) -> None:
         if self._since is not None:
             _logger.info("connected again url=%s", self._url.public)
-        self.problem = self._since = self._logged_reason = None
+        self.problem = self.forbidden
+        self._since = self._logged_reason = None
         self.client, self._lost = client, asyncio.Event()
+        self.num_connects += 1
         self._is_up.set()
         self.tried.set()
         began_s = time.monotonic()

@@ -18,8 +18,8 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
+from kvist.events.transports.broker_link import end
 from kvist.events.transports.received import Collected
 
 _logger = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ _decode_page = msgspec.msgpack.Decoder(_Page).decode
 class _Answer:
     """One question's answer, made page by page, and by one thread at a time."""
 
-    def __init__(self, question: _Question, source: ReplaySource, now_s: float) -> None:
+    def __init__(self, question: _Question, source: ReplaySource) -> None:
         self.page_idx = 0
-        self.asked_at_s = now_s
+        self.asked_at_s = time.monotonic()
         self._id = question.id
         self._request = ReplayRequest(question.topic, question.start_sequence, question.epoch)
         self._source = source
@@ -102,22 +103,17 @@ class _Answer:
 class Answers:
     """The publisher's side: the questions that are open, and how far each was answered."""
 
-    def __init__(
-        self,
-        source: ReplaySource | None = None,
-        page_bytes: int = PAGE_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Answer from `source`; while that is None, which it may be at first, no question is heard."""
-        self.source = source
+    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+        self.source: ReplaySource | None = None
+        """Where answers come from; while that is None, as at first, there are none."""
         self.page_bytes = page_bytes
         self.num_malformed = 0
-        self._clock = clock
-        self._open: dict[bytes, _Answer] = {}
-        self._questions: asyncio.Queue[_Question] = asyncio.Queue(MAX_OPEN_QUESTIONS)
+        self._open: dict[bytes, _Answer | None] = {}
+        self._threads = asyncio.Semaphore(NUM_THREADS)
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def receive(self, data: bytes) -> None:
-        """Take what an asker sent; what is malformed is counted, logged once and skipped."""
+    def receive(self, data: bytes, send: Callable[[str, bytes], Coroutine[Any, Any, None]]) -> None:
+        """Answer a question by its next page, if there is one: `send` gets the id, as text, and the page."""
         try:
             question = _decode_question(data)
         except DECODE_ERRORS as error:
@@ -125,78 +121,71 @@ class Answers:
             if self.num_malformed == 1:
                 _logger.warning("malformed question skipped, further ones are only counted: %s", error)
             return
-        if self.source is not None and not self._questions.full():
-            self._questions.put_nowait(question)
+        answer = self._claim(question)
+        if answer is not None:
+            task = asyncio.create_task(self._answer(question.id, answer, send), name="kvist-broker-answer")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def serve(self, send: Callable[[str, bytes], Awaitable[None]]) -> None:
-        """Answer until cancelled, in worker threads; `send` gets the name an answer's subject ends with, and a page."""
+    async def close(self) -> None:
+        """Answer nothing more."""
+        for task in tuple(self._tasks):
+            await end(task)
 
-        async def serve() -> None:
-            while True:
-                try:
-                    async with asyncio.timeout(QUESTION_TIMEOUT_S):
-                        question = await self._questions.get()
-                except TimeoutError:
-                    self._forget_the_silent()
-                    continue
-                answer = self._claim(question)
-                if answer is None:
-                    continue
+    async def _answer(
+        self, question_id: bytes, answer: _Answer, send: Callable[[str, bytes], Coroutine[Any, Any, None]]
+    ) -> None:
+        try:
+            async with self._threads:
                 page = await asyncio.to_thread(answer.next_page, self.page_bytes)
-                if not page.is_last:
-                    self._open[question.id] = answer
-                await send(question.id.hex(), _encode(page))
-
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(NUM_THREADS):
-                tasks.create_task(serve(), name="kvist-answers")
+        finally:
+            del self._open[question_id]
+        if not page.is_last:
+            self._open[question_id] = answer
+        await send(question_id.hex(), _encode(page))
 
     def _claim(self, question: _Question) -> _Answer | None:
-        """Return the answer whose next page is asked for; nobody else has it until it is open again."""
-        now_s = self._clock()
-        if question.page_idx == 0:
-            self._forget_the_silent()
-            assert self.source is not None
-            return _Answer(question, self.source, now_s) if len(self._open) < MAX_OPEN_QUESTIONS else None
+        """Return the answer whose next page is asked for; nobody else has it until that page is made."""
+        since_s = time.monotonic() - QUESTION_TIMEOUT_S
+        self._open = {id_: each for id_, each in self._open.items() if each is None or each.asked_at_s >= since_s}
         answer = self._open.get(question.id)
+        if question.page_idx == 0 and question.id not in self._open and len(self._open) < MAX_OPEN_QUESTIONS:
+            answer = None if self.source is None else _Answer(question, self.source)
         if answer is None or answer.page_idx != question.page_idx:
             return None
-        answer.asked_at_s = now_s
-        return self._open.pop(question.id)
-
-    def _forget_the_silent(self) -> None:
-        since_s = self._clock() - QUESTION_TIMEOUT_S
-        self._open = {id_: answer for id_, answer in self._open.items() if answer.asked_at_s >= since_s}
+        answer.asked_at_s = time.monotonic()
+        self._open[question.id] = None
+        return answer
 
 
 class Asking:
     """The subscriber's side of one question."""
 
     def __init__(self, request: ReplayRequest) -> None:
-        self.num_pages = 0
-        self.is_done = False
         self._id = os.urandom(ID_BYTES)
         self.name = self._id.hex()
         """The token that the answer's subject ends with."""
         self._request = request
+        self._num_pages = 0
+        self._is_done = False
         self._pages: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD_PAGES)
         self._left = bytearray()
         self._messages = Collected()
 
-    def receive(self, page: bytes | None) -> None:
+    def receive(self, _: str, page: bytes | None) -> None:
         """Take what came on the answer's subject; None for word that nobody is there to answer."""
         if not self._pages.full():
             self._pages.put_nowait(page)
 
-    async def ask(self, send: Callable[[bytes], Awaitable[object]], timeout_s: float) -> list[Message] | None:
-        """Return the answer, to whose subject the caller has subscribed; None for silence of `timeout_s`, or nobody."""
+    async def ask(self, send: Callable[[bytes], Awaitable[None]], timeout_s: float) -> list[Message] | None:
+        """Return the answer, to whose subject the caller listens; None for silence of `timeout_s`, or nobody."""
         try:
             async with asyncio.timeout(base.MAX_ANSWER_S):
-                while not self.is_done:
-                    num_pages = self.num_pages
+                while not self._is_done:
+                    num_pages = self._num_pages
                     await send(_encode(_Question(self._id, num_pages, *self._request)))
                     async with asyncio.timeout(timeout_s):
-                        while self.num_pages == num_pages:
+                        while self._num_pages == num_pages:
                             page = await self._pages.get()
                             if page is None:
                                 return None
@@ -214,16 +203,16 @@ class Asking:
             page = _decode_page(data)
         except DECODE_ERRORS as error:
             raise MalformedMessageError("a replay", str(error)) from None
-        if page.id != self._id or page.page_idx != self.num_pages or self.is_done:
+        if page.id != self._id or page.page_idx != self._num_pages:
             return
         if not self._messages.reserve(len(page.data)):
             raise MalformedMessageError("a replay", "too many bytes")
-        self.num_pages += 1
+        self._num_pages += 1
+        self._is_done = page.is_last
         self._left += page.data
         self._append_messages()
         if page.is_last and self._left:
             raise MalformedMessageError("a replay", f"{len(self._left)} bytes after its last message")
-        self.is_done = page.is_last
 
     def _append_messages(self) -> None:
         start = 0

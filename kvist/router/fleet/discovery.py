@@ -263,7 +263,7 @@ class Announcements:
 
     async def follow(self, tell: Callable[..., None]) -> NoReturn:
         """Tell of the workers, and raise SourceError while no server can be reached."""
-        from kvist.events.transports.nats.link import FAILURES, shared_link
+        from kvist.events.transports.nats import FAILURES, shared_link
 
         assert self._url.broker is not None
 

@@ -6,11 +6,12 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterable
+from itertools import count
 
 import msgspec
 import pytest
 
-from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.transports.broker_replay import (
     MAX_OPEN_QUESTIONS,
@@ -41,6 +42,12 @@ def random_messages(num: int, max_bytes: int) -> list[Message]:
     return [Message(b"kv/w/%d" % (idx % 3), idx, rng.randbytes(rng.randint(0, max_bytes))) for idx in range(num)]
 
 
+def answers_of(source: ReplaySource) -> Answers:
+    answers = Answers()
+    answers.source = source
+    return answers
+
+
 class Wire:
     """Carries questions to `answers` and pages to whoever asks; `change` may lose or repeat pages."""
 
@@ -57,21 +64,19 @@ class Wire:
 
     async def _send(self, data: bytes) -> None:
         self.num_questions += 1
-        self.answers.receive(data)
+        self.answers.receive(data, self.deliver)
 
     async def deliver(self, name: str, page: bytes) -> None:
         for each in self._change(self.num_pages, page):
             if name in self._asking:
-                self._asking[name].receive(each)
+                self._asking[name].receive(name, each)
         self.num_pages += 1
 
     async def __aenter__(self) -> Wire:
-        self._task = asyncio.create_task(self.answers.serve(self.deliver))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await self.answers.close()
 
 
 @pytest.mark.parametrize(
@@ -87,14 +92,14 @@ class Wire:
 )
 async def test_an_answer_arrives_whole_and_in_order(messages) -> None:
     source = Source(messages)
-    async with Wire(Answers(source)) as wire:
+    async with Wire(answers_of(source)) as wire:
         assert await wire.ask() == messages
         assert source.requests == [REQUEST]
         assert wire.num_pages == wire.num_questions
 
 
 async def test_pages_are_as_small_as_the_broker_wants_them() -> None:
-    answers = Answers(Source([Message(b"t", 0, bytes(10_000))]))
+    answers = answers_of(Source([Message(b"t", 0, bytes(10_000))]))
     answers.page_bytes = 1000
     sizes: list[int] = []
 
@@ -109,7 +114,7 @@ async def test_pages_are_as_small_as_the_broker_wants_them() -> None:
 
 
 async def test_a_page_is_sent_once_however_often_it_is_asked_for() -> None:
-    answers = Answers(Source([Message(b"t", 0, bytes(10 * PAGE_BYTES))]))
+    answers = answers_of(Source([Message(b"t", 0, bytes(10 * PAGE_BYTES))]))
     sent: list[bytes] = []
     was_sent = asyncio.Event()
 
@@ -117,32 +122,30 @@ async def test_a_page_is_sent_once_however_often_it_is_asked_for() -> None:
         sent.append(page)
         was_sent.set()
 
-    serving = asyncio.create_task(answers.serve(send))
     for page_idx in (0, 1):
         was_sent.clear()
         for idx in (page_idx, page_idx + 7, page_idx) if page_idx else (0,):
-            answers.receive(_question(bytes(16), idx))
+            answers.receive(_question(bytes(16), idx), send)
         await was_sent.wait()
-    serving.cancel()
-    await asyncio.wait([serving])
+    await answers.close()
     assert [msgspec.msgpack.decode(page)[2] for page in sent] == [0, 1]
 
 
 async def test_a_repeated_page_changes_nothing() -> None:
     messages = random_messages(200, 10_000)
-    async with Wire(Answers(Source(messages)), lambda _, page: [page, page]) as wire:
+    async with Wire(answers_of(Source(messages)), lambda _, page: [page, page]) as wire:
         assert await wire.ask() == messages
 
 
 async def test_a_lost_page_ends_the_answer() -> None:
-    answers = Answers(Source(random_messages(200, 10_000)))
+    answers = answers_of(Source(random_messages(200, 10_000)))
     async with Wire(answers, lambda idx, page: [] if idx == 2 else [page]) as wire:
         assert await wire.ask(timeout_s=0.05) is None
         assert await wire.ask() == random_messages(200, 10_000)
 
 
 async def test_silence_is_no_answer() -> None:
-    async with Wire(Answers(Source([])), lambda _idx, _page: []) as wire:
+    async with Wire(answers_of(Source([])), lambda _idx, _page: []) as wire:
         assert await wire.ask(timeout_s=0.01) is None
 
 
@@ -151,7 +154,7 @@ async def test_two_askers_get_each_their_own() -> None:
         def replay(self, request: ReplayRequest) -> list[Message]:
             return [Message(b"t", request.start_sequence, bytes(20_000))] * 50
 
-    async with Wire(Answers(ByStart())) as wire:
+    async with Wire(answers_of(ByStart())) as wire:
         one, other = await asyncio.gather(wire.ask(ReplayRequest(b"t", 1)), wire.ask(ReplayRequest(b"t", 2)))
     assert one == [Message(b"t", 1, bytes(20_000))] * 50
     assert other == [Message(b"t", 2, bytes(20_000))] * 50
@@ -166,7 +169,7 @@ async def test_a_range_does_not_wait_for_a_snapshot_that_is_long_in_coming() -> 
                 may_go_on.wait()
             yield Message(b"t", request.start_sequence, b"")
 
-    async with Wire(Answers(SlowForEpochs())) as wire:
+    async with Wire(answers_of(SlowForEpochs())) as wire:
         slow = asyncio.create_task(wire.ask(ReplayRequest(b"t", 1, 5)))
         assert await wire.ask(ReplayRequest(b"t", 2)) == [Message(b"t", 2, b"")]
         may_go_on.set()
@@ -175,7 +178,7 @@ async def test_a_range_does_not_wait_for_a_snapshot_that_is_long_in_coming() -> 
 
 async def test_signs_of_life_of_a_slow_source_are_not_held_back_until_a_page_is_full(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.broker_replay.MAX_PAGE_S", 0.0)
-    async with Wire(Answers(Source(random_messages(5, 10)))) as wire:
+    async with Wire(answers_of(Source(random_messages(5, 10)))) as wire:
         assert await wire.ask() == random_messages(5, 10)
         assert wire.num_pages == 6  # each message when it is there, and the end
 
@@ -185,11 +188,11 @@ def _question(question_id: bytes, page_idx: int = 0, start_sequence: int = 0) ->
 
 
 async def test_what_is_no_question_is_counted_and_skipped(logged) -> None:
-    async with Wire(Answers(Source([]))) as wire:
+    async with Wire(answers_of(Source([]))) as wire:
         good = _question(bytes(16))
         malformed = [b"", b"\xc1", good[:-1], _question(bytes(16), 0, -1), _question(b"short id"), b"\x90"]
         for data in (*malformed, b"\x96\xaa" + b"\xff" * 10, b"\x97" + good[1:] + DEEP):
-            wire.answers.receive(data)
+            wire.answers.receive(data, wire.deliver)
         assert wire.answers.num_malformed == 8
         assert len(logged("kvist.events.transports.broker_replay")) == 1
         assert await wire.ask() == []
@@ -197,14 +200,14 @@ async def test_what_is_no_question_is_counted_and_skipped(logged) -> None:
 
 
 async def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten(until) -> None:
-    now_s = 0.0
     messages = [Message(b"t", 0, bytes(3 * PAGE_BYTES))]
-    async with Wire(Answers(Source(messages), clock=lambda: now_s)) as wire:
+    async with Wire(answers_of(Source(messages))) as wire:
         for number in range(MAX_OPEN_QUESTIONS):
-            wire.answers.receive(_question(number.to_bytes(16, "big")))
+            wire.answers.receive(_question(number.to_bytes(16, "big")), wire.deliver)
         await until(lambda: wire.num_pages == MAX_OPEN_QUESTIONS)
         assert await wire.ask(timeout_s=0.05) is None
-        now_s = QUESTION_TIMEOUT_S + 1
+        for answer in wire.answers._open.values():
+            answer.asked_at_s -= QUESTION_TIMEOUT_S + 1
         assert await wire.ask() == messages
 
 
@@ -228,7 +231,7 @@ async def test_an_answer_that_is_none_is_given_up(pages) -> None:
     coming = iter(pages(asking))
 
     async def send(_: bytes) -> None:
-        asking.receive(next(coming))
+        asking.receive("", next(coming))
 
     assert await asking.ask(send, 5) is None
     assert next(coming, None) is None
@@ -239,7 +242,7 @@ async def test_pages_of_other_questions_and_other_numbers_are_ignored() -> None:
 
     async def send(_: bytes) -> None:
         for page in (_page(other, 0, True, b""), _page(asking, 1, True, b"x"), _page(asking, 0, True, b"")):
-            asking.receive(page)
+            asking.receive("", page)
 
     assert await asking.ask(send, 5) == []
 
@@ -248,21 +251,21 @@ async def test_an_asker_is_told_at_once_that_nobody_is_there() -> None:
     asking = Asking(REQUEST)
 
     async def send(_: bytes) -> None:
-        asking.receive(None)
+        asking.receive("", None)
 
     assert await asking.ask(send, 1e9) is None
 
 
 async def test_too_long_an_answer_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 3 * PAGE_BYTES)
-    async with Wire(Answers(Source([Message(b"t", 0, bytes(4 * PAGE_BYTES))]))) as wire:
+    async with Wire(answers_of(Source([Message(b"t", 0, bytes(4 * PAGE_BYTES))]))) as wire:
         assert await wire.ask() is None
 
 
 async def test_many_messages_of_no_bytes_are_too_long_an_answer(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 2 * PAGE_BYTES)
     num_messages = 3 * PAGE_BYTES // MESSAGE_BYTES
-    async with Wire(Answers(Source([Message(b"", idx, b"") for idx in range(num_messages)]))) as wire:
+    async with Wire(answers_of(Source([Message(b"", idx, b"") for idx in range(num_messages)]))) as wire:
         wire.answers.page_bytes = 1024
         assert await wire.ask() is None
 
@@ -271,9 +274,11 @@ async def test_an_answer_that_never_ends_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
     asking = Asking(REQUEST)
 
+    page_idxs = count()
+
     async def send(_: bytes) -> None:
         await asyncio.sleep(0)
-        asking.receive(_page(asking, asking.num_pages, False, b""))
+        asking.receive("", _page(asking, next(page_idxs), False, b""))
 
     async with asyncio.timeout(60):
         assert await asking.ask(send, timeout_s=5) is None

@@ -43,10 +43,9 @@ class Wire:
         amqtt acknowledges what it is to keep before it keeps it: who comes in between hears nothing.
         """
         await self._until(lambda: all(subscription.problem is None for subscription in subscriptions))
-        num_connects = [subscription.num_connects for subscription in subscriptions]
         publication = await asyncio.to_thread(self.publish, url)
-        for subscription, before in zip(subscriptions, num_connects, strict=True):
-            await self._until(lambda: subscription.num_connects > before)  # noqa: B023 - awaited in the same round
+        for subscription in subscriptions:
+            await self._until(lambda: publication._id in subscription._publications)  # noqa: B023 - awaited in the same round
         return publication
 
     @asynccontextmanager

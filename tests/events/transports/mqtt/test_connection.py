@@ -97,14 +97,14 @@ async def test_wrong_credentials_are_said_and_not_tried_again_soon(
     monkeypatch.setattr(base, "MAX_RECONNECT_S", 0.001)
     wire = wires(start_mqtt_broker(password=SECRET))
     num_tries = 0
-    plain = MqttSubscription._prepare
+    plain = MqttSubscription._forget_publication
 
     async def prepare(*args):
         nonlocal num_tries
         num_tries += 1
         await plain(*args)
 
-    monkeypatch.setattr(MqttSubscription, "_prepare", prepare)
+    monkeypatch.setattr(MqttSubscription, "_forget_publication", prepare)
     async with wire.subscribe(wire.url(userinfo)) as subscription:
         await until(lambda: "it refuses us: " in subscription.problem)
         publication = wire.publish(wire.url(userinfo))
@@ -136,7 +136,7 @@ async def test_a_stream_over_tls_needs_the_right_authority(start_mqtt_broker, wi
 
 
 async def test_a_broker_that_does_not_answer_is_given_up(free_port, until, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.mqtt.link.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvist.events.transports.mqtt.CONNECT_TIMEOUT_S", 0.05)
     connections = []
     server = await asyncio.start_server(lambda *streams: connections.append(streams), "127.0.0.1", free_port())
     port = server.sockets[0].getsockname()[1]

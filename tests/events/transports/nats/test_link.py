@@ -13,9 +13,9 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, ReplayRequest
+from kvist.events.transports import nats as nats_link
 from kvist.events.transports.broker_link import REFUSED_RETRY_S
-from kvist.events.transports.nats import link as nats_link
-from kvist.events.transports.nats.link import NatsLink
+from kvist.events.transports.nats import NatsLink
 
 TOPIC = b"kv/pod-1/0"
 

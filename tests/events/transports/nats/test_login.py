@@ -15,7 +15,7 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.broker import BrokerUrl
-from kvist.events.transports.nats.link import login_options
+from kvist.events.transports.nats import login_options
 
 TOPIC = b"kv/pod-1/0"
 

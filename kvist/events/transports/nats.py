@@ -1,7 +1,7 @@
-"""One connection to a NATS server, kept, and shared by all who want the same in one event loop.
+"""Streams over NATS: live events on core subjects, replays paged over subjects of their own, history in JetStream.
 
-nats-py's own reconnecting is not used: it tries at a fixed pace whatever the reason, dials servers that the server
-names, and ends for good when a login is revoked.
+docs/transports.md has the subjects. nats-py's own reconnecting is not used: it tries at a fixed pace whatever the
+reason, dials servers that the server names, and ends for good when a login is revoked.
 """
 
 from __future__ import annotations
@@ -10,20 +10,30 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import nats.errors
-import nkeys
-from nats.aio.client import Client, RawCredentials
+from kvist.errors import InvalidValueError, MissingExtraError
 
-from kvist.errors import InvalidValueError
+try:
+    import nats.errors
+    import nkeys
+    from nats.aio.client import Client, RawCredentials
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+except ModuleNotFoundError as error:
+    raise MissingExtraError("nats", str(error.name).partition(".")[0]) from error
+
 from kvist.events.transports import base
-from kvist.events.transports.broker import PRIVATE_OPTIONS, BrokerUrl, Host
-from kvist.events.transports.broker_link import BrokerLink
+from kvist.events.transports.base import WHO_IS_THERE, Message, ReplayRequest
+from kvist.events.transports.broker import PRIVATE_OPTIONS, STREAM, BrokerUrl, Host, pack
+from kvist.events.transports.broker_link import BrokerLink, Receive, end
+from kvist.events.transports.broker_replay import PAGE_BYTES
+from kvist.events.transports.broker_stream import BrokerPublication, BrokerSubscription
+from kvist.events.transports.jetstream import ensure_stream, read_kept, read_stream
 
 _logger = logging.getLogger(__name__)
 
@@ -33,11 +43,111 @@ CLOSE_TIMEOUT_S = 1.0
 """How long closing may take: after a failed TLS handshake a client waits for what never comes."""
 FLUSH_TIMEOUT_S = 5.0
 """How long whoever sends waits for a server that takes nothing, each time."""
+HISTORY_TIMEOUT_S = 60.0
 FAILURES = (OSError, nats.errors.Error, TimeoutError)
 
+_PAGE_OVERHEAD_BYTES = 256
 _CREDENTIALS = re.compile(
     r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+.*-----BEGIN USER NKEY SEED-----\s+(\S+)\s+---", re.DOTALL
 )
+
+
+class NatsPublication(BrokerPublication[Client]):
+    """Publishes on core subjects, which a JetStream stream may keep."""
+
+    def __init__(self, url: BrokerUrl) -> None:
+        self.num_too_large = 0
+        self._has_stream = False
+        super().__init__(url)
+
+    def _new_link(self) -> NatsLink:
+        login_options(self._url)
+        return NatsLink(self._url, self._prepare)
+
+    async def _prepare(self, client: Client) -> None:
+        """Have the stream that keeps what is sent; settings that turn out wrong later do not end what is published."""
+        self._answers.page_bytes = min(PAGE_BYTES, client.max_payload - _PAGE_OVERHEAD_BYTES)
+        if "jetstream" not in self._url.options:
+            return
+        try:
+            await ensure_stream(client, self._url)
+        except InvalidValueError as error:
+            if not self._has_stream:
+                raise
+            _logger.error("events are no longer kept: %s", error)
+        self._has_stream = True
+
+    async def _deliver(self, client: Client, messages: Sequence[Message]) -> None:
+        for message in messages:
+            name = self._url.name(STREAM, self._url.token_of(message.topic))
+            try:
+                await client.publish(name, pack(self._id, message))
+            except nats.errors.MaxPayloadError:
+                if self.num_too_large == 0:
+                    text = "message larger than the server's max_payload is left to replays, as further ones are"
+                    _logger.warning("%s size_bytes=%d", text, len(message.payload))
+                self.num_too_large += 1
+
+    async def _send_all(self, client: Client) -> None:
+        await super()._send_all(client)
+        await client.flush()
+
+
+class NatsSubscription(BrokerSubscription[Client]):
+    """Subscribes over the loop's one connection to the URL's servers; with `deliver=all` to what JetStream keeps."""
+
+    def __init__(self, url: BrokerUrl) -> None:
+        super().__init__(url)
+        self._num_readings = 0
+        self._history_problem: str | None = None
+        self._next_sequence = 1
+        """The first message of the stream that was not read yet, with `deliver=all`."""
+
+    @property
+    def num_connects(self) -> int:
+        num_connects = self._num_readings if "deliver" in self._url.options else self._link.num_connects
+        return num_connects + self._num_successors
+
+    @property
+    def problem(self) -> str | None:
+        return self._link.problem or self._history_problem
+
+    async def _enter(self) -> None:
+        self._link = await self._stack.enter_async_context(shared_link(self._url, self))
+        if "deliver" in self._url.options:
+            reading = asyncio.create_task(self._link.stay(self._read_history), name=f"kvist-nats-{self._url.public}")
+            self._stack.push_async_callback(end, reading)
+        else:
+            await self._stack.enter_async_context(self._link.listening(self._url.name(STREAM, "*"), self._on_event))
+
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
+        """Ask the publisher, and where none answers, the stream that the URL names, if any."""
+        messages = await super().replay(request, timeout_s)
+        client = self._link.client
+        # The stream knows what was sent, and not who is there.
+        if messages is None and client and "jetstream" in self._url.options and request != WHO_IS_THERE:
+            with suppress(*FAILURES):
+                async with asyncio.timeout(HISTORY_TIMEOUT_S):
+                    return await read_kept(client, self._url, request)
+        return messages
+
+    async def _read_history(self, client: Client) -> None:
+        """Deliver what the stream has from where an earlier connection was, then what comes; waits if nobody reads."""
+        stream = self._url.options["jetstream"]
+        try:
+            pages = read_stream(client, stream, self._url.name(STREAM, "*"), self._next_sequence, waits=True)
+            async with aclosing(pages):
+                async for page in pages:
+                    if not page:
+                        self._num_readings += 1
+                        self._history_problem = None
+                    for message in page:
+                        await self._queue.wait_for_room()
+                        self._on_event(message.subject, message.data)
+                        self._next_sequence = message.metadata.sequence.stream + 1
+        except FAILURES as error:
+            self._history_problem = f"stream {stream} cannot be read: {error}"
+            raise
 
 
 class _Client(Client):
@@ -72,6 +182,22 @@ class NatsLink(BrokerLink[Client]):
     """A link to a NATS server. Several may use its client: for each subject, and for JetStream."""
 
     failures = (*FAILURES, ValueError)  # of a file that is none, or from the first line of a stranger
+
+    async def _subscribe(self, client: Client, name: str, receive: Receive) -> Subscription:
+        async def received(message: Msg) -> None:
+            receive(message.subject, None if message.headers else message.data)  # only the server sends headers
+
+        return await client.subscribe(name, cb=received)
+
+    async def _unsubscribe(self, client: Client, subscribed: Subscription) -> None:  # noqa: ARG002 - it knows its own
+        await subscribed.unsubscribe()
+
+    async def _settle(self, client: Client) -> None:
+        await client.flush()
+
+    async def publish(self, name: str, data: bytes, answer: str = "") -> None:
+        # The server answers for a publisher that is not there, so that nobody has to wait for it.
+        await (await self.connected()).publish(name, data, answer)
 
     async def _watch(self, client: Client) -> None:
         assert isinstance(client, _Client)
@@ -128,7 +254,7 @@ class NatsLink(BrokerLink[Client]):
         """Take note of what a client reports by the way."""
         if "permissions violation" in str(error).lower():
             _logger.warning("broker does not permit it: %s broker=%s", error, host)
-            self.problem = f"broker {host} does not permit it: {error}"
+            self.problem = self.forbidden = f"broker {host} does not permit it: {error}"
         elif not isinstance(error, FAILURES):
             _logger.error("unexpected error broker=%s", host, exc_info=error)
 

@@ -1,0 +1,237 @@
+"""The two ends of a stream on a broker, but for what is one kind of broker's.
+
+Brokers' clients are asyncio, and publishers are not: a publication has a thread with an event loop of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from itertools import islice
+from typing import Generic, Self
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
+from kvist.events.transports.broker import ANSWER, ASK, BrokerUrl, unpack
+from kvist.events.transports.broker_link import BrokerLink, ClientT, end, first_of
+from kvist.events.transports.broker_replay import Answers, Asking
+from kvist.events.transports.received import MalformedCounter, MessageQueue
+
+CAPACITY = 1024
+"""Messages that wait for the broker; beyond them the publisher keeps its own, and drops the oldest if it must."""
+CAPACITY_BYTES = 16 << 20
+"""The same bound in bytes of payload; a single message may exceed it."""
+WINDOW = 64
+"""Messages that are sent before the broker must have taken them; those under way when it is lost are sent again."""
+OPEN_WAIT_S = 2.0
+"""How long opening a publication waits to hear whether the broker takes it. One that is away is tried again later."""
+
+_STOP_TIMEOUT_S = 3.0
+_MAX_KNOWN_PUBLICATIONS = 8
+
+
+class BrokerPublication(ABC, Generic[ClientT]):
+    """Sends from a thread of its own. While the broker is away what is sent waits, up to the capacity.
+
+    Opening raises InvalidValueError for what the URL says and cannot be, if that is known soon; sending raises it,
+    as an OSError, later.
+    """
+
+    def __init__(self, url: BrokerUrl) -> None:
+        self.endpoint = url.public
+        self._url = url.with_worker(None)
+        self._id = secrets.randbits(64)
+        self._answers = Answers()
+        self._messages: deque[Message] = deque()  # changed and read under the lock
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._arrived, self._closing = asyncio.Event(), asyncio.Event()
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._link = self._new_link()
+        self._opened = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{url.scheme} stream {url.public}", daemon=True)
+        self._thread.start()
+        self._opened.wait(OPEN_WAIT_S)
+        if self._failure is not None:
+            raise self._failure
+
+    @abstractmethod
+    def _new_link(self) -> BrokerLink[ClientT]:
+        """Return the link; raises InvalidValueError for files of no use."""
+
+    @abstractmethod
+    async def _deliver(self, client: ClientT, messages: Sequence[Message]) -> None:
+        """Send messages, in order, and return once they need not be sent again; may be called with none."""
+
+    @property
+    def problem(self) -> str | None:
+        return self._link.problem
+
+    def serve_replay(self, source: ReplaySource) -> None:
+        self._answers.source = source
+
+    def send(self, message: Message) -> None:
+        if self._failure is not None:
+            raise OSError(f"cannot send: {self._failure}") from self._failure
+        if self._is_closed:
+            raise BrokenPipeError(f"{self.endpoint} is closed")
+        with self._lock:
+            num_bytes = self._num_bytes + len(message.payload)
+            if self._messages and (len(self._messages) >= CAPACITY or num_bytes > CAPACITY_BYTES):
+                raise BlockingIOError(f"{self.endpoint} is full")
+            must_wake = not self._messages
+            self._messages.append(message)
+            self._num_bytes = num_bytes
+        if must_wake:
+            self._call(self._arrived.set)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Send what was taken for up to `timeout_s`, then end; idempotent, from any thread but the own one."""
+        self._is_closed = True
+        self._call(self._closing.set)
+        self._call(self._arrived.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() and self._task is not None:
+            self._call(self._task.cancel)
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call the function in the loop soon, from any thread; no-op once it has ended."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            pass  # did not drain in time
+        except BaseException as error:
+            self._failure = error
+            if not isinstance(error, (OSError, InvalidValueError)):
+                raise
+        finally:
+            self._opened.set()
+
+    async def _serve(self) -> None:
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        async with self._link as link, link.listening(self._url.name(ASK), self._on_question):
+            sending = asyncio.create_task(link.stay(self._send_all), name="kvist-broker-sending")
+            try:
+                await first_of(self._closing.wait(), link.tried.wait(), link.running)
+                if not link.running.done():
+                    self._opened.set()
+                    await first_of(self._closing.wait(), link.running, sending)
+                if link.client is not None:  # else there is nobody to send to
+                    await first_of(link.lost(), sending)
+            finally:
+                await end(sending)
+                await self._answers.close()
+            for task in (link.running, sending):
+                if task.done() and not task.cancelled():
+                    task.result()
+
+    async def _send_all(self, client: ClientT) -> None:
+        """Send what there is and what comes until the publication is closed."""
+        while True:
+            self._arrived.clear()
+            with self._lock:
+                messages = list(islice(self._messages, WINDOW))
+            await self._deliver(client, messages)
+            with self._lock:
+                for message in messages:
+                    self._messages.popleft()
+                    self._num_bytes -= len(message.payload)
+            if not messages:
+                if self._closing.is_set():
+                    break
+                await self._arrived.wait()
+
+    def _on_question(self, _: str, data: bytes | None) -> None:
+        self._answers.receive(data or b"", self._send_page)
+
+    async def _send_page(self, question: str, page: bytes) -> None:
+        if self._link.client is not None:  # else the asker hears nothing, and asks again
+            with suppress(*self._link.failures):
+                await self._link.publish(self._url.name(ANSWER, question), page)
+
+
+class BrokerSubscription(ABC, Generic[ClientT]):
+    """Follows one worker over a link; each publication that is heard of after another counts as a connection, too."""
+
+    is_peer_gone = False
+    is_caught_up = True
+    _link: BrokerLink[ClientT]
+
+    def __init__(self, url: BrokerUrl) -> None:
+        """`url` names a worker."""
+        self._url = url.with_worker(None)
+        self._malformed = MalformedCounter(url.public)
+        self._queue = MessageQueue(url.public)
+        # Publications stay known: the first message of one may come before its connection counts.
+        self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
+        self._num_successors = 0
+        self._stack = AsyncExitStack()
+
+    @abstractmethod
+    async def _enter(self) -> None:
+        """Have the link in `_link`, and listen to what is to be received, until `_stack` is closed."""
+
+    @property
+    def num_connects(self) -> int:
+        return self._link.num_connects + self._num_successors
+
+    @property
+    def num_malformed(self) -> int:
+        return self._malformed.num
+
+    @property
+    def problem(self) -> str | None:
+        return self._link.problem
+
+    async def __aenter__(self) -> Self:
+        async with self._stack:
+            await self._enter()
+            self._stack = self._stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def receive(self) -> list[Message]:
+        return await self._queue.receive()
+
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
+        """Ask the publisher, once the broker is there; None at once if the publisher is known to be gone."""
+        if self.is_peer_gone:
+            return None
+        asking = Asking(request)
+        answer = self._url.name(ANSWER, asking.name)
+        with suppress(TimeoutError, *self._link.failures):
+            async with asyncio.timeout(timeout_s):
+                await self._link.connected()
+            async with self._link.listening(answer, asking.receive):
+                return await asking.ask(partial(self._link.publish, self._url.name(ASK), answer=answer), timeout_s)
+        return None
+
+    def _on_event(self, name: str, data: bytes | None) -> None:
+        """Take a message of the stream."""
+        token = name.rpartition("/" if self._url.is_mqtt else ".")[2]
+        unpacked = unpack(self._url.topic_of(token), data or b"", self._malformed)
+        if unpacked is not None:
+            self._on_publication(unpacked[0])
+            self._queue.put(unpacked[1])
+
+    def _on_publication(self, publication_id: int) -> None:
+        if publication_id not in self._publications:
+            self._num_successors += bool(self._publications)
+            self._publications.append(publication_id)
