@@ -45,7 +45,7 @@ async def record(path: Path) -> None:
 
 def replay(path: Path) -> None:
     """Play the recording into an index, and print what it holds then."""
-    player = IndexPlayer(RadixIndex(), BLOCK_SIZE)
+    player = IndexPlayer(RadixIndex())
     for lines in Script(lambda: RecordingReader(path)).lines():
         player.apply(lines or [])
     print(player.report().to_text())

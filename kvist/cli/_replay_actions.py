@@ -41,7 +41,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
         asyncio.run(_play(args, script, player))
     finally:
         close_publications(publications)
-    _print_end(args, script)
+    _print_end(args.file, script)
     print(
         f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
         f"{player.num_asked} replay requests answered",
@@ -51,14 +51,14 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 
 def index(args: argparse.Namespace, script: Script) -> None:
     started_s = time.monotonic()
-    with _indexed(args, script) as (player, block_size):
+    with _indexed(args.file, script) as player:
         report = player.report()
         seconds = time.monotonic() - started_s
         if args.json:
-            print(json.dumps({"block_size": block_size, **report.to_json(), "seconds": seconds}))
+            print(json.dumps({**report.to_json(), "seconds": seconds}))
         else:
             print(report.to_text())
-            print(f"{script.num_recorded} messages in {seconds:.2f} s, block size {block_size}")
+            print(f"{script.num_recorded} messages in {seconds:.2f} s")
 
 
 def print_holders(args: argparse.Namespace, script: Script) -> None:
@@ -72,15 +72,21 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
     if ask.token_ids is None:
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
-    with _indexed(args, script) as (player, block_size):
+    with _indexed(args.file, script) as player:
         player.report()
-        found = player.index.match(block_hashes(ask.token_ids, block_size, cache_salt=ask.cache_salt))
-        held = {rank: {tier: depth * block_size for tier, depth in found[rank]._asdict().items()} for rank in found}
+        sizes = player.block_sizes
+        held = {
+            rank: {tier: depth * size for tier, depth in depths._asdict().items()}
+            for size in sorted(set(sizes.values()))
+            for hashes in [block_hashes(ask.token_ids, size, cache_salt=ask.cache_salt)]
+            for rank, depths in player.index.match(hashes).items()
+            if sizes[rank.worker] == size
+        }
         if args.json:
             holders = [rank._asdict() | {"tokens": tokens} for rank, tokens in held.items()]
-            print(json.dumps({"prompt_tokens": len(ask.token_ids), "block_size": block_size, "holders": holders}))
+            print(json.dumps({"prompt_tokens": len(ask.token_ids), "holders": holders}))
             return
-        print(f"of {len(ask.token_ids)} tokens, in blocks of {block_size}, were held in each tier or a faster one:")
+        print(f"of {len(ask.token_ids)} tokens were held, in each tier or a faster one:")
         for (worker, rank), tokens in held.items():
             print(f"{worker} rank {rank}: " + ", ".join(f"{tier} {number}" for tier, number in tokens.items()))
         if not held:
@@ -91,7 +97,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     """Print how what is held in the end differs from what another recording or index has; return 1 if it does."""
     from kvist.replay.indexing import chunks_of_dump, differences, holdings_of
 
-    with _indexed(args, script) as (player, block_size):
+    with _indexed(args.file, script) as player:
         player.report()
         ours = holdings_of(player.index.snapshot())
     is_url = args.diff.startswith(("http://", "https://"))
@@ -100,9 +106,8 @@ def compare(args: argparse.Namespace, script: Script) -> int:
         with build_opener(ProxyHandler({})).open(url) as dump:
             theirs = holdings_of(chunks_of_dump(iter(partial(dump.read, _PIECE_BYTES), b""), args.diff))
     else:
-        other = argparse.Namespace(**vars(args) | {"file": Path(args.diff), "block_size": block_size})
-        script = Script(partial(RecordingReader, other.file), selection=script.selection)
-        with _indexed(other, script) as (player, _):
+        other = Path(args.diff)
+        with _indexed(other, Script(partial(RecordingReader, other), selection=script.selection)) as player:
             player.report()
             theirs = holdings_of(player.index.snapshot())
     found = differences(ours, theirs)
@@ -114,27 +119,23 @@ def compare(args: argparse.Namespace, script: Script) -> int:
 
 
 @contextmanager
-def _indexed(args: argparse.Namespace, script: Script) -> Iterator[tuple[IndexPlayer, int]]:
-    """Yield what plays into an index, with all of the script played, and the index's block size."""
+def _indexed(file: Path, script: Script) -> Iterator[IndexPlayer]:
+    """Yield what plays into an index, with all of the script, which is this recording's, played."""
     from kvist.indexer.compilation import load_and_wait
 
     load_and_wait()
     from kvist.radix import RadixIndex
-    from kvist.replay.indexing import IndexPlayer, find_block_size
+    from kvist.replay.indexing import IndexPlayer
 
-    block_size = args.block_size
-    if block_size is None:
-        with RecordingReader(args.file) as reader:
-            block_size = find_block_size(reader)
-    player = IndexPlayer(RadixIndex(), block_size)
-    with _read_all(args, script, player.apply):
-        yield player, block_size
+    player = IndexPlayer(RadixIndex())
+    with _read_all(file, script, player.apply):
+        yield player
 
 
 def print_statistics(args: argparse.Namespace, script: Script) -> None:
     """Print statistics, and write the plot to a file if that is wanted."""
     collector = StatisticsCollector()
-    with _read_all(args, script, partial(_count, collector)):
+    with _read_all(args.file, script, partial(_count, collector)):
         statistics = collector.result()
         print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
         if args.plot is not None:
@@ -153,7 +154,7 @@ def show_page(args: argparse.Namespace, script: Script) -> None:
     collectors = {name: HistoryCollector() for name in scripts}
     with ExitStack() as damages:
         for name, each in scripts.items():
-            damages.enter_context(_read_all(args, each, partial(_count, collectors[name])))
+            damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))
         server = HttpServer(RecordingPage(collectors).handle, port=args.port)
         asyncio.run(serve(server, lambda server: f"kvist replay: http://127.0.0.1:{server.port}/ui"))
 
@@ -165,7 +166,7 @@ def _count(collector: StatisticsCollector, lines: list[Line]) -> None:
 
 
 @contextmanager
-def _read_all(args: argparse.Namespace, script: Script, use: Callable[[list[Line]], object]) -> Iterator[None]:
+def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -> Iterator[None]:
     """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
     show_at_s = 0.0
     damage: RecordingError | None = None
@@ -183,18 +184,18 @@ def _read_all(args: argparse.Namespace, script: Script, use: Callable[[list[Line
             if script.num_recorded == 0:
                 raise
             damage = error
-    _print_end(args, script)
+    _print_end(file, script)
     yield
     if damage is not None:
         raise damage
 
 
-def _print_end(args: argparse.Namespace, script: Script) -> None:
+def _print_end(file: Path, script: Script) -> None:
     """Say what is torn off the recording's end, and that there is nothing in it."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.num_recorded == 0:
-        print(f"kvist replay: {args.file}: no message in it", file=sys.stderr)
+        print(f"kvist replay: {file}: no message in it", file=sys.stderr)
 
 
 async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt", type=Path, metavar="FILE", help='of --at: a request\'s body as JSON, or {"token_ids": [...]}')
     add("--model-path", metavar="DIR", help="of --at: the model's, for prompts that are text")
-    add("--block-size", type=int, metavar="TOKENS", help="the index's (default: the recording's first)")
     add("--plot", type=Path, metavar="FILE.svg", help="write a plot beside --stats")
     add("--json", action="store_true", help="print in lines of JSON what is printed")
 

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
 from kvist.indexer.dumps.format import Blocks, DumpReader, residencies_of
-from kvist.indexer.source import Source, block_size_in
+from kvist.indexer.source import Source
 from kvist.radix import RadixIndex, Residencies
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.player import REPLAY_BYTES
-from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.script import Line, Pace, worker_of
 
@@ -33,6 +31,7 @@ class RankReport:
     """What a rank holds in the end: (block, tier) pairs, their digest, and how far that can be trusted."""
 
     source: WorkerRank
+    block_size: int
     num_blocks: int
     digest: int
     state: SourceState
@@ -55,6 +54,7 @@ class IndexReport:
         ranks = [
             {
                 **rank.source._asdict(),
+                "block_size": rank.block_size,
                 "num_blocks": rank.num_blocks,
                 "digest": f"{rank.digest:016x}",
                 "state": rank.state,
@@ -65,7 +65,8 @@ class IndexReport:
 
     def to_text(self) -> str:
         lines = [
-            f"{worker} rank {number}: {rank.num_blocks} blocks, digest {rank.digest:016x}, {rank.state}"
+            f"{worker} rank {number}: {rank.num_blocks} blocks of {rank.block_size} tokens, "
+            f"digest {rank.digest:016x}, {rank.state}"
             for rank in self.ranks
             for worker, number in [rank.source]
         ]
@@ -106,13 +107,12 @@ class IndexPlayer:
     """Feeds an index, as an `Indexer` is fed that follows a `Player`.
 
     A rank that was recorded from its publisher's start without a gap, or with a snapshot behind the last one, is exact
-    in the end.
+    in the end. Each stream has blocks of the size that it names first.
     """
 
-    def __init__(self, index: RadixIndex, block_size: int) -> None:
+    def __init__(self, index: RadixIndex) -> None:
         """Feed `index`; an engine's own stream is of the worker that its source is called."""
         self.index = index
-        self._block_size = block_size
         self._resyncing: set[WorkerRank] = set()
         self._pace = Pace()
         self._now_s = 0.0
@@ -130,6 +130,12 @@ class IndexPlayer:
         for stream, received in messages.items():
             stream.receive(received, self._now_s)
 
+    @property
+    def block_sizes(self) -> dict[str, int]:
+        """Return how many tokens are in each worker's blocks."""
+        sources = [stream.source for stream in self._streams.values()]
+        return {source.worker: source.block_size for source in sources if source.block_size is not None}
+
     def report(self) -> IndexReport:
         """Return what the index holds, once nothing more will come."""
         sources = [stream.source for stream in self._streams.values()]
@@ -139,7 +145,7 @@ class IndexPlayer:
             pass
         statistics = [source.statistics(self._now_s) for source in sources]
         ranks = [
-            RankReport(rank, held.num_blocks, held.digest, state)
+            RankReport(rank, source.block_size or 0, held.num_blocks, held.digest, state)
             for source in sources
             for rank, state in sorted((WorkerRank(source.worker, n), state) for n, state in source.states().items())
             for held in [self.index.digest(rank)]
@@ -159,18 +165,9 @@ class IndexPlayer:
         stream = self._streams.get((recorded, worker))
         if stream is None:
             url = f"tcp://recording:1?engine={recorded.engine}"
-            source = Source(worker, url, self._block_size, self.index, self._resyncing)
+            source = Source(worker, url, None, self.index, self._resyncing)
             stream = self._streams[recorded, worker] = _Stream(source)
         return stream
-
-
-def find_block_size(reader: RecordingReader) -> int:
-    """Return the tokens per block that the first message with blocks names; raises InvalidValueError if none does."""
-    for record in reader:
-        source = record.source
-        if (block_size := block_size_in(record.message.payload, source.name, source.engine)) is not None:
-            return block_size
-    raise InvalidValueError("block_size", None, "the tokens in a block: nothing in the recording tells")
 
 
 Holdings: TypeAlias = Mapping[tuple[WorkerRank, Tier], NDArray[np.uint64]]

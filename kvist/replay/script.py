@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -13,18 +12,17 @@ import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.events.dialects import EngineEnvelope
-from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
 from kvist.replay.envelope import read_envelope
 from kvist.replay.reader import RecordingReader, Torn
-from kvist.replay.recording import Record, RecordedSource
+from kvist.replay.recording import Record
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
 _MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
 _EPOCH_IDX: Final = 3  # the field of a canonical batch, and of a part of a snapshot
+_TIMESTAMP_IDX: Final = 0  # of an engine's batch
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 _MAX_U64 = (1 << 64) - 1
-_CLEARED: Final = "AllBlocksCleared"
 
 _decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -137,7 +135,6 @@ class Script:
         self._num_rounds = num_rounds
         self._follows = follows
         self._round_idx = 0
-        self._engines: defaultdict[RecordedSource, _EngineNumbers] = defaultdict(_EngineNumbers)
         self._reader: RecordingReader | None = None
         self._first_ns: int | None = None
         self.num_recorded = 0
@@ -181,67 +178,25 @@ class Script:
                 return lines, True
             if record.time_ns >= until_ns or not self.selection.has_worker(record):
                 continue
-            is_early = record.time_ns < since_ns
-            messages = [record.message] if self._num_rounds == 1 else self._of_round(record)
-            lines += [Line(self._round_idx, record._replace(message=message), is_early) for message in messages]
+            of_round = record._replace(message=self._of_round(record.message))
+            lines.append(Line(self._round_idx, of_round, is_early=record.time_ns < since_ns))
         return lines, False
 
-    def _of_round(self, record: Record) -> list[Message]:
-        """Return what makes a record news to who heard the rounds before; in the first it is as it was recorded.
+    def _of_round(self, message: Message) -> Message:
+        """Return what makes a message news to who heard the rounds before; in the first it is as it was recorded.
 
-        Canonical batches are of a later epoch. An engine's stream goes on in number, behind what clears its ranks.
+        Canonical batches are of a later epoch. An engine's are a second later than in the round before: as other bytes
+        under numbers that were used, they are those of an engine that was started anew.
         """
-        message, round_idx = record.message, self._round_idx
-        envelope = read_envelope(message.payload)
-        if isinstance(envelope, EngineEnvelope):
-            return self._engines[record.source].renumbered(message, envelope, round_idx)
-        if envelope is None or round_idx == 0:
-            return [message]
+        envelope = read_envelope(message.payload) if self._round_idx else None
+        if envelope is None:
+            return message
         fields: list[object] = [*_decode_fields(message.payload)]
-        fields[_EPOCH_IDX] = _checked(envelope.epoch + round_idx * _EPOCHS_A_ROUND, round_idx)
-        return [message._replace(payload=_encode(fields))]
-
-
-class _EngineNumbers:
-    """The numbers of one engine's stream beyond the first round: they go on, and what would end them is a clearing."""
-
-    def __init__(self) -> None:
-        self._process = (0, 0)  # in which round, and as how many times restarted there
-        self._restarts = RestartDetector()
-        self._ranks: dict[int | None, None] = {}
-        self._last_sequence = -1
-        self._offset = 0
-
-    def renumbered(self, message: Message, envelope: EngineEnvelope, round_idx: int) -> list[Message]:
-        """Return the message under its number in this round, behind what clears each rank if another process begins."""
-        if round_idx > self._process[0]:
-            self._restarts = RestartDetector()
-        process = round_idx, self._restarts.observe(message.sequence, message.payload)
-        clearings = []
-        if process != self._process:
-            self._process = process
-            if round_idx == 0:
-                self._last_sequence = -1
-            else:
-                cleared = {"type": _CLEARED} if _begins_with_map(envelope.events) else [_CLEARED]
-                for number, rank in enumerate(self._ranks, self._last_sequence + 1):
-                    payload = _encode([envelope.timestamp_s, [cleared], rank])
-                    clearings.append(Message(message.topic, number, payload))
-                self._offset = self._last_sequence + len(clearings) + 1 - message.sequence
-        self._ranks[envelope.rank] = None
-        sequence = _checked(message.sequence + self._offset, round_idx)
-        self._last_sequence = max(self._last_sequence, sequence)
-        return [*clearings, message._replace(sequence=sequence)]
-
-
-def _checked(number: int, round_idx: int) -> int:
-    """Return an epoch or a sequence; raises InvalidValueError for one that no message can have."""
-    if number > _MAX_U64:
-        raise InvalidValueError("loop", round_idx + 1, f"fewer rounds: no number follows {_MAX_U64}")
-    return number
-
-
-def _begins_with_map(events: Sequence[msgspec.Raw]) -> bool:
-    """Return whether an engine writes its events as maps, not as arrays."""
-    first = bytes(events[0])[0] if events else 0
-    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+        if isinstance(envelope, EngineEnvelope):
+            fields[_TIMESTAMP_IDX] = envelope.timestamp_s + self._round_idx
+        else:
+            epoch = envelope.epoch + self._round_idx * _EPOCHS_A_ROUND
+            if epoch > _MAX_U64:
+                raise InvalidValueError("loop", self._round_idx + 1, f"fewer rounds: no epoch follows {_MAX_U64}")
+            fields[_EPOCH_IDX] = epoch
+        return message._replace(payload=_encode(fields))

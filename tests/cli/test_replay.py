@@ -131,10 +131,10 @@ def test_on_a_terminal_it_shows_rate_and_time_left(recorded):
 def test_into_an_index_prints_what_it_holds(recorded, capsys):
     code, output, _ = run(capsys, recorded, "--into-index")
     assert code == 0
-    assert f"gpu-0 rank 0: 100 blocks, digest {blocks_digest(BLOCKS, 0):016x}, live" in output
+    assert f"gpu-0 rank 0: 100 blocks of 4 tokens, digest {blocks_digest(BLOCKS, 0):016x}, live" in output
     assert "theirs rank 0: 1 blocks" in output
     assert "101 distinct blocks in the index; 0 snapshots" in output
-    code, output, _ = run(capsys, recorded, "--into-index", "--json", "--worker", "theirs", "--block-size", "4")
+    code, output, _ = run(capsys, recorded, "--into-index", "--json", "--worker", "theirs")
     assert [(rank["worker"], rank["num_blocks"]) for rank in json.loads(output)["ranks"]] == [("theirs", 1)]
 
 
@@ -158,7 +158,7 @@ def test_a_torn_recording_is_used_and_what_is_torn_is_told(recorded, capsys):
     assert re.search(rf"{recorded}: \d+ torn bytes at byte \d+", errors)
 
 
-@pytest.mark.parametrize("action", [["--stats"], ["--into-index", "--block-size", "4"]])
+@pytest.mark.parametrize("action", [["--stats"], ["--into-index"]])
 def test_a_damaged_recording_is_used_up_to_the_damage_and_ends_with_code_1(recorded, action):
     with RecordingWriter(recorded, [RecordedSource("more", "")], appends=True) as writer:
         writer.add(RecordedSource("more", ""), batch(0, worker="late"), 0)
@@ -215,11 +215,10 @@ def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
     tokens = {"gpu": 4, "host": 4, "disk": 4, "external": 4}
     assert json.loads(out) == {
         "prompt_tokens": 5,
-        "block_size": 4,
         "holders": [{"worker": "theirs", "rank": 0, "tokens": tokens}],
     }
     _, out, _ = run(capsys, recorded, "--at", "0.5", "--prompt", prompt)
-    assert out == "of 5 tokens, in blocks of 4, were held in each tier or a faster one:\nnothing, by nobody\n"
+    assert out == "of 5 tokens were held, in each tier or a faster one:\nnothing, by nobody\n"
     prompt.write_text(json.dumps({"model": "m", "prompt": "some text"}))
     code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
     assert code == 2

@@ -130,7 +130,7 @@ def test_looping_and_replaying_whatever_a_recording_says_raises_nothing_but_that
 @settings(max_examples=100, deadline=None)
 def test_an_index_is_fed_what_can_be_indexed(records):
     index = RadixIndex()
-    player = IndexPlayer(index, 4)
+    player = IndexPlayer(index)
     player.apply(Line(0, record) for record in records)
     assert player.report().to_text()
     check_invariants(index)

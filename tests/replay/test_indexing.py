@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
 from index_invariants import check_invariants
 
-from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.snapshot import blocks_digest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingReader
-from kvist.replay.indexing import IndexPlayer, find_block_size
+from kvist.replay.indexing import IndexPlayer
 from kvist.replay.script import Script
 
 
-def indexed(make, records, tmp_path, **options):
+def indexed(make, records, tmp_path):
     path = make.write(tmp_path / "r", records)
     index = RadixIndex()
-    player = IndexPlayer(index, 4, **options)
+    player = IndexPlayer(index)
     for lines in Script(lambda: RecordingReader(path)).lines():
         player.apply(lines)
     report = player.report()
@@ -68,20 +66,10 @@ def test_what_a_gap_costs_is_lost_and_said(make, tmp_path):
     assert "0 snapshots, 2 times cleared" in report.to_text()
 
 
-def test_another_block_size_is_refused_with_both_numbers(make, tmp_path):
+def test_each_stream_has_the_block_size_that_it_names(make, tmp_path):
+    other = RecordedSource("pod-2", "tcp://h:1")
     records = make.records(make.engine_batch(0, make.engine_stored(5, tokens=range(8), block_size=8)))
+    records += make.records(make.heartbeat(0, 0, 0), make.batch(0, make.stored(1)), source=other)
     _, report = indexed(make, records, tmp_path)
-    assert report.failures == ("pod-1: block_size 8, expected 4",)
-    assert report.to_json()["failures"] == report.failures
-
-
-def test_the_block_size_is_found_in_either_form(make, recording, tmp_path):
-    engine = [
-        make.engine_batch(0, {"type": "AllBlocksCleared"}),
-        make.engine_batch(1, make.engine_stored(5, tokens=[1])),
-    ]
-    for name, messages in (("a", [make.batch(0)]), ("b", engine)):
-        with RecordingReader(make.write(tmp_path / name, make.records(*messages))) as reader:
-            assert find_block_size(reader) == 4
-    with RecordingReader(recording(engine[0])) as reader, pytest.raises(InvalidValueError, match="block_size"):
-        find_block_size(reader)
+    assert {rank.source.worker: rank.block_size for rank in report.ranks} == {"pod-1": 8, "w": 4}
+    assert report.failures == ()

@@ -91,7 +91,7 @@ def read(path):
 
 
 def played(path, **options):
-    player = IndexPlayer(RadixIndex(), 4)
+    player = IndexPlayer(RadixIndex())
     for lines in Script(lambda: RecordingReader(path), **options).lines():
         player.apply(lines)
     return player.report()

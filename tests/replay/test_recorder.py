@@ -81,7 +81,7 @@ async def test_a_recorded_fleet_played_into_an_index_is_the_fleet_as_it_was(tmp_
         await until(lambda: sum(each.num_batches for each in indexer.statistics()) == num_batches)
         await until(lambda: num_numbered(writer, path) == num_batches)
     replayed = RadixIndex()
-    player = IndexPlayer(replayed, 4)
+    player = IndexPlayer(replayed)
     collector = StatisticsCollector()
     for lines in Script(lambda: RecordingReader(path)).lines():
         player.apply(lines)

@@ -159,7 +159,7 @@ def worked_off(reading):
 def indexed(records):
     """Return the rank's report, None if it was never heard of, and the report of all."""
     index = RadixIndex()
-    player = IndexPlayer(index, 4)
+    player = IndexPlayer(index)
     for record in records:
         player.apply([Line(0, record)])
     report = player.report()
@@ -292,7 +292,7 @@ def test_a_part_of_a_recording_begins_with_what_was_held_then(make, tmp_path, se
     path = tmp_path / f"{seed}-{num_kept}-{place}-{is_faulty}"
     path.unlink(missing_ok=True)
     make.write(path, records)
-    player = IndexPlayer(RadixIndex(), 4)
+    player = IndexPlayer(RadixIndex())
     for lines in Script(lambda: RecordingReader(path), selection=Selection(since=since)).lines():
         player.apply(lines)
     (rank,) = player.report().ranks
@@ -423,7 +423,7 @@ def test_a_script_of_a_late_recording_plays_into_an_index_as_a_file_too(make, tm
     publisher, tape = taped(random.Random(seed), 100, 0, is_faulty=False)
     tape.end()
     path = make.write(tmp_path / "r", tape.records(make))
-    player = IndexPlayer(RadixIndex(), 4)
+    player = IndexPlayer(RadixIndex())
     for lines in Script(lambda: RecordingReader(path)).lines():
         player.apply(lines)
     assert player.report().ranks[0].digest == publisher.holding[1]
