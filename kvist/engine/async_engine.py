@@ -191,8 +191,15 @@ class AsyncEngine:
         self._is_stopping = True
 
     def _abort(self, request_id: str) -> None:
-        self._generations.pop(request_id, None)
-        self._commands.put(partial(self._core.abort, request_id))
+        generation = self._generations.pop(request_id, None)
+        if generation is not None:
+            self._commands.put(partial(self._drop, request_id, generation.times[request_id]))
+
+    def _drop(self, request_id: str, times: RequestTimes) -> None:
+        """Abort a request; where it ended meanwhile with its blocks held for another worker, hold them no more."""
+        self._core.abort(request_id)
+        if times.remote_request_id is not None:
+            self._core.withdraw(times.remote_request_id)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

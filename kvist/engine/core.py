@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kvist.engine.handoff import Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import (
     Request,
@@ -19,7 +21,7 @@ from kvist.engine.request import (
     TokenLogprobs,
 )
 from kvist.engine.runner import Runner
-from kvist.engine.sampler import sample
+from kvist.engine.sampler import sample, token_logprobs
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
@@ -140,7 +142,7 @@ class EngineCore:
         assert request_id not in self._requests, "request ids are unique"
         self._requests[request_id] = request
         self._is_stuck = False
-        if isinstance(handoff, RemotePrefill) and params.num_logprobs is None:
+        if isinstance(handoff, RemotePrefill) and params.num_logprobs is None and params.num_prompt_logprobs is None:
             self._unreserved.append(request)
         else:
             self._scheduler.add(request)
@@ -194,7 +196,8 @@ class EngineCore:
         sampled = [each.request for each in scheduled if each.is_sampled]
         try:
             logits = self._runner.forward(scheduled)
-            token_ids, logprobs = sample(logits, sampled)
+            token_ids, logprobs = sample(logits[: len(sampled)], sampled)
+            _note_prompt_logprobs(scheduled, logits[len(sampled) :])
         except (RuntimeError, ValueError) as error:  # what torch and the kernels raise; our own bugs end the engine
             return self._fail(scheduled, error)
         self._scheduler.commit(scheduled)
@@ -284,6 +287,7 @@ class EngineCore:
             (token_id,),
             text,
             () if logprobs is None else (logprobs,),
+            tuple(request.prompt_logprobs) if request.num_output_tokens == 1 else (),
             request.num_cached_tokens or 0,
             reason,
             remote_request_id=remote_request_id,
@@ -306,3 +310,14 @@ class EngineCore:
         for request, _ in scheduled:
             del self._requests[request.request_id]
         return [RequestOutput(request.request_id, error=f"the engine failed: {error}") for request, _ in scheduled]
+
+
+def _note_prompt_logprobs(scheduled: Sequence[ScheduledRequest], logits: torch.Tensor) -> None:
+    """Give requests that want them the log probabilities of their prompts' next tokens, one for each row of logits."""
+    rows = iter(logits)
+    for each in scheduled:
+        request, count = each.request, each.request.params.num_prompt_logprobs
+        for row in each.prompt_rows:
+            token_id = request.prompt_token_ids[request.num_computed_tokens + row + 1]
+            assert count is not None
+            request.prompt_logprobs.append(token_logprobs(next(rows), token_id, count))

@@ -64,16 +64,18 @@ class LogprobEntry(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """The sampled token and the most likely ones, most likely first."""
+    """A token, the most likely ones, most likely first, and how many would have been as likely or more than it."""
 
-    sampled: LogprobEntry
+    token: LogprobEntry
     top: tuple[LogprobEntry, ...]
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one step added to a request. The last output of a request has a `finish_reason` or an `error`.
 
+    The first has the log probabilities of the prompt's tokens behind its first one, where they are wanted.
     Of one whose blocks are kept for another worker, the last has the `remote_request_id` to fetch them by.
     """
 
@@ -81,6 +83,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -93,6 +96,7 @@ class RequestOutput:
             self.token_ids + later.token_ids,
             self.text + later.text,
             self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
             max(self.num_cached_tokens, later.num_cached_tokens),
             later.finish_reason,
             later.error,
@@ -166,6 +170,7 @@ class Request:
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     adjuster: LogitsAdjuster | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     is_complete: bool = False
     token_ids: list[int] = field(init=False)
     blocks: SequenceBlocks | None = None
@@ -183,6 +188,12 @@ class Request:
             self.adjuster.add(token_id)
         if self.constraint is not None:
             self.is_complete = self.constraint.accept(token_id)
+
+    @property
+    def num_prompt_logprobs_missing(self) -> int:
+        """Return of how many tokens of the prompt log probabilities are wanted and not there yet."""
+        wanted = 0 if self.params.num_prompt_logprobs is None else len(self.prompt_token_ids) - 1
+        return wanted - len(self.prompt_logprobs)
 
     @property
     def is_too_short(self) -> bool:

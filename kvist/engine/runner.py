@@ -34,7 +34,10 @@ class Runner:
     graphs: DecodeGraphs | None = None
 
     def forward(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
-        """Compute the step into the cache; return the logits, float32, of the requests with `is_sampled`, in order."""
+        """Compute the step into the cache; return the logits, float32, of the requests with `is_sampled`, in order.
+
+        Behind them are those of all `prompt_rows`.
+        """
         return self.compute(self.build_batch(scheduled))
 
     @torch.inference_mode()
@@ -61,14 +64,18 @@ class Runner:
             count=len(positions),
         )
         num_decodes = int((counts == 1).sum())
-        last_row = dict(zip(order, ends - 1, strict=True))
+        end_of = dict(zip(order, ends, strict=True))
+        sampled = [end_of[i] - 1 for i, each in enumerate(scheduled) if each.is_sampled]
+        of_prompts = [
+            end_of[i] - each.num_new_tokens + row for i, each in enumerate(scheduled) for row in each.prompt_rows
+        ]
         return HostBatch(
             input_ids=input_ids,
             positions=positions,
             seq_lens=(starts + counts).astype(np.int32),
             num_decodes=num_decodes,
             prefill_start_loc=np.concatenate(([0], np.cumsum(counts[num_decodes:]))).astype(np.int32),
-            logit_rows=np.array([last_row[i] for i, each in enumerate(scheduled) if each.is_sampled], dtype=np.int64),
+            logit_rows=np.array(sampled + of_prompts, dtype=np.int64),
             groups=self._groups([row.request for row in rows], sequence, positions),
         )
 

@@ -29,7 +29,11 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
             uniforms = [requests[i].random.random() for i in rows]
             for i, token_id in zip(rows, _draw(adjusted[rows], params, uniforms, filtered), strict=True):
                 token_ids[i] = token_id
-    return token_ids, [_logprobs(*row) for row in zip(logits, token_ids, requests, strict=True)]
+    logprobs: list[TokenLogprobs | None] = []
+    for row, token_id, request in zip(logits, token_ids, requests, strict=True):
+        count = request.params.num_logprobs
+        logprobs.append(None if count is None else token_logprobs(row, token_id, count))
+    return token_ids, logprobs
 
 
 def _is_filtered(params: SamplingParams) -> bool:
@@ -82,11 +86,10 @@ def _adjust(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     return logits
 
 
-def _logprobs(row: torch.Tensor, token_id: int, request: Request) -> TokenLogprobs | None:
-    count = request.params.num_logprobs
-    if count is None:
-        return None
+def token_logprobs(row: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """Return a token's log probability, and the `count` largest, of raw logits `[vocab_size]`."""
     logprobs = row.log_softmax(dim=-1)
     values, token_ids = logprobs.topk(min(count, len(logprobs)))
     top = tuple(map(LogprobEntry, token_ids.tolist(), values.tolist()))
-    return TokenLogprobs(LogprobEntry(token_id, float(logprobs[token_id])), top)
+    rank = int((logprobs >= logprobs[token_id]).sum())
+    return TokenLogprobs(LogprobEntry(token_id, float(logprobs[token_id])), top, rank)

@@ -28,6 +28,15 @@ class ScheduledRequest(NamedTuple):
         """Return whether the step reaches the request's last token, so that the next one can be picked."""
         return self.request.num_computed_tokens + self.num_new_tokens == len(self.request.token_ids)
 
+    @property
+    def prompt_rows(self) -> range:
+        """Return which of the new tokens tell a log probability of the prompt that is wanted and not there yet."""
+        request = self.request
+        if not request.num_prompt_logprobs_missing:
+            return range(0)
+        first = len(request.prompt_logprobs) - request.num_computed_tokens
+        return range(first, min(self.num_new_tokens, len(request.prompt_token_ids) - 1 - request.num_computed_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
@@ -145,7 +154,9 @@ class Scheduler:
         admitted: list[ScheduledRequest] = []
         while self._waiting and budget and self._num_seated < self._max_num_seqs:
             request = self._waiting[0]
-            hit = self._kv_cache.match(request.chain, request.token_ids)
+            # What is reused has no logits.
+            reusable = request.token_ids[:1] if request.num_prompt_logprobs_missing else request.token_ids
+            hit = self._kv_cache.match(request.chain, reusable)
             num_new = min(len(request.token_ids) - hit.num_tokens, budget)
             if request.num_cached_tokens is not None and not self._has_room_to_resume(hit, num_new):
                 break

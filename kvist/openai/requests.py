@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     number of alternatives in text completions: `num_logprobs` reads both. `logit_bias` is by token id.
     """
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
@@ -122,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    echo: bool = False
     logit_bias: dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
     bad_words: list[Annotated[str, msgspec.Meta(min_length=1)]] | None = None
@@ -144,6 +146,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the same for each token of the prompt behind the first; a prompt that is echoed has them, too."""
+        return self.num_logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
     def token_limit(self) -> int | None:
@@ -312,6 +319,8 @@ def decode_sampling_params(fields: Fields) -> SamplingParams:
         raise RequestError(
             400, f"min_tokens: got {params.min_tokens}, expected at most max_tokens={limit}", param="min_tokens"
         )
+    if limit == 0 and not params.echo:
+        raise RequestError(400, "max_tokens: got 0, expected at least 1 without echo", param="max_tokens")
     if params.top_logprobs and params.logprobs is not True:
         raise RequestError(400, "top_logprobs: expected only together with logprobs=true", param="top_logprobs")
     return params

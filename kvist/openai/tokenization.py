@@ -110,9 +110,9 @@ class ChatTokenizer:
         """Return the text of one token by itself, special tokens included."""
         return self.text([token_id])
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included; ids that are no token have none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens; ids that are no token have none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def added_tokens(self) -> list[str]:

@@ -10,6 +10,8 @@ from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, Engine
 from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
+from kvist.openai.requests import RemoteDecode
+from kvist.transfer.commands import Command, Offer, WithdrawOffer
 
 PROMPT = list(range(3, 23))
 
@@ -146,3 +148,25 @@ async def test_a_flush_during_the_death_of_the_thread_is_told(make_core, monkeyp
     async with AsyncEngine(core, max_num_open=3) as engine:
         with pytest.raises(EngineStoppedError):
             await engine.flush_cache()
+
+
+async def test_a_prompt_held_for_a_client_that_left_while_it_was_computed_is_held_no_more(
+    make_core, greedy, until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core("qwen3")
+    commands: list[Command] = []
+    core.attach(commands.append)
+    async with AsyncEngine(core, max_num_open=3) as engine:
+        loop, step = asyncio.get_running_loop(), core.step
+
+        def leave_during_the_step() -> list[RequestOutput]:
+            outputs = step()
+            if outputs:
+                loop.call_soon_threadsafe(generation.cancel)
+            return outputs
+
+        monkeypatch.setattr(core, "step", leave_during_the_step)
+        generation = engine.generate([SequenceInput(PROMPT, greedy(1), handoff=RemoteDecode())])
+        await until(lambda: any(isinstance(command, WithdrawOffer) for command in commands))
+        (offered,) = [command.remote_request_id for command in commands if isinstance(command, Offer)]
+        assert [command.remote_request_id for command in commands if isinstance(command, WithdrawOffer)] == [offered]

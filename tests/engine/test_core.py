@@ -263,8 +263,8 @@ def test_log_probabilities_come_with_each_token(make_core, generate, greedy) -> 
     outputs = generate(make_core("qwen3"), [(make_prompt(9), greedy(4, logprobs=3))])["0"]
     for output in outputs:
         (logprobs,) = output.logprobs
-        assert logprobs.sampled.token_id == output.token_ids[0] == logprobs.top[0].token_id
-        assert logprobs.sampled.logprob == pytest.approx(logprobs.top[0].logprob)
+        assert logprobs.token.token_id == output.token_ids[0] == logprobs.top[0].token_id
+        assert logprobs.token.logprob == pytest.approx(logprobs.top[0].logprob)
         assert len(logprobs.top) == 3
 
 
@@ -289,7 +289,7 @@ def test_half_precision_gives_nearly_the_same_probabilities(make_core, generate,
     request = (make_prompt(30), greedy(1, logprobs=5))
     exact, rough = (generate(make_core("gemma3", dtype=each), [request])["0"][0] for each in ("float32", dtype))
     assert rough.token_ids == exact.token_ids
-    assert rough.logprobs[0].sampled.logprob == pytest.approx(exact.logprobs[0].sampled.logprob, abs=0.2)
+    assert rough.logprobs[0].token.logprob == pytest.approx(exact.logprobs[0].token.logprob, abs=0.2)
 
 
 def test_without_a_limit_a_request_fills_the_context(make_core, generate, tokens_of) -> None:

@@ -114,7 +114,7 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
     (token_id,), (logprobs,) = sample(LOGITS[None] + 5.0, [request])
     assert token_id == 1
     assert logprobs is not None
-    assert logprobs.sampled.logprob == pytest.approx(float(LOGITS[1]))
+    assert logprobs.token.logprob == pytest.approx(float(LOGITS[1]))
     assert [entry.token_id for entry in logprobs.top] == [0, 1]
     assert logprobs.top[0].logprob == pytest.approx(float(LOGITS[0]))
 

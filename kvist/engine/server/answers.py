@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -64,6 +64,21 @@ class Shape(ABC):
             body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
         return body
 
+    def _prompt_logprobs(self, output: RequestOutput) -> Body:
+        """Return what an answer has of its prompt's log probabilities, as vLLM spells them, if they are asked for."""
+        if self._job.params.prompt_logprobs is None:
+            return {}
+        spelt = [self._spelt_by_id(each) for each in output.prompt_logprobs]
+        return {"prompt_logprobs": [None, *spelt]}
+
+    def _spelt_by_id(self, logprobs: TokenLogprobs) -> Body:
+        ranked = {entry.token_id: (entry.logprob, rank) for rank, entry in enumerate(logprobs.top, 1)}
+        ranked.setdefault(logprobs.token.token_id, (logprobs.token.logprob, logprobs.rank))
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token_id)}
+            for token_id, (logprob, rank) in ranked.items()
+        }
+
     def _token_text(self, token_id: int) -> str:
         """Return how log probabilities call a token."""
         if self._job.options.return_tokens_as_token_ids:
@@ -101,6 +116,9 @@ class ChatShape(Shape):
         message = {"content": output.text, "role": "assistant"}
         return {"index": index, "message": message, **self._ending(output), **self._token_ids(output)}
 
+    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
+        return super().whole(outputs, usage) | self._prompt_logprobs(outputs[0])
+
     def _addition(self, index: int, output: RequestOutput) -> Body:
         delta = {"content": output.text} if output.text else {}
         return {"index": index, "delta": delta, **self._ending(output), **self._token_ids(output)}
@@ -108,7 +126,7 @@ class ChatShape(Shape):
     def _ending(self, output: RequestOutput) -> Body:
         content = [
             {**self._entry(sampled), "top_logprobs": [self._entry(entry) for entry in top]}
-            for sampled, top in output.logprobs
+            for sampled, top, _ in output.logprobs
         ]
         return {"finish_reason": output.finish_reason, "logprobs": {"content": content} if content else None}
 
@@ -123,22 +141,39 @@ class CompletionShape(Shape):
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
         super().__init__(heading, tokenizer, job)
         self._offsets: dict[int, int] = {}
+        self._echoed: set[int] = set()
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
-        logprobs = self._logprobs(index, output.logprobs) if output.logprobs else None
-        choice = {"index": index, "text": output.text, "finish_reason": output.finish_reason, "logprobs": logprobs}
-        return choice | self._token_ids(output)
+        text, logprobs, first = output.text, output.logprobs, None
+        if self._job.params.echo and index not in self._echoed:
+            self._echoed.add(index)
+            prompt = self._job.prompts[index // self._job.params.n]
+            first, logprobs = prompt[0], output.prompt_logprobs + logprobs
+            text = self._tokenizer.text(prompt, skip_special_tokens=self._job.options.skip_special_tokens) + text
+        has_logprobs = self._job.params.num_logprobs is not None and (logprobs or first is not None)
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": output.finish_reason,
+            "logprobs": self._logprobs(index, first, logprobs) if has_logprobs else None,
+            **self._token_ids(output),
+            **self._prompt_logprobs(output),
+        }
 
-    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Body:
-        """Return log probabilities in four parallel lists."""
+    def _logprobs(self, index: int, first: int | None, logprobs: tuple[TokenLogprobs, ...]) -> Body:
+        """Return log probabilities in four parallel lists; the `first` token of a prompt has none."""
         text_of = self._token_text
-        tokens = [text_of(each.sampled.token_id) for each in logprobs]
-        tops = [{text_of(entry.token_id): entry.logprob for entry in (*top, sampled)} for sampled, top in logprobs]
+        tokens = [text_of(each.token.token_id) for each in logprobs]
+        tops: list[Body | None] = [
+            {text_of(entry.token_id): entry.logprob for entry in (*each.top, each.token)} for each in logprobs
+        ]
+        sampled: list[float | None] = [each.token.logprob for each in logprobs]
+        if first is not None:
+            tokens, tops, sampled = [text_of(first), *tokens], [None, *tops], [None, *sampled]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(token)
-        sampled = [each.sampled.logprob for each in logprobs]
         return {"tokens": tokens, "token_logprobs": sampled, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -163,11 +198,17 @@ class UsageCounter:
         return {**counts, "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)}}
 
 
+async def _outputs(generation: Generation, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield the outputs of a job, without the token of one that wants its prompts alone."""
+    async for index, output in generation.outputs():
+        yield index, replace(output, token_ids=(), text="", logprobs=()) if job.is_output_dropped else output
+
+
 async def collect(generation: Generation, job: Job, shape: Shape) -> Body | RequestError:
     """Return the whole answer once every choice is finished, or the refusal if the engine failed."""
     counter = UsageCounter(job)
     answers: dict[int, RequestOutput] = {}
-    async for index, output in generation.outputs():
+    async for index, output in _outputs(generation, job):
         if output.error is not None:
             return RequestError(500, output.error)
         counter.add(index, output)
@@ -181,7 +222,7 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
     Nothing comes before the first token: routers take the first byte for it.
     """
     counter, opened = UsageCounter(job), set()
-    async for index, output in generation.outputs():
+    async for index, output in _outputs(generation, job):
         if output.error is not None:
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break

@@ -53,6 +53,11 @@ class Job:
     def num_sequences(self) -> int:
         return len(self.prompts) * self.params.n
 
+    @property
+    def is_output_dropped(self) -> bool:
+        """Return whether the prompt alone is wanted: one token is generated all the same."""
+        return self.params.token_limit == 0
+
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
         """Return one input a choice; with a seed, each choice of a prompt gets its own."""
         return [
@@ -71,9 +76,12 @@ class Job:
         ]
 
     def _choice_params(self, choice: int) -> api.SamplingParams:
-        if self.params.seed is None or choice == 0:
-            return self.params
-        return msgspec.structs.replace(self.params, seed=self.params.seed + choice)
+        changes: dict[str, int | None] = {}
+        if self.params.seed is not None and choice:
+            changes["seed"] = self.params.seed + choice
+        if self.is_output_dropped:
+            changes |= {"max_tokens": 1, "max_completion_tokens": None}
+        return msgspec.structs.replace(self.params, **changes) if changes else self.params
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -171,6 +179,8 @@ class Intake:
             raise RequestError(400, message, param="kv_transfer_params")
         if isinstance(handoff, api.RemoteDecode) and request.stream:
             raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
+        if request.stream and params.prompt_logprobs is not None:
+            raise RequestError(400, "prompt_logprobs: expected it left out in a stream", param="prompt_logprobs")
         options = api.convert(fields, AnswerOptions)
         grammar = read_grammar(fields)
         if grammar is not None and (params.allowed_token_ids or params.bad_words):
@@ -219,6 +229,8 @@ def _check_chat(fields: api.Fields, request: api.ChatCompletionRequest) -> None:
     if fields.get("add_special_tokens"):
         refusal = "add_special_tokens: got true, expected it left out: a chat has those of its template"
         raise RequestError(400, refusal, param="add_special_tokens")
+    if fields.get("echo"):
+        raise RequestError(400, "echo: got true, expected false: a chat's prompt is not its messages", param="echo")
     for message_idx, message in enumerate(request.messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

@@ -216,5 +216,26 @@ def test_the_engine_under_pressure_generates_what_dense_attention_does(
         got = tokens_of(outputs[str(i)])
         expected = oracle(family, prompt + got)[len(prompt) - 1 : -1]
         assert got == expected.argmax(-1).tolist()
-        chosen = [each.sampled.logprob for output in outputs[str(i)] for each in output.logprobs]
+        chosen = [each.token.logprob for output in outputs[str(i)] for each in output.logprobs]
         assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=TOLERANCE)
+
+
+def test_a_prompts_log_probabilities_are_those_of_one_pass_whatever_is_cached(
+    family: str, make_core: Callable[..., EngineCore], greedy, generate, oracle
+) -> None:
+    stem = make_tokens(20)
+    prompts = [stem + make_tokens(12, seed=seed) for seed in (1, 2, 3)]
+    core = make_core(family, max_model_len=80, num_blocks=40, max_num_batched_tokens=9, max_num_seqs=3)
+    generate(core, [(prompts[0], greedy(2))])
+    outputs = generate(core, [(prompt, greedy(4, prompt_logprobs=2)) for prompt in prompts])
+    for i, prompt in enumerate(prompts):
+        got = [each for output in outputs[str(i)] for each in output.prompt_logprobs]
+        expected = oracle(family, prompt)[:-1].log_softmax(dim=-1)
+        assert [each.token.token_id for each in got] == prompt[1:]
+        chosen = expected.gather(1, torch.tensor(prompt[1:])[:, None]).flatten()
+        torch.testing.assert_close(torch.tensor([each.token.logprob for each in got]), chosen, rtol=0, atol=TOLERANCE)
+        ranks = torch.tensor([each.rank for each in got])
+        assert ((expected > chosen[:, None] + TOLERANCE).sum(1) < ranks).all()
+        assert ((expected > chosen[:, None] - TOLERANCE).sum(1) >= ranks).all()
+        top = torch.tensor([[entry.logprob for entry in each.top] for each in got])
+        torch.testing.assert_close(top, expected.topk(2).values, rtol=0, atol=TOLERANCE)

@@ -57,7 +57,7 @@ def test_the_text_part_generates_what_the_whole_model_does(
     with torch.inference_mode():
         expected = model.eval()(torch.tensor([sequence])).logits[0, len(prompt) - 1 : -1]
     assert sequence[len(prompt) :] == expected.argmax(-1).tolist()
-    chosen = [each.sampled.logprob for part in output for each in part.logprobs]
+    chosen = [each.token.logprob for part in output for each in part.logprobs]
     assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
 
 

@@ -196,6 +196,39 @@ def test_tokens_are_told_as_they_are_asked_for(post) -> None:
     assert post(TEXT, special | {"skip_special_tokens": False}).json()["choices"][0]["text"] != ""
 
 
+def test_a_prompts_own_log_probabilities_are_told(post) -> None:
+    tokens = post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    ask = {"prompt": PROMPT, "temperature": 0, "logprobs": 2}
+    post(TEXT, ask)  # what is cached has no logits, and is computed again
+    alone = post(TEXT, ask | {"echo": True, "max_tokens": 0}).json()
+    (choice,), usage = alone["choices"], alone["usage"]
+    told = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), 0)
+    assert "".join(told["tokens"]) == "<bos>" + PROMPT
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    assert len(told["token_logprobs"]) == len(told["text_offset"]) == len(tokens)
+    best = [max(top.values()) for top in told["top_logprobs"][1:]]
+    assert all(own <= most for own, most in zip(told["token_logprobs"][1:], best, strict=True))
+
+    more = post(TEXT, ask | {"echo": True, "max_tokens": 3, "ignore_eos": True}).json()["choices"][0]
+    plain = post(TEXT, ask | {"max_tokens": 3, "ignore_eos": True}).json()["choices"][0]
+    assert more["text"] == PROMPT + plain["text"]
+    assert more["logprobs"]["tokens"] == told["tokens"] + plain["logprobs"]["tokens"]
+    assert more["logprobs"]["token_logprobs"][: len(tokens)] == pytest.approx(told["token_logprobs"], abs=1e-4)
+    chunks = events(post(TEXT, ask | {"echo": True, "max_tokens": 3, "ignore_eos": True, "stream": True}).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == more["text"]
+
+    spelt = post(TEXT, ask | {"prompt_logprobs": 0, "max_tokens": 1}).json()["choices"][0]["prompt_logprobs"]
+    assert [list(each) for each in spelt[1:]] == [[str(token_id)] for token_id in tokens[1:]]
+    assert spelt[0] is None
+    found = [each[str(token_id)]["logprob"] for each, token_id in zip(spelt[1:], tokens[1:], strict=True)]
+    assert found == pytest.approx(told["token_logprobs"][1:], abs=1e-4)
+    chat = post(CHAT, {"messages": QUESTION, "prompt_logprobs": 1, "max_tokens": 1}).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert {1} <= {entry["rank"] for each in chat["prompt_logprobs"][1:] for entry in each.values()}
+
+
 def test_bytes_of_a_split_character_are_its_own() -> None:
     tokenizer = ChatTokenizer.load(bundled_model_path())
     tokens = tokenizer.tokenize_text("naïve 🌞 ﷽ text", add_special_tokens=False).tolist()
@@ -255,7 +288,9 @@ def test_the_openai_client_understands_it(served) -> None:
         (CHAT, {"messages": QUESTION, "max_tokens": 9000}, 400, "9000 to generate.*at most 8192"),
         (TEXT, {"prompt": "x", "top_p": 0}, 400, "top_p"),
         (TEXT, {"prompt": "x", "n": 0}, 400, "n"),
-        (TEXT, {"prompt": "x", "echo": True}, 400, "echo"),
+        (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens: got 0"),
+        (TEXT, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+        (CHAT, {"messages": QUESTION, "echo": True}, 400, "echo"),
         (TEXT, {"prompt": []}, 400, "prompt"),
         (TEXT, {"prompt": [1, "x"]}, 400, "prompt"),
         (TEXT, {"prompt": [99999]}, 400, "got 99999, expected token ids below"),
