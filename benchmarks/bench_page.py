@@ -29,11 +29,10 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors import journal, live
 from kvist.router.doors.page import INTERVAL_S
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.identity import Identity, ServedModel
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.worker import Worker
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import FleetIndex, RankStatus
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Weighing
 from kvist.router.policy.settings import PriceSettings

@@ -29,8 +29,8 @@ from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
 from kvist.indexer import Indexer, SourceStatistics, compilation
 from kvist.indexer.memory import default_max_blocks
-from kvist.indexer.statistics import DEFAULT_NUM_RANKS
-from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
+from kvist.router.config import RouterConfig
+from kvist.router.expected import ExpectedBlocks
 
 if TYPE_CHECKING:
     from kvist.indexer.dumps.dumper import Namespaced
@@ -138,30 +138,10 @@ class _Streams(NamedTuple):
 class FleetIndex:
     """Answers what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
 
-    def __init__(
-        self,
-        block_size: int | None,
-        now_s: Callable[[], float],
-        state_dir: str | None = None,
-        state_interval_s: float = 60.0,
-        *,
-        num_ranks: int = DEFAULT_NUM_RANKS,
-        has_full_reports: bool = False,
-        max_blocks: int | None = None,
-        expected_time_to_live_s: float = DEFAULT_TIME_TO_LIVE_S,
-        descriptor: int | None = None,
-    ) -> None:
-        """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start.
-
-        Streams have blocks of `block_size` tokens, unless their worker says otherwise; without it, what they name.
-        The index lies in the file of a `descriptor`, if there is one, for other processes to read.
-        """
-        self._descriptor = descriptor
-        self._block_size = block_size
-        self._num_ranks = num_ranks
-        self._has_full_reports = has_full_reports
-        self._max_blocks = max_blocks or default_max_blocks()
-        self._time_to_live_s = expected_time_to_live_s
+    def __init__(self, config: RouterConfig, now_s: Callable[[], float], descriptor: int | None = None) -> None:
+        """Lie in the file of a `descriptor`, if there is one, for other processes to read."""
+        self._config, self._descriptor = config, descriptor
+        self._max_blocks = config.max_blocks or default_max_blocks()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         self._limits: dict[str, int] = {}
         self._now_s = now_s
@@ -174,8 +154,6 @@ class FleetIndex:
         self._statuses: dict[str, tuple[float, list[RankStatus]]] = {}
         self._tasks = asyncio.TaskGroup()
         self._follower: asyncio.Task[None] | None = None
-        self._state_dir = state_dir
-        self._state_interval_s = state_interval_s
         self._kept: list[FleetState] = []
         self._keeper: StateKeeper | None = None
 
@@ -218,7 +196,7 @@ class FleetIndex:
 
         Raises InvalidValueError for an endpoint that is no URL of a stream; then nothing has changed.
         """
-        wanted = _Streams(tuple(dict.fromkeys(endpoints)), block_size or self._block_size)
+        wanted = _Streams(tuple(dict.fromkeys(endpoints)), block_size or self._config.block_size)
         for endpoint in wanted.endpoints:
             Endpoint.parse(endpoint)
         self._statuses.pop(worker, None)
@@ -234,7 +212,7 @@ class FleetIndex:
 
     def limit_ranks(self, worker: str, num_ranks: int) -> None:
         """Let streams of the worker name no rank that it says it does not have, nor one that no worker may have."""
-        num_ranks = min(num_ranks, self._num_ranks)
+        num_ranks = min(num_ranks, self._config.data_parallel_size)
         if self._limits.get(worker) != num_ranks:
             self._limits[worker] = num_ranks
             if self._indexer is not None:
@@ -253,7 +231,7 @@ class FleetIndex:
             self.forget_expected(worker)
             return
         holder = _holder_of(worker)
-        expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._time_to_live_s))
+        expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._config.expected_time_to_live_s))
         # Of all such workers together no more than the index may keep, whatever they say of themselves.
         expected.capacity = min(num_blocks, self._max_blocks // len(self._expected))
         self._remove(holder, expected.forget(self._now_s()))
@@ -339,10 +317,6 @@ class FleetIndex:
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
         return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot)
 
-    def sources(self, worker: str) -> list[SourceStatistics]:
-        """Return the counters of the worker's streams."""
-        return [source for source in self.every_source() if source.worker == worker]
-
     def every_source(self) -> Iterator[SourceStatistics]:
         """Yield the counters of each stream."""
         if self._indexer is not None:
@@ -376,8 +350,8 @@ class FleetIndex:
         assert self.radix is not None
         async with Indexer(
             self.radix,
-            num_ranks=self._num_ranks,
-            has_full_reports=self._has_full_reports,
+            num_ranks=self._config.data_parallel_size,
+            has_full_reports=self._config.full_reports,
             clock=self._now_s,
             patience_s=_PATIENCE_S,
         ) as indexer:
@@ -405,12 +379,12 @@ class FleetIndex:
             self._indexer.forget_parked(worker)
 
     async def _open_state(self) -> None:
-        if self._state_dir is not None:
+        if self._config.state_dir is not None:
             from kvist.indexer.dumps.dumper import Dumper
             from kvist.indexer.dumps.keeper import StateKeeper
 
-            folder = Path(self._state_dir)
-            keeper = StateKeeper(folder, "router", self._state_interval_s, lambda: self._kept, Dumper(), self._now_s)
+            folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
+            keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, Dumper(), self._now_s)
             self._keeper = await keeper.__aenter__()
 
 

@@ -15,11 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.rendering import RenderingState
 from kvist.router.fleet.replicas import Replicas
-from kvist.router.fleet.worker import WorkerState
+from kvist.router.fleet.worker import CircuitState, WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.usage import ReportedUsage

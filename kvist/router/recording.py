@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.router.lines import LineWriter, write_all
+from kvist.router.access_log import LineWriter, write_all
 
 SESSION_HEADER = b"x-session-id"
 """By which clients say which conversation a request goes on with."""

@@ -14,6 +14,7 @@ import pytest
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import Session
+from kvist.router.config import RouterConfig
 from kvist.router.index import FleetIndex
 
 BLOCK_SIZE = 4
@@ -54,13 +55,13 @@ async def engine(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 def failure(index: FleetIndex) -> str | None:
     """Return why the worker's stream cannot be received."""
-    return next((source.failure for source in index.sources("pod-1")), None)
+    return next((source.failure for source in index.every_source()), None)
 
 
 async def test_a_killed_engines_overlap_is_zero_at_once_and_back_with_the_engine(url, until, monkeypatch):
     monkeypatch.setattr(Session, "tick", lambda *_: None)  # or its silence would be noticed in the end
     held = {WorkerRank("pod-1", 0): (3, 3, 3, 3)}
-    async with FleetIndex(BLOCK_SIZE, time.monotonic) as index:
+    async with FleetIndex(RouterConfig(block_size=BLOCK_SIZE), time.monotonic) as index:
         index.follow("pod-1", [url])
         async with engine(url) as process:
             await until(lambda: index.match(HASHES) == held)
@@ -68,11 +69,11 @@ async def test_a_killed_engines_overlap_is_zero_at_once_and_back_with_the_engine
             await until(lambda: index.match(HASHES) == {})
         async with engine(url):
             await until(lambda: index.match(HASHES) == held)
-        assert index.sources("pod-1")[0].num_restarts == 1
+        assert next(index.every_source()).num_restarts == 1
 
 
 async def test_a_broker_that_is_away_is_shown_and_the_index_exact_again_after_it(broker, url, until):
-    async with FleetIndex(BLOCK_SIZE, time.monotonic) as index, engine(url):
+    async with FleetIndex(RouterConfig(block_size=BLOCK_SIZE), time.monotonic) as index, engine(url):
         index.follow("pod-1", [url])
         await until(lambda: index.match(HASHES))
         broker.kill()
@@ -80,7 +81,7 @@ async def test_a_broker_that_is_away_is_shown_and_the_index_exact_again_after_it
         broker.start()
         await until(lambda: failure(index) is None)
         await until(lambda: index.match(HASHES))
-        assert index.sources("pod-1")[0].num_restarts == 0
+        assert next(index.every_source()).num_restarts == 0
 
 
 async def test_a_stream_whose_client_is_not_installed_costs_its_worker_overlap_and_nothing_else(
@@ -89,7 +90,7 @@ async def test_a_stream_whose_client_is_not_installed_costs_its_worker_overlap_a
     for name in [name for name in sys.modules if name.startswith("kvist.events.transports.mqtt")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aiomqtt", None)
-    async with FleetIndex(BLOCK_SIZE, time.monotonic) as index:
+    async with FleetIndex(RouterConfig(block_size=BLOCK_SIZE), time.monotonic) as index:
         index.follow("pod-1", [url])
         await until(lambda: "pip install 'kvist[mqtt]'" in (failure(index) or ""))
         assert index.match(HASHES) == {}

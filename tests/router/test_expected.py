@@ -15,6 +15,7 @@ from index_invariants import check_invariants
 
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
+from kvist.router.config import RouterConfig
 from kvist.router.expected import ExpectedBlocks
 from kvist.router.index import FleetIndex
 
@@ -91,7 +92,7 @@ def overlap(index: FleetIndex, worker: str, tokens: list[int]) -> int:
 
 async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_again() -> None:
     clock = Clock()
-    async with FleetIndex(16, clock, expected_time_to_live_s=60) as index:
+    async with FleetIndex(RouterConfig(block_size=16, expected_time_to_live_s=60), clock) as index:
         index.expect("w", 1000)
         index.computed("w", hashes(TOKENS[:64]))
         index.computed("w", hashes(TOKENS[80:]))
@@ -104,7 +105,7 @@ async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_a
 
 
 async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_may() -> None:
-    async with FleetIndex(16, Clock(), max_blocks=8) as index:
+    async with FleetIndex(RouterConfig(block_size=16, max_blocks=8), Clock()) as index:
         for _ in range(2):
             for worker in ("a", "b"):
                 index.expect(worker, 1 << 50)
@@ -323,7 +324,7 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
 
 
 async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_at_the_worker(engine, until) -> None:
-    async with FleetIndex(16, time.monotonic) as index:
+    async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
         index.expect("w", 1000)
         index.computed("w", hashes(TOKENS))
         assert overlap(index, "w", TOKENS) == 10

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
+from kvist.router.config import RouterConfig
 from kvist.router.index import FleetIndex
 
 TOKENS = list(range(1000, 1160))  # ten blocks
@@ -223,7 +224,7 @@ async def test_the_turns_of_a_chat_find_their_prefix(worker, router, engine, tmp
 async def test_a_stream_tells_the_block_size_of_a_router_that_was_not_told(engine, until: Any) -> None:
     with engine("w") as cache:
         cache.store(TOKENS)
-        async with FleetIndex(None, time.monotonic) as index:
+        async with FleetIndex(RouterConfig(), time.monotonic) as index:
             index.follow("w", [cache.publisher.endpoint] * 2)
             assert index.endpoints("w") == (cache.publisher.endpoint,)
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
@@ -233,7 +234,7 @@ async def test_a_stream_tells_the_block_size_of_a_router_that_was_not_told(engin
 async def test_a_stock_engines_stream_tells_it_too(start_vllm, free_port, until: Any) -> None:
     port = free_port()
     vllm = start_vllm(port)
-    async with FleetIndex(None, time.monotonic) as index:
+    async with FleetIndex(RouterConfig(), time.monotonic) as index:
         index.follow("w", [f"tcp://127.0.0.1:{port}"])
         vllm.store(901, TOKENS[:16])
         await until(lambda: [status.num_blocks for status in index.ranks("w")] == [1])
@@ -241,18 +242,18 @@ async def test_a_stock_engines_stream_tells_it_too(start_vllm, free_port, until:
 
 
 async def test_a_worker_with_other_blocks_begins_anew(engine, until: Any) -> None:
-    async with FleetIndex(None, time.monotonic) as index:
+    async with FleetIndex(RouterConfig(), time.monotonic) as index:
         with engine("w") as cache:
             cache.store(TOKENS)
             index.follow("w", [cache.publisher.endpoint], 16)
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
             index.follow("w", [cache.publisher.endpoint], 32)
             assert (index.ranks("w"), index.block_sizes) == ([], {"w": 32})
-            await until(lambda: [each.failure for each in index.sources("w")] == ["block_size 16, expected 32"])
+            await until(lambda: [each.failure for each in index.every_source()] == ["block_size 16, expected 32"])
 
 
 async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:
-    async with FleetIndex(16, lambda: 0.0) as index:
+    async with FleetIndex(RouterConfig(block_size=16), lambda: 0.0) as index:
         index.follow("w", ["tcp://127.0.0.1:50001"])
         for wrong in ("http://127.0.0.1:1", "tcp://127.0.0.1:port", ""):
             with pytest.raises(InvalidValueError):

@@ -21,6 +21,7 @@ from kvist.events.hashing import block_hashes
 from kvist.kvcache import BlockHashChain, SequenceBlocks
 from kvist.openai.requests import SamplingParams
 from kvist.publisher import KvEventPublisher, PublisherLimits
+from kvist.router.config import RouterConfig
 from kvist.router.index import FleetIndex
 
 pytestmark = pytest.mark.xdist_group("whole system")
@@ -162,7 +163,7 @@ async def test_what_the_windowed_group_reuses_stays_on_the_router(until: Until) 
     with KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=BLOCK_SIZE, limits=limits) as publisher:
         ledger = Ledger(publisher)
         core = make_engine(ledger, num_blocks=20)
-        async with FleetIndex(BLOCK_SIZE, time.monotonic) as index:
+        async with FleetIndex(RouterConfig(block_size=BLOCK_SIZE), time.monotonic) as index:
             index.follow("engine", [publisher.endpoint])
 
             def score(tokens: list[int]) -> int:

@@ -122,19 +122,7 @@ class Keeper:
         """
         now_s = time.monotonic
         self.load = load
-        self.index: FleetIndex | None = None
-        if config.policy == "kv":
-            self.index = FleetIndex(
-                config.block_size,
-                now_s,
-                config.state_dir,
-                config.state_interval_s,
-                num_ranks=config.data_parallel_size,
-                has_full_reports=config.full_reports,
-                max_blocks=config.max_blocks,
-                expected_time_to_live_s=config.expected_time_to_live_s,
-                descriptor=descriptor,
-            )
+        self.index = FleetIndex(config, now_s, descriptor) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 import msgspec
@@ -29,10 +30,9 @@ from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.doors.embedded import Choice, RoutedRequest, Router
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.worker import Worker
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import FleetIndex
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
 from kvist.settings import parse_values
@@ -138,14 +138,7 @@ class ReplicaFleet:
         now_s = time.monotonic
         self._config = config
         self.load = LoadTracker()
-        self.index = FleetIndex(
-            config.block_size,
-            now_s,
-            num_ranks=config.data_parallel_size,
-            has_full_reports=config.full_reports,
-            max_blocks=config.max_blocks,
-            expected_time_to_live_s=config.expected_time_to_live_s,
-        )
+        self.index = FleetIndex(replace(config, state_dir=None), now_s)
         self.fleet = Fleet(config.block_size, self.index, now_s)
         self.models = Models(config, self.fleet)
         self._exits = AsyncExitStack()

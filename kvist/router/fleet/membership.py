@@ -21,12 +21,11 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet.capacity import WARM_UP_STEPS, Capacity, read_report
 from kvist.router.fleet.discovery import Discovery
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks
-from kvist.router.fleet.worker import Worker, WorkerState
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker, WorkerState
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker

@@ -23,7 +23,7 @@ from kvist.events.transports import Endpoint, Message, Publication, Subscription
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.board import MAX_COLUMNS, Cell, LoadBoard, Whole, clear_row
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitState
+from kvist.router.fleet.worker import CircuitState
 from kvist.router.policy import in_flight
 from kvist.router.policy.work import (
     ANSWERED_AT,

@@ -1,7 +1,7 @@
 """What a router must know of an engine to have one of its workers compute a prompt and another go on with it. No I/O.
 
-A dialect is a module: `kvist`, `vllm`, `trtllm` ask the prefill worker first, whose answer says what the decode worker
-is told; `sglang` asks both at once.
+A dialect is a module: `vllm`, of which Kvist's own is a kind, and `trtllm` ask the prefill worker first, whose answer
+says what the decode worker is told; `sglang` asks both at once.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from kvist.http import Headers
 from kvist.openai.requests import Fields
 from kvist.router.policy.decision import Decision, is_worth_handing_over
 from kvist.router.prefill.dialect import Dialect, Handoff, Local
-from kvist.router.prefill.kvist import KvistDialect
 from kvist.router.prefill.sglang import SglangDialect
 from kvist.router.prefill.trtllm import TrtllmDialect
-from kvist.router.prefill.vllm import VllmDialect
+from kvist.router.prefill.vllm import KvistDialect, VllmDialect
 
 logger = logging.getLogger(__name__)
 

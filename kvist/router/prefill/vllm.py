@@ -1,4 +1,4 @@
-"""vLLM's connectors that hand `kv_transfer_params` on, as NIXL's (read in 0.33.0).
+"""vLLM's connectors that hand `kv_transfer_params` on, as NIXL's (read in 0.33.0), and Kvist's own workers, likewise.
 
 The prefill worker computes the prompt and one token, keeps the blocks, and answers with params that name them. The
 decode worker gets the client's request with those, fetches the blocks, and samples the first token itself.
@@ -48,3 +48,9 @@ class VllmDialect(Dialect):
             return Handoff({"kv_transfer_params": params}, msgspec.json.decode(params, type=_Params).remote_request_id)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+
+
+class KvistDialect(VllmDialect):
+    """Hands the first token over in the params, so that no worker samples it twice, and not its log probabilities."""
+
+    hands_logprobs = False

@@ -29,10 +29,9 @@ from kvist.router.doors.journal import Seen
 from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
 from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.worker import Worker
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
 from kvist.router.processes.index import SharedIndex, open_reader

@@ -26,9 +26,8 @@ from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
-from kvist.router.fleet.health import Change
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.worker import Worker
+from kvist.router.fleet.worker import Change, Worker
 from kvist.router.processes import messages
 from kvist.router.processes.messages import Families, Link, Message, ToKeeper, WorkerNews, encode
 from kvist.router.sources import WantedWorker

@@ -14,9 +14,9 @@ import msgspec
 
 from kvist.router.doors.journal import Seen
 from kvist.router.doors.keeper import Answer, Question
-from kvist.router.fleet.health import Change, CircuitState
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
+from kvist.router.fleet.worker import Change, CircuitState
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Routed

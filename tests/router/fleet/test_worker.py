@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.router.fleet.health import CircuitBreaker, CircuitState, HealthGauge
+from kvist.router.fleet.worker import CircuitBreaker, CircuitState, HealthGauge
 
 
 def test_a_new_worker_is_healthy_after_one_passed_check() -> None:
