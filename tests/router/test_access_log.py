@@ -14,7 +14,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.http import Request
-from kvist.router import lines
+from kvist.router import access_log
 from kvist.router.access_log import AccessLog
 
 REQUEST = Request("POST", "/v1/completions", [], b"", None)
@@ -43,7 +43,7 @@ def test_lines_are_written_in_order_at_the_latest_when_the_log_is_closed(tmp_pat
 
 
 async def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path, until, monkeypatch) -> None:
-    monkeypatch.setattr(lines, "FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(access_log, "FLUSH_INTERVAL_S", 0.01)
     path, moved = tmp_path / "log", tmp_path / "log.1"
     log = AccessLog(str(path), 1.0)
     write(log, 1)
@@ -56,7 +56,7 @@ async def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path, until, m
 
 
 def test_who_does_not_read_costs_lines_and_no_time(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(lines, "MAX_WEIGHT", 1000)
+    monkeypatch.setattr(access_log, "MAX_WEIGHT", 1000)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -99,8 +99,8 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch) -> None:
             raise OSError(28, "No space left on device")
         return system_write(descriptor, data[: len(data) // 2] if num_calls == 1 else data)
 
-    monkeypatch.setattr(lines.os, "write", write_in_part)
-    monkeypatch.setattr(lines, "_WEIGHT_AT_ONCE", 1)
+    monkeypatch.setattr(access_log.os, "write", write_in_part)
+    monkeypatch.setattr(access_log, "_WEIGHT_AT_ONCE", 1)
     log = AccessLog(str(path), 1.0)
     for number in range(3):
         write(log, number)

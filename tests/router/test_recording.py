@@ -24,7 +24,7 @@ from kvist.events.hashing import block_hashes
 from kvist.replay import RecordingReader, RecordingWriter
 from kvist.replay.envelope import read_envelope
 from kvist.replay.recorder import Recorder, SourceSpec
-from kvist.router import lines, recording
+from kvist.router import access_log, recording
 from kvist.router.recording import Beginning, Recorded, RequestRecorder, siphash
 from kvist.simulate.trace import read_trace
 
@@ -61,7 +61,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have lines wait until the recorder is closed."""
-    monkeypatch.setattr(lines, "FLUSH_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(access_log, "FLUSH_INTERVAL_S", 3600.0)
 
 
 def test_a_line_says_what_is_known_in_the_form_of_a_trace(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_parts_that_others_write_to_stay(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_what_is_too_much_to_wait_is_counted(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(lines, "MAX_WEIGHT", 100)
+    monkeypatch.setattr(access_log, "MAX_WEIGHT", 100)
     recorder = RequestRecorder(str(tmp_path), 2**26, Beginning())
     for number in range(200):
         record(recorder, told=number)
@@ -229,7 +229,7 @@ def test_a_full_disk_costs_lines_and_spoils_no_others(tmp_path: Path, monkeypatc
             raise OSError(28, "No space left on device")
         return system_write(descriptor, data[:left])
 
-    monkeypatch.setattr(lines.os, "write", write_in_part)
+    monkeypatch.setattr(access_log.os, "write", write_in_part)
     record(recorder, HASHES, told=1)
     recorder._flush()
     record(recorder, told=2)

@@ -7,6 +7,8 @@ from enum import StrEnum
 from heapq import nsmallest
 from typing import Any
 
+import msgspec
+
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
@@ -25,6 +27,8 @@ MAX_TOLD = 20
 """Workers and streams that are named; the rest is counted."""
 HITS_WINDOW_S = 120.0
 """How far a worker's hits reach back."""
+_COUNTERS = ("batches", "gaps", "restarts", "refused_batches", "refused_ranks", "malformed")
+_PROBLEM = ("url", "condition", "reason", "last_event_age_s")
 _HITS = ("prompt_tokens", "routed", "told_tokens", "predicted", "reported")
 
 
@@ -124,30 +128,31 @@ def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, An
 
 def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
     """Return a rank's load under its name."""
-    return {
-        "worker": target.worker,
-        "rank": target.rank,
-        "running_requests": load.running_requests,
-        "prefill_tokens": load.prefill_tokens,
-        "decode_blocks": load.decode_blocks,
-        "recent_prefill_tokens": round(load.recent_prefill_tokens, 1),
-    }
+    recent_prefill_tokens = round(load.recent_prefill_tokens, 1)
+    return target._asdict() | msgspec.structs.asdict(load) | {"recent_prefill_tokens": recent_prefill_tokens}
 
 
 def explain_workers(
     fleet: Fleet, load: LoadTracker, index: FleetIndex | None, regret: Regret, now_s: float
 ) -> list[dict[str, Any]]:
     """Return each worker's state and what it follows from."""
-    sources: dict[str, list[SourceStatistics]] = {}
+    sources: dict[str, list[dict[str, Any]]] = {}
     for source in index.every_source() if index is not None else ():
-        sources.setdefault(source.worker, []).append(source)
+        sources.setdefault(source.worker, []).append(_explain_source(source))
     speeds, hits = load.prompt_speeds(), regret.by_worker(now_s, HITS_WINDOW_S, _HITS)
     return [
         _explain_worker(worker, fleet, load, index, now_s)
         | {
             "prompt_tokens_per_s": speeds.get(worker.url),
             "hits": hits.get(worker.url),
-            "kv_events": _explain_events(worker, index, sources.get(worker.url, [])),
+            "kv_events": {
+                "error": worker.event_error,
+                "sources": sources.get(worker.url, []),
+                "ranks": [
+                    {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks}
+                    for status in (index.ranks(worker.url) if index is not None else ())
+                ],
+            },
         }
         for worker in fleet.workers
     ]
@@ -176,18 +181,7 @@ def _explain_worker(
         "num_cache_tokens": identity.num_cache_tokens,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
-        "rendering": None if worker.rendering is None else worker.rendering.described(),
-    }
-
-
-def _explain_events(worker: Worker, index: FleetIndex | None, sources: list[SourceStatistics]) -> dict[str, Any]:
-    ranks = [] if index is None else index.ranks(worker.url)
-    return {
-        "error": worker.event_error,
-        "sources": [_explain_source(source) for source in sources],
-        "ranks": [
-            {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks} for status in ranks
-        ],
+        "rendering": msgspec.to_builtins(worker.rendering),
     }
 
 
@@ -206,19 +200,15 @@ def _why_nothing(worker: Worker, fleet: Fleet, now_s: float) -> str | None:
 
 def _explain_source(source: SourceStatistics) -> dict[str, Any]:
     condition, reason = condition_of(source)
+    age_s = source.last_event_age_s
     return {
         "url": source.url,
         "condition": condition,
         "reason": reason,
         "failure": source.failure,
-        "batches": source.num_batches,
-        "last_event_age_s": source.last_event_age_s,
+        "last_event_age_s": None if age_s is None else round(age_s, 3),
         "lag_s": source.lag_s,
-        "gaps": source.num_gaps,
-        "restarts": source.num_restarts,
-        "refused_batches": source.num_refused_batches,
-        "refused_ranks": source.num_refused_ranks,
-        "malformed": source.num_malformed,
+        **{name: getattr(source, f"num_{name}") for name in _COUNTERS},
     }
 
 
@@ -268,19 +258,10 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
     counts: Counter[Condition] = Counter()
     problems: list[dict[str, Any]] = []
     for source in index.every_source():
-        condition, reason = condition_of(source)
-        counts[condition] += 1
-        if condition is not Condition.LIVE:
-            age_s = None if source.last_event_age_s is None else round(source.last_event_age_s, 3)
-            problems.append(
-                {
-                    "worker": source.worker,
-                    "url": source.url,
-                    "condition": condition,
-                    "reason": reason,
-                    "last_event_age_s": age_s,
-                }
-            )
+        told = _explain_source(source)
+        counts[told["condition"]] += 1
+        if told["condition"] is not Condition.LIVE:
+            problems.append({"worker": source.worker, **{name: told[name] for name in _PROBLEM}})
     unfollowed = [
         {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
         for worker in workers

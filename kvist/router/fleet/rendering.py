@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
@@ -59,20 +58,19 @@ class Kind(StrEnum):
     PROMPT = "prompt"
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Shown(msgspec.Struct, frozen=True):
+    """Some of the tokens of a probe."""
+
+    tokens: list[int]
+    text: str
+
+
+class Difference(msgspec.Struct, frozen=True):
     """Where a worker's tokens of a probe are first others than the router's, and those from a little before on."""
 
-    num_same_tokens: int
-    here: tuple[int, ...]
-    there: tuple[int, ...]
-    here_text: str
-    there_text: str
-
-    def described(self) -> dict[str, Any]:
-        """Return it as plain values for JSON."""
-        here, there = [{"tokens": self.here, "text": self.here_text}, {"tokens": self.there, "text": self.there_text}]
-        return {"token": self.num_same_tokens, "router": here, "worker": there}
+    token: int
+    router: Shown
+    worker: Shown
 
 
 class RenderingState(StrEnum):
@@ -83,18 +81,12 @@ class RenderingState(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Rendering:
+class Rendering(msgspec.Struct, frozen=True):
     """A verdict, what it rests on, and where each kind of chat is first rendered otherwise."""
 
     state: RenderingState = RenderingState.UNKNOWN
     reason: str | None = "not asked yet"
-    differences: Mapping[Kind, Difference] = field(default_factory=dict)
-
-    def described(self) -> dict[str, Any]:
-        """Return it as plain values for JSON."""
-        differences = {kind.value: difference.described() for kind, difference in self.differences.items()}
-        return {"state": self.state.value, "reason": self.reason, "differences": differences}
+    differences: dict[Kind, Difference] = {}
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
@@ -217,7 +209,7 @@ class RenderingChecks:
         worker.rendering = earlier or Rendering()
         async with self._turns:
             found = worker.rendering = await self._compare(worker, tokenizer)
-        self._known.learn(worker.url, {kind: each.num_same_tokens for kind, each in found.differences.items()})
+        self._known.learn(worker.url, {kind: each.token for kind, each in found.differences.items()})
         if earlier is None or earlier.state is not found.state:
             level = logging.INFO if found.state is RenderingState.SAME else logging.WARNING
             logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
@@ -242,7 +234,7 @@ class RenderingChecks:
                 differences[kind] = difference
         if differences:
             kind, first = next(iter(differences.items()))
-            reason = f"{kind}: token {first.num_same_tokens}: {first.there_text!r}, expected {first.here_text!r}"
+            reason = f"{kind}: token {first.token}: {first.worker.text!r}, expected {first.router.text!r}"
             return Rendering(RenderingState.DIFFERS, reason, differences)
         if refused:
             return Rendering(reason=f"the worker refuses to tokenise: {', '.join(refused)}")
@@ -328,9 +320,7 @@ def _first_difference(tokenizer: ChatTokenizer, here: list[int], there: list[int
     pairs = enumerate(zip(here, there, strict=False))
     at = next((idx for idx, (ours, theirs) in pairs if ours != theirs), min(len(here), len(there)))
     shown = slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
-    return Difference(
-        at, tuple(here[shown]), tuple(there[shown]), tokenizer.text(here[shown]), tokenizer.text(there[shown])
-    )
+    return Difference(at, *(Shown(each[shown], tokenizer.text(each[shown])) for each in (here, there)))
 
 
 def _texts_of(content: Any) -> list[str]:
