@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import ProxyHandler, build_opener
 
-from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line, serve
+from kvist.cli._terminal import SHOW_INTERVAL_S, display, finish, make_table, on_signal, progress_line, serve
 from kvist.errors import InvalidValueError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
 from kvist.replay.script import Line, Pace, Script
-from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_text, svg_plot
+from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_tables, svg_plot
 
 if TYPE_CHECKING:
     from kvist.replay.indexing import IndexPlayer
@@ -137,7 +137,10 @@ def print_statistics(args: argparse.Namespace, script: Script) -> None:
     collector = StatisticsCollector()
     with _read_all(args.file, script, partial(_count, collector)):
         statistics = collector.result()
-        print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
+        if args.json:
+            print(json.dumps(statistics_json(statistics)))
+        else:
+            display(*(make_table(*table) for table in statistics_tables(statistics)))
         if args.plot is not None:
             args.plot.write_text(svg_plot(statistics.spans, str(args.file)))
 

@@ -11,11 +11,13 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
+_WIDTH_OF_FILES = 4096
 _SHORT = 12
 """Columns no wider than this are never broken; others give way on a narrow screen."""
 
@@ -73,6 +75,20 @@ def progress_line() -> Iterator[ShowProgress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         line = progress.add_task("", total=None, text="")
         yield lambda text, done, total: progress.update(line, text=text, completed=done, total=total)
+
+
+def display(*parts: RenderableType) -> None:
+    """Print tables, a line apart, and texts, as wide as the terminal is; where there is none, each row in one line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    for part in parts:
+        console.print(part)
+        if isinstance(part, Table) and part is not parts[-1]:
+            console.print()
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

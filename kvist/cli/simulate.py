@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvist.cli._terminal import ShowProgress, progress_line
+from kvist.cli._terminal import ShowProgress, display, make_table, progress_line
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
     with suppress(ModuleNotFoundError):
         import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
-    if args.report is not None:
-        import_module("matplotlib")  # or it would be missed when all is simulated
+    for module in ("rich", *(("matplotlib",) if args.report is not None else ())):
+        import_module(module)  # or it would be missed when all is simulated
     args.machines, args.memory = _machines(args), _memory(args)
     if args.trace == "fit":
         return _fit(args)
@@ -103,11 +103,8 @@ def run(args: argparse.Namespace) -> int:
         trace = trace.in_sessions()
     with progress_line() as show:
         rows = list((_smallest if args.max_ttft_p99 else _cells)(args, trace, show))
-    lines, said = table(rows), [*changes(rows), *warnings(rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print(*said, sep="\n", end="\n" if said else "")
+    columns, *lines = table(rows)
+    display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if args.report is not None:
         args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvist.cli._terminal import make_table, printable
+from kvist.cli._terminal import display, make_table, printable
 from kvist.cli.why import DO, add_admin_key, ask, percent
 from kvist.errors import InvalidValueError, KvistError
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if not (console.is_terminal and sys.stdin.isatty()):
         time.sleep(args.interval)
         watched.look()
-        console.print(watched.shown(sys.maxsize))
+        display(watched.shown(sys.maxsize))
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)

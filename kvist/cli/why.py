@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from kvist.cli._settings import PLACES, secret
-from kvist.cli._terminal import make_table
+from kvist.cli._terminal import display, make_table
 from kvist.errors import InvalidValueError, KvistError
 
 if TYPE_CHECKING:
@@ -121,66 +121,71 @@ def _routed_of(line: TraceLine) -> Routed:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, total = Console(), report["total"]
-    prompt, sample = max(1, total["prompt_tokens"]), report["sample"]
-    console.print(f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which")
-    steps = Table("", show_header=False, box=None)
-    for column in ("tokens", "share", "means"):
-        steps.add_column(column, justify="left" if column == "means" else "right")
+    total, sample = report["total"], report["sample"]
+    prompt = max(1, total["prompt_tokens"])
     error = f"± {2 * sample['standard_error']:.1%}, from a sample of {sample['blocks']:,} blocks"
-    for name, means in (
+    steps = (
         ("one_cache", f"one cache as large as all would have held ({error})"),
         ("held", "some worker held"),
         ("routed", f"the chosen worker held, {total['in_flight']:,} of them still being computed"),
         ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
-    ):
-        whole = total["told_tokens"] if name == "reported" else prompt
-        steps.add_row("", f"{total[name]:,}", percent(total[name], whole), means)
-    console.print(steps)
-
-    def show(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        if rows:
-            console.print(make_table(columns, rows))
-
-    show(
-        ("tokens lost", "share", "why", "what to do"),
-        [
-            (f"{tokens:,}", percent(tokens, prompt), cause, DO[cause])
-            for cause, tokens in sorted(total["lost"].items(), key=lambda each: -each[1])
-        ],
     )
+    lost = sorted(total["lost"].items(), key=lambda each: -each[1])
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
-    for rows, names in ((by_tenant, ("tenant",)), (report["by"], ("model", "worker"))):
-        show(
-            ("requests", "prompt tokens", "held", "routed", "lost", *names),
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
+        (
+            ("tokens", "share", "which"),
             [
                 (
-                    f"{row['requests']:,}",
-                    f"{row['prompt_tokens']:,}",
-                    percent(row["held"], row["prompt_tokens"]),
-                    percent(row["routed"], row["prompt_tokens"]),
-                    f"{sum(row['lost'].values()):,}",
-                    *(row[name] for name in names),
+                    f"{total[name]:,}",
+                    percent(total[name], total["told_tokens"] if name == "reported" else prompt),
+                    means,
                 )
-                for row in rows
+                for name, means in steps
             ],
-        )
-    show(
-        ("tokens lost", "times", "length", "costliest prefixes"),
-        [
-            (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
-            for each in report["costliest_prefixes"]
-        ],
-    )
-    for name, text in (
+        ),
+        (
+            ("tokens lost", "share", "why", "what to do"),
+            [(f"{tokens:,}", percent(tokens, prompt), cause, DO[cause]) for cause, tokens in lost],
+        ),
+        *(
+            (
+                ("requests", "prompt tokens", "held", "routed", "lost", *names),
+                [
+                    (
+                        f"{row['requests']:,}",
+                        f"{row['prompt_tokens']:,}",
+                        percent(row["held"], row["prompt_tokens"]),
+                        percent(row["routed"], row["prompt_tokens"]),
+                        f"{sum(row['lost'].values()):,}",
+                        *(row[name] for name in names),
+                    )
+                    for row in rows
+                ],
+            )
+            for rows, names in ((by_tenant, ("tenant",)), (report["by"], ("model", "worker")))
+        ),
+        (
+            ("tokens lost", "times", "length", "costliest prefixes"),
+            [
+                (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
+                for each in report["costliest_prefixes"]
+            ],
+        ),
+    ]
+    spans = (
         ("reuse_distance_blocks", "Between two uses of a block up to {:,} others were used in half of all cases"),
         ("stay_needed_s", "Evicted blocks would have had to stay up to {:,} s in half of all cases"),
-    ):
-        if counts := report[name]:
-            console.print(f"{text.format(_quantile(counts, 0.5))}, {_quantile(counts, 0.9):,} in nine of ten.")
+    )
+    display(
+        f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which",
+        *(make_table(columns, rows) for columns, rows in tables if rows),
+        *(
+            f"{text.format(_quantile(counts, 0.5))}, {_quantile(counts, 0.9):,} in nine of ten."
+            for name, text in spans
+            if (counts := report[name])
+        ),
+    )
 
 
 def percent(part: int, whole: int) -> str:

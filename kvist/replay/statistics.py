@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import repeat
+from itertools import repeat, starmap
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,7 +28,6 @@ from kvist.replay.recording import Record, RecordedSource
 MAX_SPANS = 512
 MIN_SPAN_S = 0.01
 _HELD_BEFORE = -1  # in place of when a block was stored: a snapshot does not tell
-_MAX_RANKS_SHOWN = 32
 
 
 class Span(NamedTuple):
@@ -311,12 +310,6 @@ class StatisticsCollector:
         statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
 
 
-def statistics_text(statistics: RecordingStatistics) -> str:
-    """Return everything but the spans as lines of text."""
-    sources = map(_source_text, statistics.sources)
-    return "\n".join([_overview(statistics), *sources, "", *_rank_lines(statistics), "", *_block_lines(statistics)])
-
-
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
     """Return everything as what JSON can say."""
     told: dict[str, Any] = {name: getattr(statistics, name) for name in statistics.__slots__}
@@ -328,57 +321,55 @@ def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
     return builtins
 
 
-def _overview(statistics: RecordingStatistics) -> str:
-    began = datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds")
-    rate = f"{statistics.num_events / max(statistics.duration_s, 1e-9):,.0f}"
-    return (
-        f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second\n"
-        f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions\n\nsources"
-    )
-
-
-def _source_text(source: SourceStatistics) -> str:
-    kind = "canonical" if source.is_canonical else "an engine's own"
-    sizes = ", ".join(map(str, source.block_sizes)) or "unknown"
-    return (
-        f"  {source.name} ({source.url or 'no URL'}): {kind}, block size {sizes}\n"
-        f"    {source.num_messages} messages, {source.num_bytes} bytes, "
-        f"{source.num_gaps} gaps ({source.num_missing} messages missing), {source.num_duplicates} duplicates, "
-        f"{source.num_restarts} restarts, {source.num_snapshots} snapshots\n"
-        f"    {source.num_malformed} malformed messages, {source.num_malformed_events} malformed events, "
-        f"{source.num_ignored_events} ignored events"
-        + ("" if source.is_from_start else "; recorded from amid the stream: what was stored before is not known")
-    )
-
-
-def _rank_lines(statistics: RecordingStatistics) -> Iterator[str]:
-    names = ("before", "stored", "again", "in vain", "removed", "in vain", "cleared", "live", "peak", "heartbeats")
-    yield f"{'ranks (blocks)':<24}" + "".join(f"{name:>11}" for name in names)
-    for rank, each in list(statistics.ranks.items())[:_MAX_RANKS_SHOWN]:
-        num_heartbeats = each.num_heartbeats_agreeing + each.num_heartbeats_differing
-        heartbeats = f"{each.num_heartbeats_agreeing}/{num_heartbeats} ok" if num_heartbeats else "-"
-        stored = (each.num_restored, each.num_stored, each.num_stored_again, each.num_stored_in_vain)
-        removed = (each.num_removed, each.num_removed_in_vain, each.num_cleared)
-        cells = (*stored, *removed, each.num_live, each.num_live_peak, heartbeats)
-        yield f"  {f'{rank.worker}/{rank.rank}':<22}" + "".join(f"{cell:>11}" for cell in cells)
-    if len(statistics.ranks) > _MAX_RANKS_SHOWN:
-        yield f"  and {len(statistics.ranks) - _MAX_RANKS_SHOWN} more ranks"
-
-
-def _block_lines(statistics: RecordingStatistics) -> Iterator[str]:
-    live = statistics.num_live_distinct
-    shared = sum(count for holders, count in statistics.holders.items() if holders > 1)
-    yield f"blocks: {statistics.num_distinct} distinct, {live} of them live at the end"
-    yield f"  held by more than one rank: {shared} ({100 * shared / (live or 1):.1f} %)"
-    yield f"  ranks that hold a live block:  {_histogram(statistics.holders)}"
-    yield f"  lifetime until removed, from:  {_histogram(statistics.lifetimes_s, ' s')}"
+def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
+    """Yield everything but the spans as tables: names of columns, and rows. What is 0 everywhere has no column."""
+    overview = _counts(statistics) | {
+        "events/s": f"{statistics.num_events / max(statistics.duration_s, 1e-9):,.0f}",
+        "seconds": f"{statistics.duration_s:.1f}",
+        "from": datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds"),
+    }
+    yield [*overview], [[*overview.values()]]
+    for rows in ([*map(_source_row, statistics.sources)], [*starmap(_rank_row, statistics.ranks.items())]):
+        names = [name for name in rows[0] if any(row[name] != "0" for row in rows)] if rows else []
+        if names:
+            yield names, [[row[name] for name in names] for row in rows]
+    holders, live = statistics.holders, statistics.num_live_distinct
+    shared = sum(number for num_ranks, number in holders.items() if num_ranks > 1)
     stored = sum(rank.num_stored for rank in statistics.ranks.values())
     again = sum(rank.num_stored_again for rank in statistics.ranks.values())
-    yield f"  stored again after removal:    {again} of {stored} ({100 * again / (stored or 1):.1f} %)"
+    yield (
+        ("blocks", "number"),
+        [
+            ("live at the end that more than one rank holds", f"{shared:,} ({shared / (live or 1):.1%})"),
+            ("live at the end, by how many ranks hold them", _histogram(holders)),
+            ("removed, by the seconds they lived at least", _histogram(statistics.lifetimes_s)),
+            ("stored again after a removal", f"{again:,} ({again / (stored or 1):.1%})"),
+        ],
+    )
 
 
-def _histogram(counts: Mapping[int, int] | Mapping[float, int], unit: str = "") -> str:
-    return "  ".join(f"{key:g}{unit}: {count}" for key, count in counts.items()) or "none"
+def _counts(told: RecordingStatistics | SourceStatistics | RankStatistics) -> dict[str, str]:
+    counts = {name: getattr(told, name) for name in told.__slots__ if name.startswith("num_")}
+    return {name.removeprefix("num_").replace("_", " "): f"{number:,}" for name, number in counts.items()}
+
+
+def _source_row(source: SourceStatistics) -> dict[str, str]:
+    kind = "canonical" if source.is_canonical else "an engine's own"
+    names = {
+        "source": source.name,
+        "URL": source.url,
+        "stream": kind if source.is_from_start else f"{kind}, recorded from amid it: what was before is not known",
+        "block size": ", ".join(map(str, source.block_sizes)) or "unknown",
+    }
+    return names | _counts(source)
+
+
+def _rank_row(rank: WorkerRank, statistics: RankStatistics) -> dict[str, str]:
+    return {"blocks of": f"{rank.worker} {rank.rank}"} | _counts(statistics)
+
+
+def _histogram(counts: Mapping[int, int] | Mapping[float, int]) -> str:
+    return "  ".join(f"{key:g}: {number:,}" for key, number in counts.items()) or "none"
 
 
 def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:

@@ -24,7 +24,7 @@ def test_a_row_for_each_load_size_and_policy_and_every_run_in_the_file(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["load", "workers", "policy"]
     expected = [[load, size, name] for load in ("0.5", "0.9") for size in "245" for name in ("kv", "round-robin")]
-    assert [line.split()[:3] for line in lines[1:13]] == expected
+    assert [line.split()[:3] for line in lines[2:14]] == expected
     written = json.loads(path.read_text())
     assert [len(row["runs"]) for row in written["results"]] == [2] * 12
     assert written["requests"] == 40
@@ -33,7 +33,7 @@ def test_a_row_for_each_load_size_and_policy_and_every_run_in_the_file(
 def test_the_smallest_fleet_for_a_bound_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     for bound, expected in (("1000", "1"), ("0.000001", "none")):
         assert main([*SMALL, "--max-ttft-p99", bound, "--policy", "kv", "--workers", "1..4"]) == 0
-        assert capsys.readouterr().out.splitlines()[1].split()[2] == expected
+        assert capsys.readouterr().out.splitlines()[2].split()[2] == expected
 
 
 def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,10 +41,10 @@ def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: py
     assert main([*SMALL, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     column = lines[0].index("workers")
-    assert [line[column:].split("  ")[0] for line in lines[1:4]] == ["2", "2 + 2", "2 (all with events)"]
-    assert lines[4].startswith("kv, load 0.8, 2 + 2 instead of 2 workers: mean TTFT ")
-    assert lines[5].startswith("kv, load 0.8, 2 (all with events) instead of 2 workers: mean TTFT ")
-    slow, fast = lines[4].split("mean TTFT ")[1].split(" s,")[0].split(" -> ")
+    assert [line[column:].split("  ")[0] for line in lines[2:5]] == ["2", "2 + 2", "2 (all with events)"]
+    assert lines[6].startswith("kv, load 0.8, 2 + 2 instead of 2 workers: mean TTFT ")
+    assert lines[7].startswith("kv, load 0.8, 2 (all with events) instead of 2 workers: mean TTFT ")
+    slow, fast = lines[6].split("mean TTFT ")[1].split(" s,")[0].split(" -> ")
     assert float(fast) < float(slow)
 
 
@@ -52,7 +52,7 @@ def test_a_fleet_that_falls_behind_is_warned_of(capsys: pytest.CaptureFixture[st
     flags = ["--policy", "kv", "--workers", "2"]
     for load, said in (("0.2", ""), ("0.75", "is near collapse"), ("2", "collapses")):
         assert main([*SMALL, *flags, "--load", load]) == 0
-        warnings = capsys.readouterr().out.splitlines()[2:]
+        warnings = capsys.readouterr().out.splitlines()[4:]
         assert [said in line for line in warnings] == [True] * bool(said)
 
 

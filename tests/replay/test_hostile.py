@@ -17,7 +17,7 @@ from kvist.replay import Record, RecordedSource
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.script import Line, Script
-from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_text, svg_plot
+from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_tables, svg_plot
 
 ANYTHING = st.recursive(
     st.none()
@@ -89,7 +89,7 @@ def test_statistics_tell_what_they_can(records):
         collector.add(record)
     statistics = collector.result()
     assert statistics.num_messages == len(records)
-    assert statistics_text(statistics)
+    assert [*statistics_tables(statistics)]
     json.dumps(statistics_json(statistics))
     svg_plot(statistics.spans, "any")
 

@@ -17,7 +17,7 @@ from kvist.replay.statistics import (
     StatisticsCollector,
     Timeline,
     statistics_json,
-    statistics_text,
+    statistics_tables,
     svg_plot,
 )
 
@@ -72,7 +72,19 @@ def test_gaps_duplicates_and_a_beginning_amid_the_stream_are_told(make):
     (source,) = statistics.sources
     assert (source.num_gaps, source.num_missing, source.num_duplicates, source.num_restarts) == (1, 2, 1, 1)
     assert not source.is_from_start
-    assert "recorded from amid the stream" in statistics_text(statistics)
+    _, (columns, rows), *_ = statistics_tables(statistics)
+    assert dict(zip(columns, rows[0], strict=True)) == {
+        "source": "pod-1",
+        "URL": "tcp://127.0.0.1:5557",
+        "stream": "canonical, recorded from amid it: what was before is not known",
+        "block size": "4",
+        "messages": "4",
+        "bytes": str(statistics.sources[0].num_bytes),
+        "gaps": "1",
+        "missing": "2",
+        "duplicates": "1",
+        "restarts": "1",
+    }
     assert statistics.ranks[WorkerRank("w", 0)].num_live == 0  # the later epoch holds nothing of the earlier one's
 
 
@@ -155,11 +167,15 @@ def test_a_quiet_span_has_the_blocks_of_the_one_before():
     assert [span.num_live for span in timeline.spans()] == [5, 5, 5, 7]
 
 
-def test_the_text_and_the_json_have_the_figures(make):
+def test_the_tables_and_the_json_have_the_figures(make):
     statistics = told(make.records(*(make.batch(i, make.stored(i + 1)) for i in range(50))))
-    text = statistics_text(statistics)
-    assert "50 messages with 50 events" in text
-    assert "blocks: 50 distinct, 50 of them live at the end" in text
+    overview, _, ranks, blocks = statistics_tables(statistics)
+    assert (overview[0][:4], overview[1][0][:4]) == (
+        ["messages", "events", "sessions", "distinct"],
+        ["50", "50", "1", "50"],
+    )
+    assert ranks == (["blocks of", "stored", "live", "live peak"], [["w 0", "50", "50", "50"]])
+    assert blocks[1][1] == ("live at the end, by how many ranks hold them", "1: 50")
     read = json.loads(json.dumps(statistics_json(statistics)))
     assert read["ranks"][0] | {"worker": "w", "rank": 0, "num_stored": 50, "num_live": 50} == read["ranks"][0]
     assert read["holders"] == {"1": 50}
@@ -168,7 +184,9 @@ def test_the_text_and_the_json_have_the_figures(make):
 
 def test_nothing_recorded_is_told_too():
     statistics = told([])
-    assert "0 messages with 0 events" in statistics_text(statistics)
+    (overview, [row]), blocks = statistics_tables(statistics)
+    assert dict(zip(overview, row, strict=True))["messages"] == "0"
+    assert blocks[1][0][1] == "0 (0.0%)"
     assert ElementTree.fromstring(svg_plot(statistics.spans, "empty")).tag.endswith("svg")
 
 
