@@ -1,7 +1,6 @@
 """Who asks: a tenant is whom a key belongs to.
 
-    keys       which tenant a request is of, by the SHA-256 of its key
-    authoriser who knows that where no file does
+    keys       which tenant a request is of, by the SHA-256 of its key, as a file or an `authoriser` knows
     tenant     what a tenant may do, and the file that says so
     isolation  caches that tenants cannot see into
     limits     what it may ask at a time and in a minute
