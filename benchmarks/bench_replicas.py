@@ -1,9 +1,11 @@
 """Replicas of a router over one simulated fleet: how much longer requests wait than with one router.
 
-    python benchmarks/bench_replicas.py [--requests 1500] [--seeds 5] [--json FILE]
+    python benchmarks/bench_replicas.py [--requests 1500] [--seeds 10] [--jobs 1] [--json FILE]
 
-Each replica has a board of its own and decides by it; summaries of what it has in flight go to the others every 20 ms,
+Each replica has a board of its own and decides by it; summaries of what it has in flight go to the others every 10 ms,
 as `kvist route --replicas` sends them. A load balancer hands requests out at random. Where they are `silent`, none go.
+The ratio is that of the means over all seeds, which are the same for each number of replicas; behind it the standard
+error of that of single seeds.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Hashable
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.board import LoadBoard
@@ -28,6 +34,9 @@ from kvist.simulate.trace import conversations, tool_agents
 from kvist.simulate.worker import Machine
 
 TRACES = {"conversations": conversations, "tool agents": tool_agents}
+LOADS = 0.7, 0.85
+SORTS = [(1, True), (2, True), (4, True), (8, True), (2, False), (8, False)]
+"""How many replicas, and whether they tell each other."""
 NUM_WORKERS = 8
 
 
@@ -78,44 +87,44 @@ class Replicas:
         self._driver_of[request_id].finished(now_s, request_id)
 
 
+def run(cell: tuple[str, float, int, bool, int], num_requests: int) -> tuple[float, float, float]:
+    """Return mean and p99 time to first token and the cached share of one trace, load, number of replicas and seed."""
+    name, load, number, is_told, seed = cell
+    import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
+    machines = [Machine()] * NUM_WORKERS
+    trace = at_load(TRACES[name](num_requests), machines, load, seed)
+    outcome = measure(trace, lambda **given: Replicas(number, is_told=is_told, **given), machines, seed)
+    return outcome.ttft_mean_s, outcome.ttft_p99_s, outcome.cached
+
+
 def main() -> None:
     """Print a table of each trace, load and number of replicas."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
-    machines, rows = [Machine()] * NUM_WORKERS, []
-    print("| trace, load | replicas | mean TTFT, s | p99, s | cached | of one router's: mean, p99 | cached, points |")
+    rows = []
+    print("| trace, load | replicas | mean TTFT, s | p99, s | cached | of one router's mean | cached, points |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, make in TRACES.items():
-        trace = make(args.requests)
-        for load in (0.7, 0.85):
-            one: list[float] = []
-            for number, is_told in [(1, True), (2, True), (4, True), (8, True), (2, False), (8, False)]:
-                outcomes = [
-                    measure(
-                        at_load(trace, machines, load, seed),
-                        lambda number=number, is_told=is_told, **given: Replicas(number, is_told=is_told, **given),
-                        machines,
-                        seed,
-                    )
-                    for seed in range(1, args.seeds + 1)
-                ]
-                mean_s, p99_s, cached = (
-                    median(getattr(outcome, field) for outcome in outcomes)
-                    for field in ("ttft_mean_s", "ttft_p99_s", "cached")
-                )
-                one = one or [mean_s, p99_s, cached]
-                told = "" if is_told else ", silent"
+    with ProcessPoolExecutor(args.jobs) as jobs:
+        for name, load in product(TRACES, LOADS):
+            one: NDArray[np.float64] | None = None
+            cells = [(name, load, *sort, seed) for sort in SORTS for seed in range(1, args.seeds + 1)]
+            outcomes = np.array([*jobs.map(run, cells, [args.requests] * len(cells))])
+            for (number, is_told), seeds in zip(SORTS, outcomes.reshape(len(SORTS), args.seeds, 3), strict=True):
+                one = seeds if one is None else one
+                mean_s, p99_s, cached = seeds.mean(0)
+                ratio, more = mean_s / one[:, 0].mean(), 100 * (cached - one[:, 2].mean())
+                error = np.std(seeds[:, 0] / one[:, 0], ddof=min(1, args.seeds - 1)) / args.seeds**0.5
                 print(
-                    f"| {name}, {load:g} | {number}{told} | {mean_s:.3f} | {p99_s:.2f} | {cached:.1%} "
-                    f"| {mean_s / one[0]:.2f}, {p99_s / one[1]:.2f} | {100 * (cached - one[2]):+.1f} |",
+                    f"| {name}, {load:g} | {number}{'' if is_told else ', silent'} | {mean_s:.3f} | {p99_s:.2f} "
+                    f"| {cached:.1%} | {ratio:.3f} ± {error:.3f} | {more:+.1f} |",
                     flush=True,
                 )
                 row = {"trace": name, "load": load, "replicas": number, "told": is_told}
-                rows.append(row | {"ttft_mean_s": mean_s, "ttft_p99_s": p99_s, "cached": cached})
+                rows.append(row | {"seeds": seeds.tolist(), "ratio": ratio, "error": error})
     if args.json is not None:
         args.json.write_text(json.dumps(rows) + "\n")
 

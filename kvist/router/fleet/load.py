@@ -120,7 +120,8 @@ class LoadTracker:
     def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
         """Return a policy that prices requests by what all processes have under way."""
         in_flight = PromptsInFlight(self.board.in_flight, MAX_COLUMNS, block_size, self._front)
-        return PricedPolicy(settings, WorkRows(self.board.work, self._front), in_flight, block_size)
+        work = WorkRows(self.board.work, self._front, num_shared=self.board.num_fronts)
+        return PricedPolicy(settings, work, in_flight, block_size)
 
     def column(self, target: WorkerRank) -> int:
         """Return what the rank is called in prices."""

@@ -164,9 +164,15 @@ def merged(rows: Floats) -> Floats:
 class WorkRows:
     """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
 
-    def __init__(self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6) -> None:
-        """Keep the rows where they lie, as in shared memory; `first_unit_s` is the speed of a fleet not heard of."""
+    def __init__(
+        self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6, num_shared: int | None = None
+    ) -> None:
+        """Keep the rows where they lie; `first_unit_s` is the speed of a fleet not heard of.
+
+        The first `num_shared` of them, or all, are in memory that their routers share; the others are told of later.
+        """
         self._rows = rows
+        self._num_shared = len(rows) if num_shared is None else num_shared
         self._own = rows[own_idx]
         self.num_ranks = rows.shape[2]
         self._first_unit_s = first_unit_s
@@ -204,8 +210,10 @@ class WorkRows:
         since_at_s = max(dispatched_at_s, *rows[:, ANSWERED_AT].tolist())
         own[QUEUED] -= work
         own[ANSWERED_AT] = now_s
-        # Of prompts that are not streamed and were computed meanwhile, nobody knows what part of the time they took.
-        if work > MIN_LEARNT_WORK and max(rows[:, BUSY_UNTIL].tolist()) <= since_at_s:
+        # Of prompts that are not streamed and were computed meanwhile, nobody knows what part of the time they took; of
+        # those whose answers are told of later it is known too late, and each router would count the time of all.
+        is_alone = sum(rows[self._num_shared :, QUEUED].tolist()) <= 0
+        if work > MIN_LEARNT_WORK and is_alone and max(rows[:, BUSY_UNTIL].tolist()) <= since_at_s:
             own[NUM_LEARNT] += 1
             num_learnt = sum(rows[:, NUM_LEARNT].tolist())
             decay = LEARNT_DECAY ** max(0.0, num_learnt - own[LEARNT_AT])

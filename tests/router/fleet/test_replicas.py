@@ -141,6 +141,38 @@ def test_clocks_of_machines_may_differ() -> None:
     load.finish()
 
 
+def test_what_is_done_at_the_very_moment_of_a_summary_is_told() -> None:
+    ours, theirs, hashes = Router(), Router(), np.arange(1, 63, dtype=np.uint64)
+    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 7.0)
+    prices = theirs.policies[0].weigh(7.0, 1000, hashes, np.zeros(len(RANKS), int), np.arange(len(RANKS)))
+    theirs.policies[0].dispatched(7.0, 0, prices, 0)
+    ours.listener.take("other", theirs.teller.summary(7.0, is_whole=True), 51.0)
+    for later_s in (0.0, 1.5):
+        assert ours.view(51.0 + later_s, hashes) == theirs.view(7.0 + later_s, hashes)
+
+
+def test_the_time_of_one_step_is_not_taken_for_that_of_each_routers_prompt_in_it() -> None:
+    """A worker that takes 50 µs a unit computes prompts of two routers together, and one alone now and then."""
+    routers, unit_s, now_s = [Router(), Router()], 5e-5, 1000.0
+    hashes, columns = np.arange(1, 63, dtype=np.uint64), np.arange(len(RANKS))
+    for number in range(300):
+        asked = routers if number % 3 else routers[:1]
+        begun = []
+        for router in asked:
+            prices = router.policies[0].weigh(now_s, 4000, hashes[:0], np.zeros(len(RANKS), int), columns)
+            begun.append(router.policies[0].dispatched(now_s, 0, prices, 0))
+        for router, other in (routers, routers[::-1]):
+            other.listener.take("other", router.teller.summary(now_s + 0.01, is_whole=False), now_s + 0.01)
+        now_s += sum(each.work for each in begun) * unit_s
+        for each in begun:
+            each.answered(now_s)
+            each.finish(now_s)
+        now_s += 0.1
+    for router in routers:
+        seconds, work = router.board.learnt()[RANKS[0]]
+        assert seconds / work == pytest.approx(unit_s)
+
+
 def test_who_is_silent_counts_no_more_and_gives_its_row_to_another() -> None:
     ours, theirs = Router(num_replicas=1), Router()
     theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 1.0)
