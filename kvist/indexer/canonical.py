@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, is_snapshot_part
@@ -31,16 +33,27 @@ from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.statistics import RankBound, SourceCounters
 
 if TYPE_CHECKING:
-    from kvist.indexer.canonical_lane import Taken
     from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
-_MIN_JOINED, _MAX_JOINED = 4, 256
-"""How many messages are joined to a block for the fast lane: for fewer it costs more than it saves, and the answer to a
-question may be long."""
+_NUMBERS_END = 1 << 62
+"""Of epochs and sequences that compiled code can count."""
 NUM_BLOCKS_A_SLICE = 512
 """Blocks of a snapshot put into the index at a time: some 0.15 ms."""
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One rank of the stream, and what its batches said of it."""
+
+    source: WorkerRank
+    session: Session[Batch]
+    topic: bytes | None = None
+    is_incomplete: bool = False
+    """Whether its publisher itself does not know of all that the engine holds."""
+    rules: tuple[GroupRule, ...] = ()
+    """What hits need of this rank's blocks and of its companion's, if this is a companion."""
 
 
 @dataclass(slots=True)
@@ -72,7 +85,8 @@ class CanonicalFollower:
         bound: RankBound | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
-        from kvist.indexer.canonical_lane import CanonicalLane  # compiled, as the index is: not for who imports this
+        from kvist.indexer.compiled import canonical as compiled  # as the index is: not for who only imports this
+        from kvist.radix.compiled.layout import OPERATION
 
         self._worker = worker
         self._block_size = block_size
@@ -81,21 +95,17 @@ class CanonicalFollower:
         self._counters = counters
         self._limits = limits
         self._bound = bound or RankBound()
-        self._lane = CanonicalLane(worker, block_size, index)
-        self.sessions: dict[int, Session[Batch]] = {}
-        """Of each rank."""
-        self._topics: dict[int, bytes] = {}
-        # Ranks whose publisher itself does not know of all that the engine holds.
-        self._incomplete: set[int] = set()
-        # What hits of ranks with companions need.
-        self._rules: dict[int, tuple[GroupRule, ...]] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._take_ordinary = compiled.take
+        self._nexts = np.zeros(2 * MAX_RANKS, compiled.RANK)  # memory of ranks that never occur is not touched
+        self._scratch = np.zeros(compiled.MAX_OPERATIONS, OPERATION), np.zeros(compiled.MAX_HASHES, np.uint64)
+
+    @property
+    def sessions(self) -> tuple[Session[Batch], ...]:
+        return tuple(rank.session for rank in self._ranks.values())
 
     def states(self) -> dict[int, SourceState]:
-        return {
-            rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else self._state(rank)
-            for rank in self.sessions
-            if rank < MAX_RANKS
-        }
+        return {number: self._state(rank) for number, rank in self._ranks.items() if number < MAX_RANKS}
 
     def progress(self) -> CanonicalProgress | None:
         """Return how far each rank was followed, None before the first batch.
@@ -104,77 +114,99 @@ class CanonicalFollower:
         not while an answer is taken.
         """
         ranks = tuple(
-            RankProgress(rank, session.epoch, session.expected_sequence, self._is_whole(rank))
-            for rank, session in self.sessions.items()
-            if session.epoch is not None
+            RankProgress(number, rank.session.epoch, rank.session.expected_sequence, self._is_whole(rank))
+            for number, rank in self._ranks.items()
+            if rank.session.epoch is not None
         )
         return CanonicalProgress(ranks) if ranks else None
 
     def resume(self, progress: CanonicalProgress) -> None:
         for each in progress.ranks:
-            session = self._new_session(each.rank)
-            session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
-            self._note_state(each.rank)
+            rank = self._add_rank(each.rank)
+            rank.session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
+            self._note_state(rank)
 
     def receive(self, message: Message, now_s: float) -> None:
         batch = self._decode(message)
         if batch is None:
             return
-        session = self.sessions.get(batch.rank)
-        if session is None:
+        rank = self._ranks.get(batch.rank)
+        if rank is None:
             if not self._bound.admits(batch.rank % MAX_RANKS, self._worker, self._counters):
                 return
-            session = self._new_session(batch.rank)
+            rank = self._add_rank(batch.rank)
         if message.topic:  # replies in the older framing have none
-            self._topics[batch.rank] = message.topic
-        else:
-            self._topics.setdefault(batch.rank, f"kv/{batch.worker}/{batch.rank}".encode())
+            rank.topic = message.topic
+        elif rank.topic is None:
+            rank.topic = f"kv/{batch.worker}/{batch.rank}".encode()
         if _is_heartbeat(batch):
-            steps = self._heartbeat(session, batch, now_s)
+            steps = self._heartbeat(rank, batch, now_s)
         else:
-            steps = session.receive(batch.epoch, batch.sequence, batch, now_s)
-        self._take_all(batch.rank, steps, now_s)
+            steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
+        self._take_all(rank, steps, now_s)
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        if len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock):
-            for message in messages:
-                self.receive(message, now_s)
-                yield
-            return
-        for block in _blocks(messages):
-            position = 0
-            while position < len(block):
-                taken = self._lane.take(block, position, self.sessions, now_s)
-                position = taken.end
-                if taken.num_batches:
-                    self._note_taken(taken, block, now_s)
-                if taken.is_stopped:
-                    self.receive(block[position], now_s)
-                    position += 1
-                yield
+        position = 0
+        while position < len(messages):
+            is_stopped = not isinstance(messages, MessageBlock)
+            if isinstance(messages, MessageBlock):
+                is_stopped, position = self._receive_ordinary(messages, position, now_s)
+            if is_stopped:
+                self.receive(messages[position], now_s)
+                position += 1
+            yield
+
+    def _receive_ordinary(self, block: MessageBlock, start: int, now_s: float) -> tuple[bool, int]:
+        """Have compiled code take messages from `start` on, as `receive` would; return whether and where it stopped.
+
+        It takes those that are next in sequence, well-formed, and of blocks stored and removed, of ranks known before.
+        """
+        index, nexts, described = self._index, self._nexts, []
+        for number, rank in self._ranks.items():
+            session, slot = rank.session, index.slot_of(rank.source)
+            is_small = session.is_in_step and max(session.epoch or 0, session.expected_sequence) < _NUMBERS_END
+            if is_small and slot is not None and rank.topic is not None:
+                nexts[number] = slot + 1, session.epoch, session.expected_sequence
+                described.append((number, rank))
+        data = np.frombuffer(block.buffer, np.uint8)
+        arrays = index.core, index.segments, nexts, self._block_size, data, block.table, start, *self._scratch
+        with index.writing:
+            is_stopped, end, num_events, num_refused, timestamp_s = self._take_ordinary(*arrays)
+        index.keep_to_cap()
+        for number, rank in described:
+            num_taken = int(nexts[number]["sequence"]) - rank.session.expected_sequence
+            nexts[number]["slot"] = 0
+            if num_taken:
+                rank.session.on_applied(num_taken, now_s)
+                self._note_state(rank)
+        if end > start:
+            self._counters.failure = None
+            self._counters.num_refused_events += num_refused
+            self._counters.applied(num_events, timestamp_s, now_s, time.time(), end - start)
+        return is_stopped, end
 
     def on_reconnect(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
 
     def on_departure(self) -> None:
         """Count no rank's blocks until it is heard again."""
-        for rank, session in self.sessions.items():
-            session.on_departure()
+        for rank in self._ranks.values():
+            rank.session.on_departure()
             self._note_state(rank)
 
     def questions(self, now_s: float) -> list[Question]:
         due = []
-        for rank, session in self.sessions.items():
-            session.tick(now_s)
+        for number, rank in self._ranks.items():
+            rank.session.tick(now_s)
             self._note_state(rank)
-            start_sequence = session.question(now_s)
+            start_sequence = rank.session.question(now_s)
             if start_sequence is not None:
-                due.append(Question(ReplayRequest(self._topics.get(rank), start_sequence, session.epoch), rank))
+                due.append(Question(ReplayRequest(rank.topic, start_sequence, rank.session.epoch), number))
         return due
 
     def missed(self, since_s: float) -> list[int]:
         """Return the ranks of which nothing was heard since then, or for long."""
-        return [rank for rank, session in self.sessions.items() if session.is_missed(since_s)]
+        return [number for number, rank in self._ranks.items() if rank.session.is_missed(since_s)]
 
     def take_names(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
         """Take which ranks a peer has, from its heartbeats: a missed one that is not among them went with another."""
@@ -184,18 +216,19 @@ class CanonicalFollower:
             if batch is None:  # an answer that is damaged may lack what it had
                 return
             named.add(batch.rank)
-        for rank in self.missed(since_s):
-            if rank not in named:
-                self._take_all(rank, self.sessions[rank].on_forgotten(now_s), now_s)
+        for number in self.missed(since_s):
+            if number not in named:
+                rank = self._ranks[number]
+                self._take_all(rank, rank.session.on_forgotten(now_s), now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        rank = question.rank
-        session = self.sessions.get(rank)
-        if session is None:  # an answer to another question had blocks of another size
+        rank = self._ranks.get(question.rank)
+        if rank is None:  # an answer to another question had blocks of another size
             return
-        answer = None if messages is None else (yield from self._read(messages, rank))
-        if self.sessions.get(rank) is not session:  # and so had this one
+        answer = None if messages is None else (yield from self._read(messages, question.rank))
+        if self._ranks.get(question.rank) is not rank:  # and so had this one
             return
+        session = rank.session
         if answer is None:
             steps = session.on_answer(None, None, now_s)
         else:
@@ -217,7 +250,7 @@ class CanonicalFollower:
             yield
         self._note_state(rank)
 
-    def _read(self, messages: Sequence[Message], rank: int) -> Generator[None, None, _Answer | None]:
+    def _read(self, messages: Sequence[Message], number: int) -> Generator[None, None, _Answer | None]:
         """Return what an answer says about a rank, None for one that cannot be believed; yields between messages.
 
         Heartbeats are signs of life of a publisher that prepares a snapshot, and no more.
@@ -227,13 +260,13 @@ class CanonicalFollower:
             for message in messages:
                 if is_snapshot_part(message.payload):
                     part = decode_snapshot_part(message.payload, self._worker)
-                    if part.rank == rank:
+                    if part.rank == number:
                         if not self._has_our_block_size(part):
                             reason = f"a snapshot with blocks of {part.block_size} tokens"
                             raise MalformedMessageError(self._worker, reason)
                         assembly = assembly or SnapshotAssembly(self._worker)
                         assembly.add(part)
-                elif (batch := self._decode(message)) is not None and batch.rank == rank and not _is_heartbeat(batch):
+                elif (batch := self._decode(message)) is not None and batch.rank == number and not _is_heartbeat(batch):
                     answer.batches.append(batch)
                 yield
             answer.snapshot = None if assembly is None else assembly.snapshot()
@@ -242,14 +275,14 @@ class CanonicalFollower:
             return None
         return answer
 
-    def _restore(self, rank: int, snapshot: Snapshot) -> Generator[None, None, bool]:
+    def _restore(self, rank: _Rank, snapshot: Snapshot) -> Generator[None, None, bool]:
         """Have the index hold of a rank what the snapshot says, and nothing else; yields between slices.
 
         Return whether it does: it does not after a fault of ours, or if a block is twice in the snapshot.
         """
         from kvist.radix import Residencies  # compiled: not for who has no index
 
-        source = WorkerRank(self._worker, rank)
+        source = rank.source
         self._index.clear(*source)
         for held in snapshot.slices:
             for start in range(0, len(held.hashes), NUM_BLOCKS_A_SLICE):
@@ -257,89 +290,82 @@ class CanonicalFollower:
                 self._index.restore(Residencies((source,), held.hashes[part], held.depths[part], held.tiers[part]))
                 yield
         is_exact = self._index.digest(source) == snapshot.holding or self._index.evicted_from(source)
-        self._set_groups(rank)
+        self._set_groups(source.rank)
         if is_exact:
             text = "rank restored worker=%s rank=%d num_blocks=%d sequence=%d"
-            _logger.info(text, self._worker, rank, snapshot.holding.num_blocks, snapshot.sequence)
+            _logger.info(text, *source, snapshot.holding.num_blocks, snapshot.sequence)
         return is_exact
 
     def clear(self) -> None:
-        for rank in self.sessions:
-            self._index.clear(self._worker, rank)
+        for rank in self._ranks.values():
+            self._index.clear(*rank.source)
 
-    def _new_session(self, rank: int) -> Session[Batch]:
+    def _add_rank(self, number: int) -> _Rank:
         session: Session[Batch] = Session(self._limits, has_snapshots=self._limits is not NO_REPLAY)
-        self.sessions[rank] = session
-        return session
+        rank = self._ranks[number] = _Rank(WorkerRank(self._worker, number), session)
+        return rank
 
-    def _heartbeat(self, session: Session[Batch], batch: Batch, now_s: float) -> list[Step[Batch]]:
+    def _heartbeat(self, rank: _Rank, batch: Batch, now_s: float) -> list[Step[Batch]]:
         (heartbeat,) = batch.events
         assert isinstance(heartbeat, Heartbeat)
-        source = WorkerRank(self._worker, batch.rank)
-        published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(source)
-        is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
+        published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(rank.source)
+        is_short = self._index.evicted_from(rank.source)  # and so has another digest, though nothing was lost
         copied = published if is_short else held
-        (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
-        if batch.rank >= MAX_RANKS and heartbeat.rules != self._rules.get(batch.rank - MAX_RANKS, ()):
-            self._rules[batch.rank - MAX_RANKS] = heartbeat.rules
+        rank.is_incomplete = not heartbeat.is_complete
+        if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
+            rank.rules = heartbeat.rules
             self._set_groups(batch.rank)
-        return session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+        return rank.session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
 
-    def _set_groups(self, rank: int) -> None:
+    def _set_groups(self, number: int) -> None:
         """Tell the index what hits of a rank need, who or whose companion was cleared, or has other rules now."""
-        rules = self._rules.get(rank % MAX_RANKS)
-        if rules:
-            self._index.set_groups(WorkerRank(self._worker, rank % MAX_RANKS), rules)
+        companion = self._ranks.get(number % MAX_RANKS + MAX_RANKS)
+        if companion is not None and companion.rules:
+            self._index.set_groups(WorkerRank(self._worker, number % MAX_RANKS), companion.rules)
 
-    def _is_whole(self, rank: int) -> bool:
-        is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
-        return self.sessions[rank].is_complete and not is_short
+    def _is_short(self, rank: _Rank) -> bool:
+        return rank.is_incomplete or self._index.evicted_from(rank.source)
 
-    def _state(self, rank: int) -> SourceState:
-        followed, companion = self.sessions[rank].state, rank + MAX_RANKS
-        is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
-        if companion in self.sessions:  # what hits need is not known, or not wholly
-            is_short |= companion in self._incomplete or self.sessions[companion].state is not SourceState.LIVE
-        return SourceState.PARTIAL if followed is SourceState.LIVE and is_short else followed
+    def _is_whole(self, rank: _Rank) -> bool:
+        return rank.session.is_complete and not self._is_short(rank)
 
-    def _take_all(self, rank: int, steps: list[Step[Batch]], now_s: float) -> None:
+    def _state(self, rank: _Rank) -> SourceState:
+        if rank.source in self._resyncing:
+            return SourceState.RESYNCING
+        is_short, companion = self._is_short(rank), self._ranks.get(rank.source.companion.rank)
+        if companion is not None:  # what hits need is not known, or not wholly
+            is_short |= companion.is_incomplete or companion.session.state is not SourceState.LIVE
+        state = rank.session.state
+        return SourceState.PARTIAL if state is SourceState.LIVE and is_short else state
+
+    def _take_all(self, rank: _Rank, steps: list[Step[Batch]], now_s: float) -> None:
         for step in steps:
             self._take(rank, step, now_s)
         self._note_state(rank)
 
-    def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
+    def _take(self, rank: _Rank, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):
-            _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
-            self._index.clear(self._worker, rank)
-            self._set_groups(rank)
+            _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, *rank.source)
+            self._index.clear(*rank.source)
+            self._set_groups(rank.source.rank)
             if step.reason is ClearReason.LOST:
-                self.sessions[rank].on_cleared(by_loss=True)
+                rank.session.on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply)
         batch = step.body
-        result = self._index.apply(WorkerRank(self._worker, rank), batch.events)
+        result = self._index.apply(rank.source, batch.events)
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
         self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
-        if any(isinstance(event, Cleared) for event in batch.events):
-            self.sessions[rank].on_cleared()
-            self._set_groups(rank)
+        if Cleared() in batch.events:
+            rank.session.on_cleared()
+            self._set_groups(rank.source.rank)
 
-    def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
-        """Count what the fast lane took, as `receive` does for one message."""
-        for rank, message_idx in taken.topic_idxs.items():
-            if message_idx is not None and rank not in self._topics:
-                self._topics[rank] = block[message_idx].topic
-            self._note_state(rank)
-        self._counters.failure = None
-        self._counters.num_refused_events += taken.num_refused_events
-        self._counters.applied(taken.num_events, taken.timestamp_s, now_s, time.time(), taken.num_batches)
-
-    def _note_state(self, rank: int) -> None:
+    def _note_state(self, rank: _Rank) -> None:
         """Tell the router whether the rank's overlap counts; called once the steps so far are taken."""
-        if self.sessions[rank].state is SourceState.RESYNCING:
-            self._resyncing.add(WorkerRank(self._worker, rank))
+        if rank.session.state is SourceState.RESYNCING:
+            self._resyncing.add(rank.source)
         else:
-            self._resyncing.discard(WorkerRank(self._worker, rank))
+            self._resyncing.discard(rank.source)
 
     def _decode(self, message: Message) -> Batch | None:
         """Return the message's batch; None, counted and once logged, when it is malformed or of another block size."""
@@ -361,20 +387,13 @@ class CanonicalFollower:
             self._counters.failure = None
             return True
         self._counters.refuse(self._worker, batch.block_size, self._block_size)
-        if self.sessions.pop(batch.rank, None) is not None:
-            self._index.clear(self._worker, batch.rank)
-            self._resyncing.discard(WorkerRank(self._worker, batch.rank))
+        rank = self._ranks.pop(batch.rank, None)
+        if rank is not None:
+            self._index.clear(*rank.source)
+            self._resyncing.discard(rank.source)
         return False
 
 
 def _is_heartbeat(batch: Batch) -> bool:
     """Tell a heartbeat, which takes no number, from a numbered batch."""
     return len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
-
-
-def _blocks(messages: Sequence[Message]) -> Iterator[MessageBlock]:
-    if isinstance(messages, MessageBlock):
-        yield messages
-        return
-    for start in range(0, len(messages), _MAX_JOINED):
-        yield MessageBlock.of(messages[start : start + _MAX_JOINED])

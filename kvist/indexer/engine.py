@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.session import Apply, Clear, SessionLimits, SourceState, Step
+from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
@@ -66,14 +66,18 @@ class EngineFollower:
         self._has_full_reports = not counts_copies and engine == "vllm"
         self._may_keep = engine == "vllm"
         self._feed = EngineFeed(engine, worker, self, limits)
-        self.session = self._feed.session
-        """Of the stream, which all its ranks share."""
+        self._session = self._feed.session
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
         self._ranks = self._lane.ranks
 
+    @property
+    def sessions(self) -> tuple[Session[bytes]]:
+        """Return that of the stream, which all its ranks share."""
+        return (self._session,)
+
     def states(self) -> dict[int, SourceState]:
         is_resyncing = not self._resyncing.isdisjoint(self._sources())
-        followed = SourceState.RESYNCING if is_resyncing else self.session.state
+        followed = SourceState.RESYNCING if is_resyncing else self._session.state
         return {source.rank: self._state(source, followed) for source in self._sources()}
 
     def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
@@ -91,7 +95,7 @@ class EngineFollower:
         before the next message to apply. But not while an answer is taken. Who is not `is_caught_up` with what the
         connection brought, or might have brought, cannot tell whether the engine still is that process.
         """
-        session, restarts = self.session, self._feed.restarts
+        session, restarts = self._session, self._feed.restarts
         if session.epoch is None:
             return None
         is_told = all(rank.residency.is_told_by_names for rank in self._ranks.values())
@@ -259,7 +263,7 @@ class EngineFollower:
 
     def _note_counting(self) -> None:
         """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
-        is_complete = self.session.is_complete
+        is_complete = self._session.is_complete
         for number, rank in self._ranks.items():
             is_known = (is_complete or number in self._whole) and not rank.is_keeping
             rank.residency.counts_copies = self._counts_copies and is_known
@@ -268,7 +272,7 @@ class EngineFollower:
         """Tell the router whether the ranks' overlap counts; called once the steps so far are taken."""
         self._note_counting()
         self._counters.num_malformed = self._feed.num_malformed
-        if self.session.state is SourceState.RESYNCING:
+        if self._session.state is SourceState.RESYNCING:
             self._resyncing |= self._sources()
         else:
             self._resyncing -= self._sources()

@@ -208,8 +208,6 @@ class EngineLane:
         elif reason == layout.OTHER_RANK:
             self._rank_number = int(self._stream["checked_rank"])
             self._nobody["number"], self._nobody["slot"] = self._rank_number, -1
-        elif self._rank_number in self.ranks:
-            self.ranks[self._rank_number].residency.help_out(reason)
 
     def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
         """Have fingerprints written into a ring."""
@@ -223,8 +221,6 @@ class EngineLane:
         """Return the events before which the lane stands as a batch of their own, and stand behind them."""
         stream, buffer = self._stream, self._block.buffer
         start, end_idx = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["stop_event_end"])
-        if self._rank_number in self.ranks:
-            self.ranks[self._rank_number].residency.num_done_before = int(stream["block_idx"])
         timestamp = bytes(buffer[start + 1 : start + 10])
         events = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
         num_events, rank = end_idx - int(stream["event_idx"]), int(stream["checked_rank"])

@@ -18,14 +18,14 @@ from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Arrays
 from kvist.publisher.residency import NO_SCOPE, Held, Released, Scope
 from kvist.radix import RadixIndex
-from kvist.radix.compiled import table
-from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT, Records
+from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
 from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of tables: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
 _NAMES_AT_ONCE = 4096
 """Told by `names` in one go: each costs two or three cache misses, so that these take half a millisecond."""
+_FEW_NAMES = 4096
 _MAX_COPIES = 1 << 32
 """Believed of a hash that a dump tells of: more than any engine has blocks."""
 _NO_BLOCKS = np.empty(0, np.uint64)
@@ -66,15 +66,9 @@ class Table:
         """Return what stands under a key of the first part, 0 if nothing does."""
         return compiled.look(self.head, self.segments, key)
 
-    def put(self, key: int, value: int, part: int = 0) -> None:
-        """Let something stand under a key, for 0 nothing."""
-        while compiled.put(self.head, self.segments, part, key, value) == FULL:
-            self.help_out()
-
-    def help_out(self) -> None:
-        """Make room when compiled code said FULL."""
-        if not table.grow(self.head, self.segments):
-            raise MemoryError(f"a table of {len(self)} engine hashes has no room for more")
+    def put(self, keys: NDArray[np.uint64], values: NDArray[np.uint64], part: int = 0) -> None:
+        """Let something stand under each key, for 0 nothing."""
+        compiled.put(self.head, self.segments, part, keys, values)
 
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
@@ -86,9 +80,6 @@ class Table:
             self._table.shrink(shrinkable[0])
         else:
             self._most = len(self)
-
-    def full(self) -> list[int]:
-        return self._table.full()
 
     def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         rows = self.segments[number]["rows"][: self.segments[number]["room"]]
@@ -115,11 +106,10 @@ class EngineResidency:
         # Of blocks with an adapter or a salt, some of them gone: two are looked at for each that comes, in turn.
         self._scopes: dict[int, Scope] = {}
         self._scoped: deque[int] = deque()
-        self.num_done_before = 0
-        """With so many hashes of what is held next compiled code is done: they are no copies."""
         self.counts_copies = False
         """Whether an engine hash that is stored again has one more copy, rather than being reported once more."""
-        self._num_evicted = [0] * len(self.names.segments)  # when names were last looked through, by segment
+        self._most_names = _FEW_NAMES  # beyond which those of evicted blocks are looked for, one segment at a time
+        self._next_segment = 0
         self._clearing: int | None = None
         self._rules: list[GroupRule] = []
 
@@ -147,17 +137,10 @@ class EngineResidency:
                 self._index.set_groups(self._source, self._rules)
         return slot
 
-    def help_out(self, reason: int) -> None:
-        """Provide what compiled code needs before it can go on, if anything."""
-        if reason == layout.INDEX_NEEDS_HELP:
-            self._index.make_room()
-        elif reason == layout.COUNTS_NEED_HELP:
-            self.counts.help_out()
-        elif reason == layout.NAMES_NEED_HELP and not self._drop_stale():
-            self.names.help_out()
-
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more; call it now and then."""
+        if len(self.names) > self._most_names and self._index.evicted_from(self._source):
+            self._drop_stale()
         self.names.tidy()
         self.counts.tidy()
 
@@ -196,9 +179,7 @@ class EngineResidency:
         scope: Scope = NO_SCOPE,
     ) -> Held:
         """Hold a chain of blocks behind `parent` in a tier; an engine hash names what it was last stored for."""
-        start, self.num_done_before = self.num_done_before, 0
-        blocks = np.array(block_hashes, np.uint64)
-        self._change(compiled.HOLD, tier, _folded(engine_hashes), blocks, parent or 0, start)
+        self._change(compiled.HOLD, tier, _folded(engine_hashes), np.array(block_hashes, np.uint64), parent or 0)
         if scope != NO_SCOPE:
             self._note_scope(block_hashes, scope)
         return Held([], [])
@@ -276,14 +257,10 @@ class EngineResidency:
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
-        tier, is_held = names.tier, self._are_held(names.tier, names.blocks)
-        engine_hashes, blocks, start = names.engine_hashes[is_held], names.blocks[is_held], 0
-        while start < len(blocks):
-            start = compiled.put_names(self.names.head, self.names.segments, tier, engine_hashes, blocks, start)
-            if start < len(blocks):
-                self.help_out(layout.NAMES_NEED_HELP)
-        if tier is Tier.GPU:
-            self._change(compiled.PLACE, 0, engine_hashes)
+        is_held = self._are_held(names.tier, names.blocks)
+        self.names.put(names.engine_hashes[is_held], names.blocks[is_held], names.tier)
+        if names.tier is Tier.GPU:
+            self._change(compiled.PLACE, 0, names.engine_hashes[is_held])
 
     # --- Inside -------------------------------------------------------------------------------------------------------
 
@@ -294,15 +271,11 @@ class EngineResidency:
         engine_hashes: NDArray[np.uint64],
         blocks: NDArray[np.uint64] = _NO_BLOCKS,
         parent: int = 0,
-        start: int = 0,
     ) -> None:
-        """Do one thing with each of the hashes, as `compiled.change` says, and provide what it needs."""
-        reason = -1
-        while reason != layout.DONE:
-            arrays = self.settle()
-            with self._index.writing:
-                reason, start = compiled.change(arrays, what, place, engine_hashes, blocks, parent, start)
-            self.help_out(reason)
+        """Do one thing with each of the hashes, as `compiled.change` says."""
+        arrays = self.settle()
+        with self._index.writing:
+            compiled.change(arrays, what, place, engine_hashes, blocks, parent)
         self._index.keep_to_cap()
 
     def _note_scope(self, block_hashes: Sequence[int], scope: Scope) -> None:
@@ -321,7 +294,8 @@ class EngineResidency:
     def _count(self, name: int, place: int, number: int) -> None:
         key = name ^ place * compiled.STEP % (1 << 64)
         number += self.counts.get(key) >> PLACE_BITS
-        self.counts.put(key, number << PLACE_BITS | place if number else 0)
+        value = number << PLACE_BITS | place if number else 0
+        self.counts.put(np.array([key], np.uint64), np.array([value], np.uint64))
 
     def _told_counts(self) -> NDArray[np.uint64]:
         """Return names, places and numbers, as columns of `[num_rows, 3]`."""
@@ -339,19 +313,15 @@ class EngineResidency:
                 is_held = self._are_held(tier, blocks[some])
                 yield Names(tier, engine_hashes[some][is_held], blocks[some][is_held])
 
-    def _drop_stale(self) -> bool:
-        """Forget names of blocks that were evicted, of segments that are full; return whether that made room."""
-        num_evicted = self._index.num_evicted
-        for number in self.names.full():
-            if (num_evicted - self._num_evicted[number]) * 8 < len(self.names):
-                continue
-            self._num_evicted[number] = num_evicted
-            (engine_hashes, blocks), tier = self.names.rows(number), number >> _SEGMENT_BITS
-            stale = engine_hashes[~self._are_held(tier, blocks)]
-            compiled.put_names(self.names.head, self.names.segments, tier, stale, np.zeros_like(stale), 0)
-            if len(stale) * 16 >= len(blocks) > 0:
-                return True
-        return False
+    def _drop_stale(self) -> None:
+        """Forget names of blocks that were evicted, of the next segment; after the last, wait for half as many more."""
+        engine_hashes, blocks = self.names.rows(self._next_segment)
+        tier = self._next_segment >> _SEGMENT_BITS
+        stale = engine_hashes[~self._are_held(tier, blocks)]
+        self.names.put(stale, np.zeros_like(stale), tier)
+        self._next_segment = (self._next_segment + 1) % len(self.names.segments)
+        if self._next_segment == 0:
+            self._most_names = max(_FEW_NAMES, len(self.names) * 3 // 2)
 
     def _are_held(self, tier: Tier | int, blocks: NDArray[np.uint64]) -> NDArray[np.bool_]:
         return compiled.are_held(self._index.core, self._index.segments, self.slot, tier, blocks)

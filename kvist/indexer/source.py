@@ -350,9 +350,7 @@ class Source:
 
     @property
     def _sessions(self) -> tuple[Session[Any], ...]:
-        if isinstance(self._follower, CanonicalFollower):
-            return tuple(self._follower.sessions.values())
-        return () if self._follower is None else (self._follower.session,)
+        return () if self._follower is None else self._follower.sessions
 
     def _canonical_follower(self) -> CanonicalFollower:
         assert self.block_size is not None

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import housekeeping
-from kvist.radix.compiled.layout import CORE, FULL, Records
+from kvist.radix.compiled.layout import CORE, Records
 from kvist.radix.memory import Region, TableMemory
 
 
@@ -68,8 +68,7 @@ class Sweeper:
         """Take the retired slots out of the next segment; return how many rows that is."""
         if not self._sweeping:
             self._sweeping, self.retired, self._next_segment = self.retired, [], 0
-        if housekeeping.purge(self._arrays, self._segments, self._next_segment) == FULL:
-            raise MemoryError("the index has no room for more sets of holders")
+        housekeeping.purge(self._arrays, self._segments, self._next_segment)
         num_rows = 1 + int(self._segments["room"][self._next_segment])
         self._next_segment += 1
         if self._next_segment == len(self._segments):

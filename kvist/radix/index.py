@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 import secrets
 import struct
 import weakref
@@ -24,8 +25,7 @@ from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
 
 _U64_END = 1 << 64
-_OPERATION = struct.Struct("=qqQq")
-_NUM_OPERATIONS = 64  # room to begin with
+_OPERATION = struct.Struct("=4Q")
 _MAX_SEGMENT_BITS = 12
 _EPOCHS_A_CAP = 64
 
@@ -98,9 +98,6 @@ class RadixIndex:
         self.slot_of, self.clearing_of = self._slots.get, self._slots.giving_of
         self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
-        self._make_operations(_NUM_OPERATIONS)
-        self._progress = np.zeros(1, layout.PROGRESS)
-        self._counters = self._progress.view(np.int64)
         self._core["max_blocks"] = max_blocks or 0
         table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
         self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
@@ -128,21 +125,21 @@ class RadixIndex:
         Raises InvalidValueError, with nothing applied, for what no decoder lets through: a parent that is no u64, half
         a hash.
         """
-        events = events if isinstance(events, list | tuple) else [*events]
-        if len(events) * _OPERATION.size > len(self._operation_bytes):
-            self._make_operations(2 * len(events))
-        num_operations = 0
-        parts: list[bytes] = []
+        runs: list[tuple[list[bytes], list[bytes]]] = [([], [])]
         for event in events:
-            if isinstance(event, Heartbeat):
-                continue
-            self._note(num_operations, event, parts)
-            num_operations += 1
-        if not num_operations:
-            return ApplyResult()
-        result = self._carry_out(source, num_operations, np.frombuffer(b"".join(parts), np.uint64))
+            if isinstance(event, Cleared):
+                runs.append(([], []))
+            elif not isinstance(event, Heartbeat):
+                _note(event, *runs[-1])
+        result = ApplyResult()
+        for number, (operations, parts) in enumerate(runs):
+            if number:
+                self.clear(*source)
+            if operations:
+                done = self._carry_out(source, b"".join(operations), b"".join(parts))
+                result = ApplyResult(*map(operator.add, result, done))
         self.keep_to_cap()
-        return ApplyResult(*result)
+        return result
 
     def set_groups(self, source: WorkerRank, rules: Sequence[GroupRule]) -> None:
         """Let matches of a rank say what several groups agree on: the one whose blocks `source` holds, then others.
@@ -264,17 +261,13 @@ class RadixIndex:
     def restore(self, residencies: Residencies) -> None:
         """Hold what is told, of a snapshot for instance, beside what is held already; parts may come in any order."""
         ranks, hashes, depths, members = residencies
-        rank_idx, slots, start = members.astype(np.int64) >> 4, np.zeros(len(ranks), np.uint64), 0
+        rank_idx, slots = members.astype(np.int64) >> 4, np.zeros(len(ranks), np.uint64)
         for idx in np.unique(rank_idx).tolist():
             slot = self._slots.get(ranks[idx])
             slots[idx] = self._slots.add(ranks[idx]) if slot is None else slot
         words = depths.astype(np.uint64), slots[rank_idx] << np.uint64(4) | members & np.uint64(15)
-        while True:
-            with self.writing:
-                start = blocks.restore(self.core, self.segments, hashes, *words, start)
-            if start == len(hashes):
-                break
-            self.make_room()
+        with self.writing:
+            blocks.restore(self.core, self.segments, hashes, *words)
         self.keep_to_cap()
 
     # --- For compiled code that builds on the index's own -------------------------------------------------------------
@@ -298,57 +291,15 @@ class RadixIndex:
             with self.writing:
                 housekeeping.evict(self.core, self.segments, num_excess)
 
-    def make_room(self) -> None:
-        """Evict what is due, once compiled code said FULL, before it goes on; raises MemoryError where nothing is."""
-        before = self.num_evicted
-        self.keep_to_cap()
-        if self.num_evicted == before:
-            raise MemoryError(f"an index of {self._core['table']['num_rows']} blocks has no room for more")
-
     # --- Inside -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, source: WorkerRank, num_operations: int, hashes: NDArray[np.uint64]) -> list[int]:
-        """Apply operations that were noted; return the last four fields of `PROGRESS`."""
+    def _carry_out(self, source: WorkerRank, operations: bytes, hashes: bytes) -> tuple[int, ...]:
         slot = self._slots.get(source)
         if slot is None:
             slot = self._slots.add(source)
-        self._counters[:] = 0
-        while True:
-            with self.writing:
-                result = blocks.apply(
-                    self.core, self.segments, slot, self._operations, num_operations, hashes, self._progress
-                )
-            if result == layout.DONE:
-                counts: list[int] = self._counters[2:].tolist()
-                return counts
-            if result == layout.FULL:
-                self.make_room()
-            elif result == layout.CLEARED:
-                self._retire(source)
-                slot = self._slots.add(source)
-
-    def _note(self, number: int, event: Event, parts: list[bytes]) -> None:
-        kind, parent, tier, hashes = layout.CLEAR, 0, 0, b""
-        if isinstance(event, Stored):
-            kind = layout.STORE_ROOT if event.parent is None else layout.STORE_CHILD
-            parent, tier, hashes = event.parent or 0, event.tier, event.hashes
-        elif isinstance(event, Removed):
-            kind, tier, hashes = layout.REMOVE, event.tier, event.hashes
-        elif not isinstance(event, Cleared):
-            raise InvalidValueError("events", event, "an event")
-        if len(hashes) % 8:
-            raise InvalidValueError("hashes", hashes, "a multiple of 8 bytes")
-        if not 0 <= tier < NUM_TIERS:
-            raise InvalidValueError("events", event, f"a tier below {NUM_TIERS}")
-        try:
-            _OPERATION.pack_into(self._operation_bytes, number * _OPERATION.size, kind, tier, parent, len(hashes) // 8)
-        except struct.error:
-            raise InvalidValueError("parent", parent, "an unsigned 64-bit integer or None") from None
-        parts.append(hashes)
-
-    def _make_operations(self, num_operations: int) -> None:
-        self._operation_bytes = bytearray(num_operations * _OPERATION.size)
-        self._operations = np.frombuffer(self._operation_bytes, layout.OPERATION)
+        records, words = np.frombuffer(operations, layout.OPERATION), np.frombuffer(hashes, np.uint64)
+        with self.writing:
+            return blocks.apply(self.core, self.segments, slot, records, words)
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:
@@ -365,6 +316,25 @@ class RadixIndex:
     def _forget_snapshot(self) -> None:
         self._snapshot = None
         self._sweeper.on_snapshot_closed()
+
+
+def _note(event: Stored | Removed, operations: list[bytes], parts: list[bytes]) -> None:
+    """Add an event to operations, as `layout.OPERATION` has them, and to their hashes."""
+    if isinstance(event, Stored):
+        kind, parent = (layout.STORE_ROOT, 0) if event.parent is None else (layout.STORE_CHILD, event.parent)
+    elif isinstance(event, Removed):
+        kind, parent = layout.REMOVE, 0
+    else:
+        raise InvalidValueError("events", event, "an event")
+    if len(event.hashes) % 8:
+        raise InvalidValueError("hashes", event.hashes, "a multiple of 8 bytes")
+    if not 0 <= event.tier < NUM_TIERS:
+        raise InvalidValueError("events", event, f"a tier below {NUM_TIERS}")
+    try:
+        operations.append(_OPERATION.pack(kind, event.tier, parent, len(event.hashes) // 8))
+    except struct.error:
+        raise InvalidValueError("parent", parent, "an unsigned 64-bit integer or None") from None
+    parts.append(event.hashes)
 
 
 def _contiguous(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -74,12 +74,6 @@ class TableMemory:
         num_rows = int(rooms.sum()) + int(self._segments["num_copied"].sum())
         return num_rows * ROW.itemsize + int((rooms > 0).sum()) * _ROWS_AT
 
-    def full(self) -> list[int]:
-        """Return the segments that must grow before they take another row."""
-        counts, rooms = self._segments["count"], self._segments["room"]
-        numbers: list[int] = np.flatnonzero(counts * 128 >= rooms * FULLEST_128THS).tolist()
-        return numbers
-
     def shrinkable(self) -> list[int]:
         """Return the segments that take far more memory than their rows need."""
         counts, rooms = self._segments["count"], self._segments["room"]

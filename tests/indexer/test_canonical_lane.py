@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 from index_invariants import check_invariants
 
-from kvist.events import Batch, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events import Batch, Heartbeat, Removed, Stored, WorkerRank
 from kvist.events.codec import decode_batch, encode_batch
 from kvist.events.follow import Question
-from kvist.events.session import SourceState
-from kvist.events.snapshot import block_digest
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer import canonical
@@ -53,7 +51,6 @@ class _Path:
 
     def observed(self) -> dict[str, Any]:
         """Return everything that the two paths must agree on."""
-        sessions = self.follower.sessions
         return {
             "counters": dataclasses.asdict(self.counters),
             "resyncing": self.resyncing,
@@ -62,18 +59,18 @@ class _Path:
             "num_blocks": self.index.statistics().num_blocks,
             "topics": self.questions(),
             "sessions": {
-                rank: [session.epoch, session.expected_sequence, session.is_in_step]
-                + [getattr(session, f"num_{name}") for name in _SESSION_COUNTERS]
-                for rank, session in sessions.items()
+                number: [rank.session.epoch, rank.session.expected_sequence, rank.session.is_in_step]
+                + [getattr(rank.session, f"num_{name}") for name in _SESSION_COUNTERS]
+                for number, rank in self.follower._ranks.items()
             },
         }
 
     def questions(self, now_s: float = 1e9) -> list[Question]:
         """Return what would be asked in the far future, of sessions whose jitter may differ."""
         return [
-            Question(ReplayRequest(self.follower._topics.get(rank), session.question(now_s) or 0, session.epoch), rank)
-            for rank, session in self.follower.sessions.items()
-            if session.question(now_s) is not None
+            Question(ReplayRequest(rank.topic, rank.session.question(now_s) or 0, rank.session.epoch), number)
+            for number, rank in self.follower._ranks.items()
+            if rank.session.question(now_s) is not None
         ]
 
 
@@ -224,6 +221,10 @@ def _feed(path: _Path, messages: Sequence[Message], now_s: float) -> None:
         assert path.index.statistics().num_held >= 0
 
 
+def _block(batches: Sequence[Batch]) -> MessageBlock:
+    return MessageBlock.of([Message(b"kv/w/0", batch.sequence, encode_batch(batch)) for batch in batches])
+
+
 def _answer(path: _Path, ranks: list[_Rank], forgotten: int, now_s: float) -> None:
     """Answer all questions from what the ranks keep, but for some of the oldest; a rank may be a corrupted number."""
     for question in path.questions():
@@ -267,7 +268,7 @@ def test_ordinary_messages_cost_no_python_each(monkeypatch: pytest.MonkeyPatch) 
     stored = [Stored(struct.pack("<4Q", *range(10 * sequence, 10 * sequence + 4))) for sequence in range(1, 600)]
     batches = [Batch("w", 0, 1, sequence, _BLOCK_SIZE, 1.0, (event,)) for sequence, event in enumerate(stored)]
     batches.append(Batch("w", 0, 1, len(batches), _BLOCK_SIZE, 1.0, (Removed(stored[0].hashes),)))
-    _feed(path, [Message(b"kv/w/0", batch.sequence, encode_batch(batch)) for batch in batches], 1.0)
+    _feed(path, _block(batches), 1.0)
     assert len(decoded) == 1  # the first, which begins the session
     assert path.counters.num_batches == 600
     assert path.index.statistics().num_held == 599 * 4 - 4
@@ -280,13 +281,12 @@ def test_others_have_their_turn_while_a_long_block_is_taken() -> None:
         Batch("w", 0, 1, idx, _BLOCK_SIZE, 1.0, (Stored(random.Random(idx).randbytes(num_hashes * 8)),))
         for idx in range(num_messages)
     ]
-    messages = [Message(b"kv/w/0", batch.sequence, encode_batch(batch)) for batch in batches]
-    turns = [path.index.statistics().num_held for _ in path.follower.receive_all(messages, 1.0)]
+    turns = [path.index.statistics().num_held for _ in path.follower.receive_all(_block(batches), 1.0)]
     assert turns[-1] == num_messages * num_hashes
     assert all(after - before <= 2 * MAX_HASHES for before, after in pairwise(turns))
 
 
-def test_a_message_of_more_operations_than_are_gathered_at_once_is_applied_whole() -> None:
+def test_a_message_of_more_operations_than_compiled_code_has_room_for_is_applied_whole() -> None:
     path = _Path(is_fast=True)
     events = tuple(Stored(struct.pack("<Q", 1000 + idx)) for idx in range(MAX_OPERATIONS + 1))
     batches = [
@@ -294,67 +294,6 @@ def test_a_message_of_more_operations_than_are_gathered_at_once_is_applied_whole
         Batch("w", 0, 1, 1, _BLOCK_SIZE, 1.0, events),
         Batch("w", 0, 1, 2, _BLOCK_SIZE, 1.0, (Stored(struct.pack("<Q", 2)),)),
     ]
-    _feed(path, [Message(b"kv/w/0", batch.sequence, encode_batch(batch)) for batch in batches], 1.0)
+    _feed(path, _block(batches), 1.0)
     assert path.index.statistics().num_held == MAX_OPERATIONS + 3
     assert path.counters.num_events == MAX_OPERATIONS + 3
-
-
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_an_answer_with_blocks_of_another_size_drops_the_rank_and_no_more(is_fast: bool) -> None:
-    path = _Path(is_fast=is_fast)
-    wanted, other = (
-        [
-            Message(
-                b"kv", idx, encode_batch(Batch("w", rank, 1, idx, size, 1.0, (Stored(struct.pack("<Q", idx + 1)),)))
-            )
-            for idx in range(3)
-            for rank in (0, 1)
-        ]
-        for size in (_BLOCK_SIZE, 2 * _BLOCK_SIZE)
-    )
-    _feed(path, [*wanted[:2], *wanted[4:]], 1.0)
-    questions = path.questions()
-    assert [question.rank for question in questions] == [0, 1]
-    for question in questions:  # the first answer is about both ranks
-        for _ in path.follower.on_answer(question, other, 1.0):
-            pass
-    assert path.follower.sessions == {}
-    assert path.index.statistics().num_held == 0
-    _feed(path, wanted, 2.0)
-    assert path.index.statistics().num_held == 6
-
-
-def test_an_epoch_beyond_the_compiled_range_is_followed_all_the_same() -> None:
-    path = _Path(is_fast=True)
-    for sequence in range(3):
-        batch = Batch("w", 0, 2**63 + 5, sequence, _BLOCK_SIZE, 1.0, (Stored(struct.pack("<Q", sequence + 1)),))
-        _feed(path, [Message(b"kv/w/0", sequence, encode_batch(batch))], 1.0)
-    assert path.index.statistics().num_held == 3
-
-
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted(is_fast: bool) -> None:
-    path, rank = _Path(is_fast=is_fast, max_blocks=2000), _Rank(0, random.Random(1))
-    held: set[int] = set()
-    for _ in range(60):
-        messages = []
-        for _ in range(20):
-            chain = rank.rng.sample(range(1, 1 << 60), 8)
-            held.update(chain)
-            batch = Batch("w", 0, 1, len(rank.kept), _BLOCK_SIZE, 1.0, (Stored(struct.pack("<8Q", *chain)),))
-            rank.kept.append(encode_batch(batch))
-            messages.append(Message(b"kv", batch.sequence, rank.kept[-1]))
-        digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in held) % (1 << 64)
-        messages.append(Message(b"kv", len(rank.kept), rank.heartbeat((len(held), digest))))
-        _feed(path, messages, 1.0)
-        assert path.index.statistics().num_blocks <= 2000
-        is_short = path.index.statistics().num_evicted > 0
-        assert path.follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
-        assert not path.questions()
-        progress = path.follower.progress()
-        assert progress is not None
-        assert progress.ranks[0].is_complete == (not is_short)
-    assert path.follower.sessions[0].num_diverged == 0
-    assert path.index.statistics().num_blocks > 1500
-    _feed(path, [Message(b"kv", 0, encode_batch(Batch("w", 0, 2, 0, _BLOCK_SIZE, 1.0, ())))], 2.0)
-    assert path.follower.states() == {0: SourceState.LIVE}

@@ -130,7 +130,7 @@ class Side:
 
     def numbers(self):
         """Return all that is counted, but what depends on the machine's clock."""
-        session = self.follower.session
+        session = self.follower.sessions[0]
         counted = {name: value for name, value in vars(session).items() if name.startswith("num_")}
         return dataclasses.replace(self.counters, lag_s=None), counted, session.expected_sequence, session.state
 

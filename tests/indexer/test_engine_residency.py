@@ -162,22 +162,23 @@ def table() -> Table:
     return Table()
 
 
+def put(table: Table, keys: range, value: int) -> None:
+    table.put(np.array(keys, np.uint64), np.full(len(keys), value, np.uint64))
+
+
 def test_a_row_takes_less_than_24_bytes(table):
-    for key in range(200_000):
-        table.put(key, 1)
+    put(table, range(200_000), 1)
     assert len(table) == 200_000
     assert table.size_bytes / len(table) < 24
     assert all(table.get(key) == 1 for key in range(0, 200_000, 1000))
 
 
 def test_memory_goes_back_when_most_rows_are_gone(table):
-    for key in range(50_000):
-        table.put(key, 1)
+    put(table, range(50_000), 1)
     full_bytes = table.size_bytes
     table.tidy()
     assert table.size_bytes == full_bytes
-    for key in range(1000, 50_000):
-        table.put(key, 0)
+    put(table, range(1000, 50_000), 0)
     for _ in range(50):
         table.tidy()
     assert table.size_bytes < full_bytes / 8

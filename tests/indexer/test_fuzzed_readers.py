@@ -31,12 +31,13 @@ from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
 from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.transports.block import PADDING_BYTES, MessageBlock
-from kvist.indexer.canonical_lane import CanonicalLane
+from kvist.indexer.compiled.canonical import MAX_HASHES, MAX_OPERATIONS, RANK, take
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import read_token_ids
 from kvist.indexer.engine_lane import EngineLane
 from kvist.radix import RadixIndex
+from kvist.radix.compiled.layout import OPERATION
 
 ROUND = 4096
 """Cases that begin with a new reader: what one of them does depends on none but those before it."""
@@ -73,18 +74,15 @@ class Guarded:
 
 
 class Canonical:
-    """Batches of Kvist's own, and the lane that takes them."""
+    """Batches of Kvist's own, and the compiled code that takes them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.input = Guarded()
-        index = RadixIndex(seed=rng.getrandbits(32), segment_bits=1)
-        index.apply(WorkerRank("w", 0), [Stored(struct.pack("<3Q", 1, 300, 1 << 40))])
-        self.lane = CanonicalLane("w", 16, index)
-        self.epoch, self.expected_sequence, self.is_in_step = 1, 0, True
-
-    def on_applied(self, num_messages: int, now_s: float) -> None:
-        """Stay where it was, as a session would not: every case is next in sequence."""
+        self.index = RadixIndex(seed=rng.getrandbits(32), segment_bits=1)
+        self.index.apply(WorkerRank("w", 0), [Stored(struct.pack("<3Q", 1, 300, 1 << 40))])
+        self.nexts = np.zeros(2, RANK)
+        self.scratch = np.zeros(MAX_OPERATIONS, OPERATION), np.zeros(MAX_HASHES, np.uint64)
 
     def message(self) -> bytes:
         rng = self.rng
@@ -101,11 +99,14 @@ class Canonical:
         return rng.choice([["removed", hashes, rng.randrange(4), *more], ["cleared"], ["heartbeat", 3, 4, True]])
 
     def read(self, content: bytes) -> None:
-        taken = self.lane.take(self.input.block(content, self.rng), 0, {0: self}, 0.0)  # type: ignore[dict-item]
-        assert taken.is_stopped == (taken.num_batches == 0)
-        if taken.num_batches:
+        index, block = self.index, self.input.block(content, self.rng)
+        self.nexts[0] = 1, 1, 0  # every case is next in sequence
+        messages = np.frombuffer(block.buffer, np.uint8), block.table, 0
+        is_stopped, end, num_events, *_ = take(index.core, index.segments, self.nexts, 16, *messages, *self.scratch)
+        assert is_stopped == (end == 0)
+        if not is_stopped:
             batch: Batch = decode_batch(content, "w").batch
-            assert (batch.rank, batch.epoch, batch.sequence, len(batch.events)) == (0, 1, 0, taken.num_events)
+            assert (batch.rank, batch.epoch, batch.sequence, len(batch.events)) == (0, 1, 0, num_events)
 
 
 class Engine:

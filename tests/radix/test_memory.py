@@ -56,7 +56,7 @@ def test_an_index_that_is_full_says_so_and_goes_on_and_one_with_a_cap_evicts() -
     assert index.match(blocks)[W0].gpu == num_blocks
     index.remove(W0, Tier.GPU, blocks[1_000:])
     assert index.store(W0, Tier.GPU, int(blocks[999]), blocks[-1_000:]).num_stored == 1_000
-    capped = RadixIndex(segment_bits=0, max_blocks=100_000)
+    capped = RadixIndex(segment_bits=1, max_blocks=100_000)
     assert capped.apply(W0, [Stored(blocks.tobytes())]).num_stored == 500_000
     assert capped.statistics().num_blocks <= 100_000
     assert len(RadixIndex(max_blocks=100_000_000).segments) == 512

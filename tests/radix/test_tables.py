@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.indexer.compiled.engine_blocks import look, put
-from kvist.radix.compiled import table
-from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT
+from kvist.radix.compiled.layout import HEAD, SEGMENT
 from kvist.radix.memory import Region, TableMemory, reserved
 
 
@@ -23,18 +22,15 @@ class Map:
         self.head = np.zeros(1, HEAD)
         self.head["multiplier"], self.head["bits"] = multiplier, bits
         self.memory = TableMemory(self.head, self.segments, Region(memory))
-        self.num_grown = 0
 
     def __setitem__(self, key: int, value: int) -> None:
-        while put(self.head, self.segments, 0, key, value) == FULL:
-            assert table.grow(self.head, self.segments)
-            self.num_grown += 1
+        put(self.head, self.segments, 0, np.array([key], np.uint64), np.array([value], np.uint64))
 
     def __getitem__(self, key: int) -> int:
         return look(self.head, self.segments, key)
 
     def __delitem__(self, key: int) -> None:
-        put(self.head, self.segments, 0, key, 0)
+        self[key] = 0
 
     def __len__(self) -> int:
         return int(self.head["num_rows"][0])

@@ -1,8 +1,7 @@
 """Canonical batches straight from the wire into the index; docs/wire-format.md says what their bytes are.
 
 What is taken here means the same to `kvist.events.codec`. What is malformed, unknown, out of sequence or just unusual
-is left as it lies to those who judge one message at a time, and nothing of such a message is applied. Messages of a
-rank become operations, which the index carries out together.
+is left as it lies to those who judge one message at a time, and nothing of such a message is applied.
 """
 
 from __future__ import annotations
@@ -11,39 +10,25 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import int64
 from numpy.typing import NDArray
 
-from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, TOPIC_BYTES
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
 from kvist.indexer.compiled.jit import BYTES, TABLE, U64S, helper, jit
 from kvist.indexer.compiled.msgpack import NIL, big_endian, read_array, read_time, read_uint, skip
-from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, word_at
+from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed, word_at
 from kvist.radix.compiled import layout
 from kvist.radix.compiled.blocks import apply
 from kvist.radix.compiled.layout import Record, Records, Words
 
-LANE = np.dtype(
-    [
-        *layout.integers("block_size message_idx"),  # the next message
-        *layout.integers("num_batches num_events num_refused"),
-        ("timestamp_s", "f8"),  # of the last message
-        # Operations gathered and not all carried out yet: how many, of how many hashes, and whose.
-        *layout.integers("num_operations num_hashes rank"),
-    ],
-    align=True,
-)
-"""What one stream's messages are taken by."""
-
-RANK = np.dtype(layout.integers("slot epoch sequence topic_idx"), align=True)
-"""By a rank's number: its slot in the index plus one (0: take nothing of it), the epoch and sequence of its next
-message, and, plus one, the last message with a topic."""
+RANK = np.dtype(layout.integers("slot epoch sequence"), align=True)
+"""By a rank's number: its slot in the index plus one (0: take nothing of it), and what its next message has."""
 
 MAX_OPERATIONS, MAX_HASHES = 1024, 4096
-"""What is gathered at most; a call carries out no more than twice as much, in half a millisecond."""
+"""What a message that is taken here has at most."""
+_MAX_BYTES = 1 << 15
+"""Of messages in a call, which then takes half a millisecond at most."""
 
-DONE, PAUSED, NOT_ORDINARY, HELP = range(4)
-"""Why `take` stopped: no more messages; enough for one call; a message to be judged elsewhere; the index is full."""
-
-_OPERATION_COST = MAX_HASHES // MAX_OPERATIONS
 _ARRAY, _MOST_FIELDS, _NUM_FIELDS = 0x90, 15, 8
 _STR, _STR_8, _BIN_8, _BIN_32, _UINT_8, _UINT_64 = 0xA0, 0xD9, 0xC4, 0xC6, 0xCC, 0xCF
 _MARK, _STORED, _REMOVED = (
@@ -104,7 +89,7 @@ def _read_event(data: Bytes, at: int, end: int, operation: Record, hashes: Words
     if at + num_bytes > end or num_bytes & 7 or num_bytes > (len(hashes) - num_hashes) * 8:
         return 0
     operation.num_hashes = num_bytes >> 3
-    for place in range(operation.num_hashes):
+    for place in range(num_bytes >> 3):
         hashes[np.uint64(num_hashes + place)] = word_at(data, at + place * 8)
     at, num_read = at + num_bytes, 2
     operation.kind = layout.STORE_ROOT if is_stored else layout.REMOVE
@@ -126,7 +111,7 @@ def _read_event(data: Bytes, at: int, end: int, operation: Record, hashes: Words
 
 
 @helper
-def _read_header(lane: Record, ranks: Records, data: Bytes, payload: int, end: int) -> tuple[int, int]:
+def _read_header(ranks: Records, block_size: int, data: Bytes, payload: int, end: int) -> tuple[int, int]:
     """Return the rank of a batch and where its timestamp is, (0, 0) unless it is ordinary and the next of its rank."""
     if end - payload < _NUM_FIELDS or word_at(data, payload + 1) & _SEVEN_BYTES != _MARK:
         return 0, 0
@@ -142,93 +127,72 @@ def _read_header(lane: Record, ranks: Records, data: Bytes, payload: int, end: i
     sequence, at = read_uint(data, at, end)
     if at == 0 or sequence != ranks[rank].sequence:
         return 0, 0
-    block_size, at = read_uint(data, at, end)
-    return (rank, at) if at > 0 and block_size == lane.block_size else (0, 0)
+    size, at = read_uint(data, at, end)
+    return (rank, at) if at > 0 and size == block_size else (0, 0)
 
 
 @helper
-def _gather_message(
-    lane: Record, ranks: Records, data: Bytes, message: NDArray[np.int64], operations: Records, hashes: Words
-) -> bool:
-    """Add the operations of a message to those gathered; false, and nothing is changed, if it is not to be taken now.
-
-    That may also be because it is another rank's than those before it, or because there is no room for it.
-    """
-    payload = message[PAYLOAD_START]
-    end, num_fields = payload + message[PAYLOAD_BYTES], byte_at(data, payload) - _ARRAY
-    num_operations, num_hashes = lane.num_operations, lane.num_hashes
-    rank, at = _read_header(lane, ranks, data, payload, end)
+def _read_message(
+    ranks: Records, block_size: int, data: Bytes, payload: int, end: int, operations: Records, hashes: Words
+) -> tuple[int, int, float]:
+    """Read a message into operations; return its rank, how many they are and its timestamp, (-1, 0, 0) for another."""
+    num_fields = byte_at(data, payload) - _ARRAY
+    rank, at = _read_header(ranks, block_size, data, payload, end)
     if at == 0 or num_fields < _NUM_FIELDS or num_fields > _MOST_FIELDS:
-        return False
-    if num_operations > 0 and rank != lane.rank:
-        return False
+        return -1, 0, 0.0
     timestamp_s, at = read_time(data, at, end)
     if at == 0:
-        return False
+        return -1, 0, 0.0
     num_events, at = read_array(data, at, end)
-    if at == 0 or num_operations + num_events > len(operations):
-        return False
-    for number in range(num_operations, num_operations + num_events):
+    if at == 0 or num_events > len(operations):
+        return -1, 0, 0.0
+    num_hashes = 0
+    for number in range(num_events):
         at = _read_event(data, at, end, operations[number], hashes, num_hashes)
         if at == 0:
-            return False
-        num_hashes += operations[number].num_hashes
+            return -1, 0, 0.0
+        num_hashes += signed(operations[number].num_hashes)
     for _ in range(_NUM_FIELDS, num_fields):
         at = skip(data, at, end)
         if at == 0:
-            return False
-    if at != end:
-        return False
-    lane.num_operations, lane.num_hashes, lane.rank = num_operations + num_events, num_hashes, rank
-    lane.num_batches += 1
-    lane.num_events += num_events
-    lane.timestamp_s = timestamp_s
-    ranks[rank].sequence += 1
-    lane.message_idx += 1
-    if message[TOPIC_BYTES] > 0:
-        ranks[rank].topic_idx = lane.message_idx
-    return True
+            return -1, 0, 0.0
+    return (rank, num_events, timestamp_s) if at == end else (-1, 0, 0.0)
 
 
 _typeof: Any = numba.typeof
-_LANE_TYPE, _RANKS_TYPE = _typeof(np.empty(0, LANE)), _typeof(np.empty(0, RANK))
+_RANKS_TYPE, _SCRATCH_TYPE = _typeof(np.empty(0, RANK)), _typeof(np.empty(0, layout.OPERATION))
 
 
-@jit((*layout.INDEX_TYPES, _LANE_TYPE, _RANKS_TYPE, BYTES, TABLE, layout.OPERATIONS_TYPE, U64S, layout.PROGRESS_TYPE))
+@jit((*layout.INDEX_TYPES, _RANKS_TYPE, int64, BYTES, TABLE, int64, _SCRATCH_TYPE, U64S))
 def take(
     core: Records,
     segments: Records,
-    lanes: Records,
     ranks: Records,
+    block_size: int,
     data: Bytes,
     messages: NDArray[np.int64],
+    start: int,
     operations: Records,
     hashes: Words,
-    progresses: Records,
-) -> int:
-    """Apply messages, from `message_idx` on, for as long as they are ordinary; return why it stopped, and there.
+) -> tuple[bool, int, int, int, float]:
+    """Apply messages from `start` on, for as long as they are ordinary and it does not take long. Raises MemoryError.
 
-    `messages` is the table of a `MessageBlock`, `data` its buffer. After HELP, give it and call again, before anything
-    else is done with the index.
+    Return whether it stopped at one that is not ordinary, and where; the number of events and of those that the index
+    refused; and the last timestamp. `messages` is the table of a `MessageBlock`, `data` its buffer.
     """
-    lane, progress, cost = lanes[0], progresses[0], 0
-    while True:
-        cost += lane.num_hashes + lane.num_operations * _OPERATION_COST
-        if lane.num_operations > 0:
-            slot = ranks[lane.rank].slot - 1
-            if apply(core, segments, slot, operations, lane.num_operations, hashes, progresses) == layout.FULL:
-                return HELP
-            lane.num_refused += progress.num_orphans + progress.num_invalid
-            lane.num_operations = lane.num_hashes = 0
-            progress.operation = progress.hash = progress.num_orphans = progress.num_invalid = 0
-        message_idx = lane.message_idx
-        if message_idx == len(messages):
-            return DONE
-        if cost >= MAX_HASHES:
-            return PAUSED
-        while lane.message_idx < len(messages) and _gather_message(
-            lane, ranks, data, messages[lane.message_idx], operations, hashes
-        ):
-            pass
-        if lane.message_idx == message_idx:
-            return NOT_ORDINARY
+    num_events = num_refused = num_bytes = 0
+    last_s = 0.0
+    for message_idx in range(start, len(messages)):
+        payload, size = messages[message_idx, PAYLOAD_START], messages[message_idx, PAYLOAD_BYTES]
+        if num_bytes >= _MAX_BYTES:
+            return False, message_idx, num_events, num_refused, last_s
+        rank, num, timestamp_s = _read_message(ranks, block_size, data, payload, payload + size, operations, hashes)
+        if rank < 0:
+            return True, message_idx, num_events, num_refused, last_s
+        if num:
+            slot = ranks[rank].slot - 1
+            _, _, num_orphans, num_invalid = apply(core, segments, slot, operations[:num], hashes)
+            num_refused += num_orphans + num_invalid
+        ranks[rank].sequence += 1
+        num_events, num_bytes, last_s = num_events + num, num_bytes + size, timestamp_s
+    return False, len(messages), num_events, num_refused, last_s

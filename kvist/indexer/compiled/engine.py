@@ -6,8 +6,6 @@ it stands; the next call goes on behind it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import int64
 from numpy.typing import NDArray
@@ -35,7 +33,6 @@ from kvist.radix.compiled.layout import Record, Records, Words
 
 _REMOVAL_BYTES = 64  # on the wire, where a removal is an event of its own
 _SEED, _U0 = np.uint64(HASH_SEED), np.uint64(0)
-_0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 
 
 @helper
@@ -70,14 +67,12 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
         num_blocks = min(layout.SLICE_BLOCKS, event.num_hashes - stream.block_idx)
         start = event.first_token * 4 + stream.block_idx * block_bytes
         _hash_slice(stream, tokens, start, num_blocks, event.has_lookahead * 4)
-        first, depth = event.first_hash + stream.block_idx, stream.last_depth + 1
-        result, num_done = hold(held, event.tier, hashes, first, stream.chain, num_blocks, depth, _0)
-        stream.block_idx += num_done
-        stream.last_depth += num_done
-        if num_done:
-            stream.last_block = stream.chain[num_done - 1]
-        if result != layout.DONE:
-            return result
+        first, depth = event.first_hash, stream.last_depth + 1
+        num_held = hold(held, event.tier, hashes, first, first + stream.block_idx, stream.chain, num_blocks, depth)
+        if num_held < num_blocks:
+            return layout.DONE
+        stream.block_idx += num_blocks
+        stream.last_block, stream.last_depth = stream.chain[num_blocks - 1], stream.last_depth + num_blocks
         stream.budget -= num_blocks * block_bytes
         if stream.budget <= 0 and stream.block_idx < event.num_hashes:
             return layout.PAUSED
@@ -86,13 +81,11 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
 
 @helper
 def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> int:
-    """Release an event's blocks; those that name none are passed over. Return DONE or why it stopped."""
+    """Release an event's blocks; those that name none are passed over. Return DONE or PAUSED."""
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
             return layout.PAUSED
-        result = release_one(held, event.tier, hashes[event.first_hash + stream.block_idx])
-        if result != layout.DONE:
-            return result
+        release_one(held, event.tier, hashes[event.first_hash + stream.block_idx])
         stream.block_idx += 1
         stream.budget -= _REMOVAL_BYTES
     return layout.DONE
@@ -100,7 +93,7 @@ def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> i
 
 @helper
 def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: Words) -> int:
-    """Count an event's blocks as held or released by one of the other groups; return DONE or why it stopped."""
+    """Count an event's blocks as held or released by one of the other groups; return DONE or PAUSED."""
     if event.tier != 0:
         return layout.DONE
     if event.kind == layout.STORED and held.rank.counts_copies == 0:
@@ -110,11 +103,9 @@ def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: 
             return layout.PAUSED
         engine_hash = hashes[event.first_hash + stream.block_idx]
         if event.kind == layout.STORED:
-            result = store_in_group(held, group, engine_hash)
+            store_in_group(held, group, engine_hash)
         else:
-            result = remove_from_group(held, group, engine_hash)
-        if result != layout.DONE:
-            return result
+            remove_from_group(held, group, engine_hash)
         stream.block_idx += 1
         stream.budget -= _REMOVAL_BYTES
     return layout.DONE

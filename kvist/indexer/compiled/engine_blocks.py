@@ -3,8 +3,6 @@
 The *names* say which block an engine hash names, in each tier apart. A name of a block that left the index unnoticed
 (it evicts) says nothing any more, and is written over. The *counts* say how often something is there: copies of a hash
 beyond the first, hashes of a block beyond the first, copies in each of the rank's other groups; nearly always none.
-
-Each change of one block is done in full, or not at all where a table needs help before it.
 """
 
 from __future__ import annotations
@@ -18,20 +16,9 @@ from numpy.typing import NDArray
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.jit import jit
 from kvist.radix.compiled import table
-from kvist.radix.compiled.blocks import (
-    block_digest,
-    credit,
-    depth_at,
-    find,
-    mark,
-    remove_one,
-    row_at,
-    stamp,
-    store_one,
-    tiers_at,
-)
+from kvist.radix.compiled.blocks import depth_at, find, mark, remove_one, row_at, stamp, store_one, tiers_at
 from kvist.radix.compiled.jit import helper, signed
-from kvist.radix.compiled.layout import FULL, HASHES_TYPE, INDEX_TYPES, MAX_DEPTH, TABLE_TYPES, Record, Records, Words
+from kvist.radix.compiled.layout import HASHES_TYPE, INDEX_TYPES, MAX_DEPTH, TABLE_TYPES, Record, Records, Words
 
 STEP = 0x9E37_79B9_7F4A_7C15
 GROUPS, ALIASES, PLACE_BITS = 4, 36, 6
@@ -42,7 +29,6 @@ MAX_ROWS = 1 << 22
 HOLD, RELEASE, STORE_IN_GROUP, REMOVE_FROM_GROUP, PLACE = range(5)
 _U0, _STEP, _PLACE_BITS = np.uint64(0), np.uint64(STEP), np.uint64(PLACE_BITS)
 _0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
-_1: Any = np.int64(1)
 _MINUS_1: Any = np.int64(-1)
 
 
@@ -70,17 +56,14 @@ def _look(head: Record, rows: Records, part: int, key: np.uint64) -> np.uint64:
 
 
 @helper
-def _put(head: Record, rows: Records, part: int, key: np.uint64, value: np.uint64) -> int:
-    """Let something stand under a key; return DONE, or FULL if the table must grow first."""
+def _put(head: Record, rows: Records, part: int, key: np.uint64, value: np.uint64) -> None:
+    """Let something stand under a key. Raises MemoryError."""
     number = part << head.bits | table.segment_of(head, key)
-    segment = rows[number]
     place = table.locate(head, rows, number, key)
     if place >= 0:
-        segment.rows[place].value = value
-        return layout.DONE
-    if table.is_full(segment) and segment.room:
-        return FULL
-    return min(table.insert(head, rows, number, -1 - place, key, value), layout.DONE)
+        rows[number].rows[place].value = value
+    else:
+        table.insert(head, rows, number, -1 - place, key, value)
 
 
 @helper
@@ -107,19 +90,18 @@ def _count_of(held: Held, name: np.uint64, place: int) -> int:
 
 
 @helper
-def _set_count(held: Held, name: np.uint64, place: int, count: int) -> int:
-    """Note how often something is there; return DONE, or FULL if the table must grow first."""
+def _set_count(held: Held, name: np.uint64, place: int, count: int) -> None:
+    """Note how often something is there."""
     if count > 0:
-        return _put(held.counts_head, held.counts, _0, _key(name, place), np.uint64(count << PLACE_BITS | place))
-    if held.counts_head.num_rows:
+        _put(held.counts_head, held.counts, _0, _key(name, place), np.uint64(count << PLACE_BITS | place))
+    elif held.counts_head.num_rows:
         _drop(held.counts_head, held.counts, _0, _key(name, place))
-    return layout.DONE
 
 
 @helper
-def _add(held: Held, name: np.uint64, place: int) -> int:
-    """Count one more; return DONE, or FULL if the table must grow first."""
-    return _set_count(held, name, place, _count_of(held, name, place) + 1)
+def _add(held: Held, name: np.uint64, place: int) -> None:
+    """Count one more."""
+    _set_count(held, name, place, _count_of(held, name, place) + 1)
 
 
 # --- What else the rank's groups hold ---------------------------------------------------------------------------------
@@ -151,34 +133,11 @@ def _is_in_all(held: Held, engine_hash: np.uint64, kind: int, without: int) -> b
 
 
 @helper
-def _place_one(held: Held, block_hash: np.uint64, depth: int, kind: int) -> int:
-    """Let the companion hold a block in one kind; return DONE or FULL."""
-    result = store_one(held.index, held.segments, block_hash, depth, held.rank.companion, kind)
-    if result > 0:
-        credit(held.index, held.rank.companion, _1, block_digest(block_hash, kind))
-    return min(result, layout.DONE)
-
-
-@helper
-def _place(held: Held, engine_hash: np.uint64, block_hash: np.uint64, depth: int) -> int:
-    """Let the companion hold a block in the kinds all of whose groups hold it; return DONE or FULL."""
+def _place(held: Held, engine_hash: np.uint64, block_hash: np.uint64, depth: int) -> None:
+    """Let the companion hold a block in the kinds all of whose groups hold it."""
     for kind in range(held.rank.num_kinds):
-        is_held = _is_in_all(held, engine_hash, kind, _MINUS_1)
-        if is_held and _place_one(held, block_hash, depth, kind) < 0:
-            return FULL
-    return layout.DONE
-
-
-@helper
-def _displace(held: Held, block_hash: np.uint64, first: int, end: int) -> int:
-    """Let the companion cease to hold a block in some kinds; return DONE or FULL."""
-    for kind in range(first, end):
-        result = remove_one(held.index, held.segments, block_hash, held.rank.companion, kind)
-        if result < 0:
-            return FULL
-        if result:
-            credit(held.index, held.rank.companion, _MINUS_1, _U0 - block_digest(block_hash, kind))
-    return layout.DONE
+        if _is_in_all(held, engine_hash, kind, _MINUS_1):
+            store_one(held.index, held.segments, block_hash, depth, held.rank.companion, kind)
 
 
 # --- One block --------------------------------------------------------------------------------------------------------
@@ -197,109 +156,99 @@ def row_named(held: Held, engine_hash: np.uint64) -> int:
 
 
 @helper
-def _let_go(held: Held, tier: int, block_hash: np.uint64) -> int:
-    """Take one of its hashes from a block that is held in a tier: it stays while it has others. Return DONE or FULL."""
+def _let_go(held: Held, tier: int, block_hash: np.uint64) -> None:
+    """Take one of its hashes from a block that is held in a tier: it stays while it has others."""
     num_aliases = _count_of(held, block_hash, ALIASES + tier)
     if num_aliases:
-        return _set_count(held, block_hash, ALIASES + tier, num_aliases - 1)
-    if tier == 0 and held.rank.num_kinds and _displace(held, block_hash, _0, held.rank.num_kinds) < 0:
-        return FULL
-    if remove_one(held.index, held.segments, block_hash, held.rank.slot, tier) < 0:
-        return FULL
-    credit(held.index, held.rank.slot, _MINUS_1, _U0 - block_digest(block_hash, tier))
-    return layout.DONE
+        _set_count(held, block_hash, ALIASES + tier, num_aliases - 1)
+        return
+    for kind in range(held.rank.num_kinds if tier == 0 else _0):
+        remove_one(held.index, held.segments, block_hash, held.rank.companion, kind)
+    remove_one(held.index, held.segments, block_hash, held.rank.slot, tier)
 
 
 @helper
 def hold(
-    held: Held, tier: int, hashes: Words, first: int, blocks: Words, num_blocks: int, depth: int, displaces: int
-) -> tuple[int, int]:
-    """Hold blocks in a tier under hashes, from the first on, or one copy more; return DONE or why not, and how many.
+    held: Held, tier: int, hashes: Words, first: int, start: int, blocks: Words, num_blocks: int, depth: int
+) -> int:
+    """Hold blocks in a tier under hashes from `start` on, or one copy more of each; return how many.
 
-    What a hash named before in this tier goes; unless that `displaces`, the answer is SOME_EVENTS. A block whose hash
-    is 0 cannot be named, and is left out.
+    What a hash named before in this tier goes. If that is a block of this chain, which begins at `first`, the chain
+    ends there. A block whose hash is 0 cannot be named, and is left out.
     """
     index, segments, head, names, rank = held.index, held.segments, held.names_head, held.names, held.rank
     for number in range(num_blocks):
-        engine_hash, block_hash = hashes[first + number], blocks[number]
+        engine_hash, block_hash = hashes[start + number], blocks[number]
         name, row = _look(head, names, tier, engine_hash), find(index, segments, block_hash)
         tiers = tiers_at(index, segments, row, rank.slot) if row >= 0 else 0
         if tiers >> tier & 1 and name == block_hash:
             if index.max_blocks:
                 stamp(index, row_at(segments, row))
-            if rank.counts_copies and _add(held, engine_hash, tier) == FULL:
-                return layout.COUNTS_NEED_HELP, number
+            if rank.counts_copies:
+                _add(held, engine_hash, tier)
             continue
         if name != _U0 and name != block_hash and _is_in(index, segments, rank.slot, tier, name):
-            if not displaces:
-                return layout.SOME_EVENTS, number
-            if _let_go(held, tier, name) == FULL:
-                return layout.INDEX_NEEDS_HELP, number
+            place = start + depth_at(segments, find(index, segments, name)) - depth
+            if first <= place < start + number and hashes[place] == engine_hash:
+                return number
+            _let_go(held, tier, name)
             _drop(head, names, tier, engine_hash)
         if block_hash == _U0:
             continue
         if held.counts_head.num_rows:
             _set_count(held, engine_hash, tier, _0)
-        if tier == 0 and rank.num_groups and _place(held, engine_hash, block_hash, depth + number) == FULL:
-            return layout.INDEX_NEEDS_HELP, number
-        if name != block_hash and _put(head, names, tier, engine_hash, block_hash) == FULL:
-            return layout.NAMES_NEED_HELP, number
+        if tier == 0 and rank.num_groups:
+            _place(held, engine_hash, block_hash, depth + number)
+        if name != block_hash:
+            _put(head, names, tier, engine_hash, block_hash)
         if tiers >> tier & 1:
-            if _add(held, block_hash, ALIASES + tier) == FULL:
-                _drop(head, names, tier, engine_hash)
-                return layout.COUNTS_NEED_HELP, number
+            _add(held, block_hash, ALIASES + tier)
             continue
-        if store_one(index, segments, block_hash, min(depth + number, MAX_DEPTH), rank.slot, tier) < 0:
-            return layout.INDEX_NEEDS_HELP, number
-        credit(index, rank.slot, _1, block_digest(block_hash, tier))
+        store_one(index, segments, block_hash, min(depth + number, MAX_DEPTH), rank.slot, tier)
         if held.counts_head.num_rows:
             _set_count(held, block_hash, ALIASES + tier, _0)  # of before it was evicted
-    return layout.DONE, num_blocks
+    return num_blocks
 
 
 @helper
-def release_one(held: Held, tier: int, engine_hash: np.uint64) -> int:
-    """Take a hash, or one copy of it, out of a tier; return DONE or what needs help."""
-    head, names = held.names_head, held.names
-    name = _look(head, names, tier, engine_hash)
+def release_one(held: Held, tier: int, engine_hash: np.uint64) -> None:
+    """Take a hash, or one copy of it, out of a tier."""
+    name = _look(held.names_head, held.names, tier, engine_hash)
     if name == _U0:
-        return layout.DONE
+        return
     if _is_in(held.index, held.segments, held.rank.slot, tier, name):
         num_copies = _count_of(held, engine_hash, tier)
         if num_copies and held.rank.counts_copies:
-            return _set_count(held, engine_hash, tier, num_copies - 1)
+            _set_count(held, engine_hash, tier, num_copies - 1)
+            return
         if num_copies:
             _set_count(held, engine_hash, tier, _0)
-        if _let_go(held, tier, name) == FULL:
-            return layout.INDEX_NEEDS_HELP
-    _drop(head, names, tier, engine_hash)
-    return layout.DONE
+        _let_go(held, tier, name)
+    _drop(held.names_head, held.names, tier, engine_hash)
 
 
 @helper
-def store_in_group(held: Held, group: int, engine_hash: np.uint64) -> int:
-    """Count a block as held by one of the other groups, or one copy more; return DONE or what needs help."""
+def store_in_group(held: Held, group: int, engine_hash: np.uint64) -> None:
+    """Count a block as held by one of the other groups, or one copy more."""
     kind, count = held.rank.kinds[group], _count_of(held, engine_hash, GROUPS + group)
     if held.counts_head.num_rows >= MAX_ROWS if count == 0 else not held.rank.counts_copies:
-        return layout.DONE
+        return
     block_hash = _published(held, engine_hash) if count == 0 else _U0
     if block_hash != _U0 and _is_in_all(held, engine_hash, kind, group):
         depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
-        if _place_one(held, block_hash, depth, kind) < 0:
-            return layout.INDEX_NEEDS_HELP
-    return layout.COUNTS_NEED_HELP if _set_count(held, engine_hash, GROUPS + group, count + 1) == FULL else layout.DONE
+        store_one(held.index, held.segments, block_hash, depth, held.rank.companion, kind)
+    _set_count(held, engine_hash, GROUPS + group, count + 1)
 
 
 @helper
-def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> int:
-    """Count a block, or a copy of it, as held by one of the other groups no more; return DONE or what needs help."""
-    kind, count = held.rank.kinds[group], _count_of(held, engine_hash, GROUPS + group)
-    if count == 0 or (count > 1 and held.rank.counts_copies):
-        return _set_count(held, engine_hash, GROUPS + group, count - 1)
-    block_hash = _published(held, engine_hash)
-    if block_hash != _U0 and _displace(held, block_hash, kind, kind + 1) < 0:
-        return layout.INDEX_NEEDS_HELP
-    return _set_count(held, engine_hash, GROUPS + group, _0)
+def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> None:
+    """Count a block, or a copy of it, as held by one of the other groups no more."""
+    count = _count_of(held, engine_hash, GROUPS + group)
+    is_gone = count == 1 or (count > 1 and not held.rank.counts_copies)
+    block_hash = _published(held, engine_hash) if is_gone else _U0
+    if block_hash != _U0:
+        remove_one(held.index, held.segments, block_hash, held.rank.companion, held.rank.kinds[group])
+    _set_count(held, engine_hash, GROUPS + group, 0 if is_gone else count - 1)
 
 
 # --- For Python -------------------------------------------------------------------------------------------------------
@@ -311,42 +260,31 @@ ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
 )
 
 
-@jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64, int64))
-def change(
-    arrays: Arrays, what: int, place: int, engine_hashes: Words, blocks: Words, parent: int, start: int
-) -> tuple[int, int]:
-    """Do one thing with each of the hashes, from `start` on; return DONE or what needs help, and how far it went.
+@jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64))
+def change(arrays: Arrays, what: int, place: int, engine_hashes: Words, blocks: Words, parent: int) -> None:
+    """Do one thing with each of the hashes. Raises MemoryError.
 
     HOLD a chain of blocks behind a parent, if any, or RELEASE hashes, where the place is a tier; or do so in a group,
     which the place is then; or PLACE what the other groups hold of the blocks so named.
     """
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
-    depth, result = _0, layout.DONE
-    if what == HOLD and parent:
-        row = find(held.index, held.segments, np.uint64(parent))
-        depth = depth_at(held.segments, row) + 1 if row >= 0 else _0
     if what == HOLD:
-        num_left = len(engine_hashes) - start
-        result, num_done = hold(held, place, engine_hashes, start, blocks[start:], num_left, depth + start, _1)
-        return result, start + num_done
-    for number in range(start, len(engine_hashes)):
-        engine_hash = engine_hashes[number]
+        row = find(held.index, segments, np.uint64(parent)) if parent else _MINUS_1
+        depth = depth_at(segments, row) + 1 if row >= 0 else _0
+        hold(held, place, engine_hashes, _0, _0, blocks, len(blocks), depth)
+        return
+    for engine_hash in engine_hashes:
         if what == RELEASE:
-            result = release_one(held, place, engine_hash)
+            release_one(held, place, engine_hash)
         elif what == STORE_IN_GROUP:
-            result = store_in_group(held, place, engine_hash)
+            store_in_group(held, place, engine_hash)
         elif what == REMOVE_FROM_GROUP:
-            result = remove_from_group(held, place, engine_hash)
+            remove_from_group(held, place, engine_hash)
         else:
             block_hash = _published(held, engine_hash)
             if block_hash != _U0:
-                depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
-                result = _place(held, engine_hash, block_hash, depth)
-                result = layout.INDEX_NEEDS_HELP if result == FULL else layout.DONE
-        if result != layout.DONE:
-            return result, number
-    return layout.DONE, len(engine_hashes)
+                _place(held, engine_hash, block_hash, depth_at(segments, find(held.index, segments, block_hash)))
 
 
 @jit((ARRAYS_TYPE, uint64))
@@ -379,13 +317,14 @@ def look(heads: Records, rows: Records, key: int) -> int:
     return _look(heads[0], rows, _0, np.uint64(key))  # type: ignore[return-value]
 
 
-@jit((*TABLE_TYPES, int64, uint64, uint64))
-def put(heads: Records, rows: Records, part: int, key: int, value: int) -> int:
-    """Let something stand under a key of a part, for 0 nothing; return DONE, or FULL if the table must grow first."""
-    if value:
-        return _put(heads[0], rows, part, np.uint64(key), np.uint64(value))
-    _drop(heads[0], rows, part, np.uint64(key))
-    return layout.DONE
+@jit((*TABLE_TYPES, int64, HASHES_TYPE, HASHES_TYPE))
+def put(heads: Records, rows: Records, part: int, keys: Words, values: Words) -> None:
+    """Let something stand under each key of a part of a table, for 0 nothing. Raises MemoryError."""
+    for number in range(len(keys)):
+        if values[number] == _U0:
+            _drop(heads[0], rows, part, keys[number])
+        else:
+            _put(heads[0], rows, part, keys[number], values[number])
 
 
 @jit((*INDEX_TYPES, int64, int64, HASHES_TYPE))
@@ -395,14 +334,3 @@ def are_held(core: Records, segments: Records, slot: int, tier: int, blocks: Wor
     for number in range(len(blocks)):
         is_held[number] = _is_in(core[0], segments, slot, tier, blocks[number])
     return is_held
-
-
-@jit((*TABLE_TYPES, int64, HASHES_TYPE, HASHES_TYPE, int64))
-def put_names(heads: Records, names: Records, tier: int, engine_hashes: Words, blocks: Words, start: int) -> int:
-    """Let engine hashes name blocks in a tier, or for 0 nothing, from `start` on; return how far: else it must grow."""
-    for number in range(start, len(blocks)):
-        if blocks[number] == _U0:
-            _drop(heads[0], names, tier, engine_hashes[number])
-        elif _put(heads[0], names, tier, engine_hashes[number], blocks[number]) == FULL:
-            return number
-    return len(blocks)

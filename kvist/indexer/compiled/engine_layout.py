@@ -80,8 +80,7 @@ RANK = np.dtype(
 """A rank of a stream, and the verdicts that its filter, as it is, has given."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK = range(6)
-INDEX_NEEDS_HELP, NAMES_NEED_HELP, COUNTS_NEED_HELP, TOO_LARGE = range(6, 10)
+DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK, TOO_LARGE = range(7)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof

@@ -23,6 +23,7 @@ _TIER_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
 _0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 _1: Any = np.int64(1)
+_MINUS_1: Any = np.int64(-1)
 _U0, _U1, _U27, _U30, _U31 = (np.uint64(n) for n in (0, 1, 27, 30, 31))
 
 
@@ -122,10 +123,18 @@ def before_change(index: Record, segment: Record) -> None:
 
 
 @helper
-def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: int, slot: int, tier: int) -> int:
-    """Hold one block; return 1 if it was not held before, 0 if it was, FULL if there is no room for it.
+def credit(index: Record, slot: int, block_hash: np.uint64, tier: int, num: int) -> None:
+    """Note that a slot holds a block in a tier, 1, or ceases to, -1."""
+    digest = block_digest(block_hash, tier)
+    index.slots[slot].num_held += num
+    index.slots[slot].digest += digest if num > 0 else _U0 - digest
 
-    The depth, at most MAX_DEPTH, is only noted of a block that nobody held. What a slot holds is counted by `credit`.
+
+@helper
+def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: int, slot: int, tier: int) -> bool:
+    """Hold one block; return whether it was not held before. Raises MemoryError, with nothing changed.
+
+    The depth, at most MAX_DEPTH, is only noted of a block that nobody held.
     """
     number = segment_of(index.table, block_hash)
     segment = segments[number]
@@ -133,12 +142,11 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
     if place < 0:
         before_change(index, segment)
         place = insert(index.table, segments, number, -1 - place, block_hash, _U1)
-        if place < 0:
-            return layout.FULL
         segment.rows[place].set_id = layout.INLINE | slot << 4 | 1 << tier
         segment.rows[place].marks = depth | index.epoch
         index.num_stamped += 1
-        return 1
+        credit(index, slot, block_hash, tier, _1)
+        return True
     row = segment.rows[place]
     old = signed(row.set_id)
     if index.max_blocks:
@@ -146,156 +154,83 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
     # Whether only somebody who is gone held it.
     is_as_new = old & layout.INLINE and is_retired(index, (old & (layout.INLINE - 1)) >> 4)
     new = changed(index, 0 if is_as_new else old, ADD, slot, tier)
-    if new < 0 or new == old:
-        return min(new, 0)
+    if new == old:
+        return False
     replace(index, segment, place, new)
-    return 1
+    credit(index, slot, block_hash, tier, _1)
+    return True
 
 
 @helper
-def remove_one(index: Record, segments: Records, block_hash: np.uint64, slot: int, tier: int) -> int:
-    """Cease to hold one block; return 1 if it was held, 0 if not, FULL if there is no room to note that."""
+def remove_one(index: Record, segments: Records, block_hash: np.uint64, slot: int, tier: int) -> bool:
+    """Cease to hold one block; return whether it was held. Raises MemoryError, with nothing changed."""
     number = segment_of(index.table, block_hash)
     segment = segments[number]
     place = locate(index.table, segments, number, block_hash)
     if place < 0:
-        return 0
+        return False
     old = signed(segment.rows[place].set_id)
     new = changed(index, old, DISCARD, slot, tier)
-    if new < 0 or new == old:
-        return min(new, 0)
+    if new == old:
+        return False
     replace(index, segment, place, new)
-    return 1
-
-
-@helper
-def credit(index: Record, slot: int, num_held: int, digest: np.uint64) -> None:
-    """Add to what a slot holds: a number of (block, tier) and their digest."""
-    index.slots[slot].num_held += num_held
-    index.slots[slot].digest += digest
+    credit(index, slot, block_hash, tier, _MINUS_1)
+    return True
 
 
 # --- Batches --------------------------------------------------------------------------------------------------------
+
+_ORPHAN, _INVALID = -1, -2
 
 
 @helper
 def _first_depth(
     index: Record, segments: Records, slot: int, operation: Record, hashes: Words, first: int, end: int
 ) -> int:
-    """Return the depth of a chain's first block, INVALID if a block is its own parent, or ORPHAN."""
+    """Return the depth of a chain's first block, _INVALID if a block is its own parent, or _ORPHAN."""
     for place in range(first + 1, end):
         if hashes[place] == hashes[place - 1]:
-            return layout.INVALID
+            return _INVALID
     if operation.kind != layout.STORE_CHILD:
         return 0
     if first < end and hashes[first] == operation.parent:
-        return layout.INVALID
+        return _INVALID
     row = find(index, segments, operation.parent)
     if row < 0 or tiers_at(index, segments, row, slot) == 0:
-        return layout.ORPHAN
+        return _ORPHAN
     return min(depth_at(segments, row) + 1, layout.MAX_DEPTH)
 
 
-@helper
-def _store_chain(
-    index: Record,
-    segments: Records,
-    slot: int,
-    operation: Record,
-    hashes: Words,
-    first: int,
-    end: int,
-    progress: Record,
-) -> int:
-    """Hold a chain; return DONE, FULL, or why it is refused."""
-    if progress.hash == 0:
-        depth = _first_depth(index, segments, slot, operation, hashes, first, end)
-        if depth < 0:
-            return depth
-    else:
-        row = find(index, segments, hashes[first + progress.hash - 1])
-        depth = min(depth_at(segments, row) + 1, layout.MAX_DEPTH) if row >= 0 else 0
-    num_stored, digest, result, tier = 0, _U0, 0, operation.tier
-    for place in range(first + progress.hash, end):
-        result = store_one(index, segments, hashes[place], depth, slot, tier)
-        if result < 0:
-            progress.hash = place - first
-            break
-        if result:
-            num_stored += 1
-            digest += block_digest(hashes[place], tier)
-        depth = min(depth + 1, layout.MAX_DEPTH)
-    credit(index, slot, num_stored, digest)
-    progress.num_stored += num_stored
-    return min(result, 0)
+@jit((*layout.INDEX_TYPES, int64, layout.OPERATIONS_TYPE, layout.HASHES_TYPE))
+def apply(core: Records, segments: Records, slot: int, operations: Records, hashes: Words) -> tuple[int, int, int, int]:
+    """Carry out operations in order, whose hashes follow one another; return the fields of an `ApplyResult`.
 
-
-@helper
-def _remove_all(
-    index: Record, segments: Records, slot: int, tier: int, hashes: Words, first: int, end: int, progress: Record
-) -> int:
-    """Cease to hold blocks; return DONE or FULL."""
-    num_removed, digest, result = 0, _U0, 0
-    for place in range(first + progress.hash, end):
-        result = remove_one(index, segments, hashes[place], slot, tier)
-        if result < 0:
-            progress.hash = place - first
-            break
-        if result:
-            num_removed += 1
-            digest += block_digest(hashes[place], tier)
-        else:
-            progress.num_not_found += 1
-    credit(index, slot, -num_removed, _U0 - digest)
-    return min(result, 0)
-
-
-@jit((*layout.INDEX_TYPES, int64, layout.OPERATIONS_TYPE, int64, layout.HASHES_TYPE, layout.PROGRESS_TYPE))
-def apply(
-    core: Records,
-    segments: Records,
-    slot: int,
-    operations: Records,
-    num_operations: int,
-    hashes: Words,
-    progresses: Records,
-) -> int:
-    """Carry out operations in order, whose hashes follow one another, from where the one progress says.
-
-    Returns DONE; FULL; or CLEARED behind such an operation, which the caller carries out. Call again to go on.
+    Raises MemoryError, once all is done that there was room for.
     """
-    index, progress, first = core[0], progresses[0], _0
-    for number in range(progress.operation):
-        first += operations[number].num_hashes
-    for number in range(progress.operation, num_operations):
-        operation, result = operations[number], layout.CLEARED
-        end = first + operation.num_hashes
-        progress.operation = number
+    index, first = core[0], _0
+    num_stored = num_not_found = num_orphans = num_invalid = 0
+    for number in range(len(operations)):
+        operation = operations[number]
+        end, tier = first + signed(operation.num_hashes), signed(operation.tier)
         if operation.kind == layout.REMOVE:
-            result = _remove_all(index, segments, slot, operation.tier, hashes, first, end, progress)
-        elif operation.kind != layout.CLEAR:
-            result = _store_chain(index, segments, slot, operation, hashes, first, end, progress)
-        if result == layout.FULL:
-            return layout.FULL
-        progress.num_orphans += result == layout.ORPHAN
-        progress.num_invalid += result == layout.INVALID
-        progress.operation, progress.hash, first = number + 1, 0, end
-        if result == layout.CLEARED:
-            return layout.CLEARED
-    return layout.DONE
+            for place in range(first, end):
+                num_not_found += not remove_one(index, segments, hashes[place], slot, tier)
+        else:
+            depth = _first_depth(index, segments, slot, operation, hashes, first, end)
+            num_orphans += depth == _ORPHAN
+            num_invalid += depth == _INVALID
+            for place in range(first, end if depth >= 0 else first):
+                num_stored += store_one(index, segments, hashes[place], depth, slot, tier)
+                depth = min(depth + 1, layout.MAX_DEPTH)
+        first = end
+    return num_stored, num_not_found, num_orphans, num_invalid
 
 
-@jit((*layout.INDEX_TYPES, layout.HASHES_TYPE, layout.HASHES_TYPE, layout.HASHES_TYPE, int64))
-def restore(core: Records, segments: Records, hashes: Words, depths: Words, members: Words, start: int) -> int:
-    """Have members hold blocks, whatever their parents; return how far that went, short of the end if it is full."""
-    index = core[0]
-    for number in range(start, len(hashes)):
+@jit((*layout.INDEX_TYPES, layout.HASHES_TYPE, layout.HASHES_TYPE, layout.HASHES_TYPE))
+def restore(core: Records, segments: Records, hashes: Words, depths: Words, members: Words) -> None:
+    """Have members hold blocks, whatever their parents. Raises MemoryError."""
+    for number in range(len(hashes)):
         depth, member = min(signed(depths[number]), layout.MAX_DEPTH), signed(members[number])
         for tier in range(4):
             if member >> tier & 1:
-                result = store_one(index, segments, hashes[number], depth, member >> 4, tier)
-                if result < 0:
-                    return number
-                if result:
-                    credit(index, member >> 4, _1, block_digest(hashes[number], tier))
-    return len(hashes)
+                store_one(core[0], segments, hashes[number], depth, member >> 4, tier)

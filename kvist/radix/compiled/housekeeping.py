@@ -11,14 +11,13 @@ from numba import int64, types, uint32
 from numpy.typing import NDArray
 
 from kvist.radix.compiled import layout
-from kvist.radix.compiled.blocks import EPOCH_MARKS, block_digest, capture, credit, replace
+from kvist.radix.compiled.blocks import EPOCH_MARKS, capture, credit, replace
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records
 from kvist.radix.compiled.sets import PURGE, changed, free_set, is_retired, list_members
 
 _NUM_SAMPLES = 64
 """Rows looked at for each one evicted, 0.3 µs."""
-_U0 = np.uint64(0)
 _0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 _MINUS_1: Any = np.int64(-1)
 
@@ -27,8 +26,8 @@ _MINUS_1: Any = np.int64(-1)
 
 
 @jit((*layout.INDEX_TYPES, int64))
-def purge(core: Records, segments: Records, number: int) -> int:
-    """Take the retired slots out of a segment's sets; return 0, or FULL if there is no room for other sets."""
+def purge(core: Records, segments: Records, number: int) -> None:
+    """Take the retired slots out of a segment's sets. Raises MemoryError."""
     index, segment, place = core[0], segments[number], _0
     while place < segment.room:
         set_id = signed(segment.rows[place].set_id)
@@ -36,12 +35,9 @@ def purge(core: Records, segments: Records, number: int) -> int:
             left = 0 if is_retired(index, (set_id & (layout.INLINE - 1)) >> 4) else set_id
         else:
             left = changed(index, set_id, PURGE, index.retirement, _0) if set_id else 0
-        if left < 0:
-            return layout.FULL
         if left != set_id:
             replace(index, segment, place, left)
         place += left != 0 or set_id == 0  # another row may have come to the place of one that went
-    return 0
 
 
 @jit((layout.CORE_TYPE, int64, int64))
@@ -65,7 +61,7 @@ def _take_from_holders(index: Record, block_hash: np.uint64, set_id: int) -> Non
             continue
         for tier in range(4):
             if tiers >> tier & 1:
-                credit(index, slot, _MINUS_1, _U0 - block_digest(block_hash, tier))
+                credit(index, slot, block_hash, tier, _MINUS_1)
         index.slots[slot].has_lost = 1
 
 

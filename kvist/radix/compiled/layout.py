@@ -157,20 +157,12 @@ QUERY = np.dtype(
 )
 """Scratch of one who matches, and the answer."""
 
-# --- What callers say and are told ----------------------------------------------------------------------------------
-OPERATION = np.dtype([("kind", "i8"), ("tier", "i8"), ("parent", "u8"), ("num_hashes", "i8")], align=True)
-STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = range(4)
-PROGRESS = np.dtype(
-    [
-        *integers("operation hash"),  # where to go on, and within its hashes
-        *integers("num_stored num_not_found num_orphans num_invalid"),
-    ],
-    align=True,
-)
-DONE, FULL, ORPHAN, INVALID, CLEARED = 0, -1, -2, -3, -4
+# --- What callers say -----------------------------------------------------------------------------------------------
+OPERATION = np.dtype([("kind", "u8"), ("tier", "u8"), ("parent", "u8"), ("num_hashes", "u8")], align=True)
+STORE_ROOT, STORE_CHILD, REMOVE = range(3)
 
 _typeof: Any = numba.typeof
 HEAD_TYPE, CORE_TYPE, SEGMENTS_TYPE, ROWS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (HEAD, CORE, SEGMENT, ROW))
 INDEX_TYPES, TABLE_TYPES = (CORE_TYPE, SEGMENTS_TYPE), (HEAD_TYPE, SEGMENTS_TYPE)
-QUERY_TYPE, OPERATIONS_TYPE, PROGRESS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (QUERY, OPERATION, PROGRESS))
+QUERY_TYPE, OPERATIONS_TYPE = _typeof(np.empty(0, QUERY)), _typeof(np.frombuffer(bytes(OPERATION.itemsize), OPERATION))
 HASHES_TYPE: Any = numba.types.Array(numba.types.uint64, 1, "C", readonly=True)

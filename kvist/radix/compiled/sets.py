@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvist.radix.compiled.jit import helper, signed
-from kvist.radix.compiled.layout import FULL, INLINE, MAX_SETS, MAX_WORDS, RETIRED, Record, Words
+from kvist.radix.compiled.layout import INLINE, MAX_SETS, MAX_WORDS, RETIRED, Record, Words
 
 ADD: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 DISCARD: Any = np.int64(1)
@@ -148,7 +148,7 @@ def _run_size(num_words: int) -> tuple[int, int]:
 
 @helper
 def _take_run(index: Record, num_words: int) -> int:
-    """Return where so many words may be written, or FULL."""
+    """Return where so many words may be written. Raises MemoryError."""
     size, length = _run_size(num_words)
     start = index.free_runs[size] - 1
     if start >= 0:
@@ -156,21 +156,19 @@ def _take_run(index: Record, num_words: int) -> int:
         return start
     start = index.end_of_words
     if start + length > MAX_WORDS:
-        return FULL
+        raise MemoryError("an index has no room for more sets of holders")
     index.end_of_words += length
     return start
 
 
 @helper
 def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
-    """Make a set of the drafted words, to which nothing refers yet; return its id, or FULL."""
+    """Make a set of the drafted words, to which nothing refers yet; return its id. Raises MemoryError."""
     length = num_words if num_words else (count + 1) >> 1
     set_id = index.free_set if index.free_set else index.end_of_sets
     if set_id == MAX_SETS:
-        return FULL
+        raise MemoryError("an index has no room for more sets of holders")
     start = _take_run(index, length)
-    if start < 0:
-        return FULL
     if set_id == index.end_of_sets:
         index.end_of_sets += 1
     else:
@@ -190,7 +188,7 @@ def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
 
 @helper
 def _intern(index: Record, count: int) -> int:
-    """Return the id of the set of so many members of `members`, which ascend; FULL if there is no room for it."""
+    """Return the id of the set of so many members of `members`, which ascend."""
     if count == 0:
         return 0
     if count == 1:
@@ -291,14 +289,14 @@ def _stamp_of(index: Record, set_id: int) -> int:
 
 @helper
 def _change(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
-    """Return the id of what an operation makes of a set, or FULL."""
+    """Return the id of what an operation makes of a set."""
     count = _change_members(index, set_id, operation, slot, tier)
     return set_id if count < 0 else _intern(index, count)
 
 
 @helper
 def changed(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
-    """Return the id of what an operation makes of a set, or FULL; the same id if that is no change.
+    """Return the id of what an operation makes of a set; the same id if that is no change. Raises MemoryError.
 
     Looks into the place where that may be remembered first. The slot of PURGE is a number for the last retirement.
     """
@@ -312,7 +310,6 @@ def changed(index: Record, set_id: int, operation: int, slot: int, tier: int) ->
         if memo.result_stamp == _stamp_of(index, result):
             return result
     result = _change(index, set_id, operation, slot, tier)
-    if result >= 0:
-        memo.set_id, memo.operation, memo.result = set_id, what, result
-        memo.stamp, memo.result_stamp = stamp, _stamp_of(index, result)
+    memo.set_id, memo.operation, memo.result = set_id, what, result
+    memo.stamp, memo.result_stamp = stamp, _stamp_of(index, result)
     return result

@@ -96,11 +96,11 @@ def is_full(segment: Record) -> bool:
 
 @helper
 def insert(head: Record, segments: Records, number: int, place: int, block_hash: np.uint64, value: np.uint64) -> int:
-    """Put a row where `locate` ended in a segment, unless that has to grow; return its place, or FULL."""
+    """Put a row where `locate` ended in a segment, which may grow; return its place. Raises MemoryError."""
     segment = segments[number]
     if is_full(segment):
         if segment.room == layout.SEGMENT_ROWS:
-            return layout.FULL
+            raise MemoryError("a table has no room for more rows")
         lay_out(head, segments, number, grown_room(segment.room, number))
         place = -1 - locate(head, segments, number, block_hash)
     segment.rows[place].hash, segment.rows[place].value = block_hash, value
@@ -129,22 +129,6 @@ def delete(head: Record, segment: Record, place: int) -> None:
 
 
 @jit((*layout.TABLE_TYPES, int64, int64))
-def resize(heads: Records, segments: Records, number: int, room: int) -> int:
-    """Move a segment's rows into so much room; FULL, and nothing is changed, if they would fill it."""
-    segment = segments[number]
-    if segment.count >= room > 0 or room > layout.SEGMENT_ROWS or (room == 0 and segment.count):
-        return layout.FULL
+def resize(heads: Records, segments: Records, number: int, room: int) -> None:
+    """Move a segment's rows into so much room, which must be more than they are, or 0 for none."""
     lay_out(heads[0], segments, number, room)
-    return layout.DONE
-
-
-@jit(layout.TABLE_TYPES)
-def grow(heads: Records, segments: Records) -> bool:
-    """Give segments that are full more room; false if that is not reserved."""
-    for number in range(len(segments)):
-        room = segments[number].room
-        if is_full(segments[number]) and room:
-            if room == layout.SEGMENT_ROWS:
-                return False
-            lay_out(heads[0], segments, number, grown_room(room, number))
-    return True

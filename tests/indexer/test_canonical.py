@@ -1,0 +1,82 @@
+"""What becomes of a rank's canonical batches beyond what `test_indexer` and `test_recovery` show over a wire."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+
+from kvist.events import Batch, Heartbeat, Stored, Tier, WorkerRank
+from kvist.events.codec import encode_batch
+from kvist.events.session import SourceState
+from kvist.events.snapshot import block_digest
+from kvist.events.transports import Message
+from kvist.indexer.canonical import CanonicalFollower
+from kvist.indexer.statistics import SourceCounters
+from kvist.radix import RadixIndex
+
+_BLOCK_SIZE = 16
+
+
+def _follower(max_blocks: int | None = None) -> tuple[CanonicalFollower, RadixIndex]:
+    index = RadixIndex(seed=3, segment_bits=2, max_blocks=max_blocks)
+    return CanonicalFollower("worker", _BLOCK_SIZE, index, set(), SourceCounters()), index
+
+
+def _message(rank: int, sequence: int, *events: Stored | Heartbeat, size: int = _BLOCK_SIZE, epoch: int = 1) -> Message:
+    return Message(b"kv", sequence, encode_batch(Batch("w", rank, epoch, sequence, size, 1.0, events)))
+
+
+def _feed(follower: CanonicalFollower, messages: Sequence[Message], now_s: float) -> None:
+    for _ in follower.receive_all(messages, now_s):
+        pass
+
+
+def test_an_answer_with_blocks_of_another_size_drops_the_rank_and_no_more() -> None:
+    follower, index = _follower()
+    wanted, other = (
+        [_message(rank, idx, Stored(struct.pack("<Q", idx + 1)), size=size) for idx in range(3) for rank in (0, 1)]
+        for size in (_BLOCK_SIZE, 2 * _BLOCK_SIZE)
+    )
+    _feed(follower, [*wanted[:2], *wanted[4:]], 1.0)
+    questions = follower.questions(100.0)
+    assert [question.rank for question in questions] == [0, 1]
+    for question in questions:  # the first answer is about both ranks
+        for _ in follower.on_answer(question, other, 100.0):
+            pass
+    assert follower.states() == {}
+    assert index.statistics().num_held == 0
+    _feed(follower, wanted, 101.0)
+    assert index.statistics().num_held == 6
+
+
+def test_an_epoch_may_be_any_number_of_64_bits() -> None:
+    follower, index = _follower()
+    messages = [_message(0, idx, Stored(struct.pack("<Q", idx + 1)), epoch=2**63 + 5) for idx in range(3)]
+    _feed(follower, messages, 1.0)
+    assert index.statistics().num_held == 3
+
+
+def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted() -> None:
+    follower, index = _follower(max_blocks=2000)
+    rng, held, sequence = random.Random(1), set[int](), 0
+    for _ in range(60):
+        for _ in range(20):
+            chain = rng.sample(range(1, 1 << 60), 8)
+            held.update(chain)
+            _feed(follower, [_message(0, sequence, Stored(struct.pack("<8Q", *chain)))], 1.0)
+            sequence += 1
+        digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in held) % (1 << 64)
+        _feed(follower, [_message(0, sequence, Heartbeat(len(held), digest, True))], 1.0)
+        assert index.statistics().num_blocks <= 2000
+        is_short = index.evicted_from(WorkerRank("worker", 0))
+        assert follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
+        assert not follower.questions(1.0)
+        progress = follower.progress()
+        assert progress is not None
+        assert progress.ranks[0].is_complete == (not is_short)
+    assert index.statistics().num_evicted > 0
+    assert follower.sessions[0].num_diverged == 0
+    assert index.statistics().num_blocks > 1500
+    _feed(follower, [_message(0, 0, epoch=2)], 2.0)
+    assert follower.states() == {0: SourceState.LIVE}
