@@ -60,7 +60,11 @@ _RESIZE_S = 1.0
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A request to one of these endpoints; `is_draining` says how its asker is, `tenant` who asks for its own usage."""
+    """A request to one of these endpoints.
+
+    `is_draining` says how its asker is, `tenant` who asks for its own usage, `is_outsider` that who asks is to know no
+    more than whether requests can be taken.
+    """
 
     method: str
     path: str
@@ -69,6 +73,7 @@ class Question(msgspec.Struct, frozen=True):
     body: bytes = b""
     is_draining: bool = False
     tenant: str | None = None
+    is_outsider: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -226,7 +231,8 @@ class Keeper:
     def _readiness(self, question: Question) -> Answer:
         page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
         page |= self._explain_others()
-        return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        told = {"ready": page["ready"]} if question.is_outsider else page
+        return json_answer(told, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _explain_others(self) -> dict[str, Any]:
         """Return what readiness tells beside the fleet."""

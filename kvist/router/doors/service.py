@@ -326,11 +326,9 @@ class RouterService:
             answer = await self._explain_route(request.body)
         else:
             content_type = (request.header(b"content-type") or b"").decode("latin-1")
-            answer = await self.known.answer(
-                Question(
-                    request.method, request.path, request.query, content_type, request.body, self._is_draining, tenant
-                )
-            )
+            asked = request.method, request.path, request.query, content_type, request.body
+            is_outsider = self._config.asks_for_keys and not is_administrator(request, self._config.admin_key)
+            answer = await self.known.answer(Question(*asked, self._is_draining, tenant, is_outsider))
         responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
 
     async def _explain_route(self, body: bytes) -> Answer:

@@ -138,6 +138,15 @@ async def test_health_needs_no_worker_and_readiness_does(worker, router) -> None
         assert (page["ready"], page["reason"], page["workers"]) == (True, None, counts)
 
 
+@pytest.mark.parametrize("keys", [{"api_key": "client"}, {"auth_url": "http://127.0.0.1:9"}])
+async def test_where_clients_need_keys_only_administrators_learn_what_is_served(worker, router, keys) -> None:
+    async with worker() as one, router(one.url, admin_key="admin", ready=False, **keys) as front:
+        for headers in ({}, *({"authorization": f"Bearer {key}"} for key in ("client", "wrong"))):
+            answer = await front.client.get("/readiness", headers=headers)
+            assert (answer.status_code, answer.json()) == (200, {"ready": True})
+        assert "m" in (await front.client.get("/readiness", headers={"authorization": "Bearer admin"})).json()["models"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 400), ("GET", "/v1/completions", 405)],
