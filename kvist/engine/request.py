@@ -51,7 +51,7 @@ class TextStream:
             at, stop = min(found, key=lambda each: each[0])
             self.is_stopped, self._held = True, ""
             return text[: at + len(stop)] if self._is_stop_included else text[:at]
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((held_for(text, stop) for stop in self._stops), default=0)
         released, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return released
 
@@ -214,7 +214,7 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
 
-def _overlap(text: str, stop: str) -> int:
+def held_for(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -76,7 +76,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._takes_parts = _loops_over_content(environment.parse(source))
         self._knows_developers = "'developer'" in source or '"developer"' in source
-        self._source = source
+        self.source = source
 
     def render(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text, up to its first image or other item; raises RequestError (400) if it is refused.
@@ -135,7 +135,7 @@ class ChatTemplate:
         )
         messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
         try:
-            environment.from_string(self._source).render(messages=messages, add_generation_prompt=False)
+            environment.from_string(self.source).render(messages=messages, add_generation_prompt=False)
         except _REFUSALS:
             return True
         return False

@@ -12,6 +12,7 @@ import msgspec
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
+from kvist.engine.server.tools import ToolReader
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import RemotePrefill
 from kvist.openai.responses import DONE, encode_event
@@ -112,23 +113,39 @@ class ChatShape(Shape):
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
 
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
+        super().__init__(heading, tokenizer, job)
+        self._readers: dict[int, ToolReader] = {}
+
     def _choice(self, index: int, output: RequestOutput) -> Body:
-        message = {"content": output.text, "role": "assistant"}
-        return {"index": index, "message": message, **self._ending(output), **self._token_ids(output)}
+        text, calls = self._read(index, output)
+        message: Body = {"content": text or None if calls else text, "role": "assistant"}
+        if calls:
+            message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
+        return {"index": index, "message": message, **self._ending(index, output), **self._token_ids(output)}
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         return super().whole(outputs, usage) | self._prompt_logprobs(outputs[0])
 
     def _addition(self, index: int, output: RequestOutput) -> Body:
-        delta = {"content": output.text} if output.text else {}
-        return {"index": index, "delta": delta, **self._ending(output), **self._token_ids(output)}
+        text, calls = self._read(index, output)
+        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        return {"index": index, "delta": delta, **self._ending(index, output), **self._token_ids(output)}
 
-    def _ending(self, output: RequestOutput) -> Body:
+    def _read(self, index: int, output: RequestOutput) -> tuple[str, list[Body]]:
+        """Return what an output adds to a choice's text and to its calls of tools."""
+        if self._job.tools is None:
+            return output.text, []
+        return self._readers.setdefault(index, ToolReader(self._job.tools)).feed(output.text, output.is_last)
+
+    def _ending(self, index: int, output: RequestOutput) -> Body:
         content = [
             {**self._entry(sampled), "top_logprobs": [self._entry(entry) for entry in top]}
             for sampled, top, _ in output.logprobs
         ]
-        return {"finish_reason": output.finish_reason, "logprobs": {"content": content} if content else None}
+        has_called = index in self._readers and self._readers[index].has_called
+        reason = "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
+        return {"finish_reason": reason, "logprobs": {"content": content} if content else None}
 
     def _entry(self, entry: LogprobEntry) -> Body:
         spelt = list(self._tokenizer.token_bytes(entry.token_id))

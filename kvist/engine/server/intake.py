@@ -12,7 +12,8 @@ from starlette.requests import Request
 
 from kvist.engine.request import SequenceInput
 from kvist.engine.server.fields import check_fields
-from kvist.engine.server.structured import GrammarCompiler, TokenMatcher, read_grammar
+from kvist.engine.server.structured import Grammar, GrammarCompiler, TokenMatcher, read_grammar
+from kvist.engine.server.tools import ToolChoice, ToolRules, read_tools
 from kvist.openai import requests as api
 from kvist.openai.errors import RequestError
 from kvist.openai.tokenization import ChatTokenizer
@@ -48,6 +49,7 @@ class Job:
     handoff: api.Handoff | None = None
     constraint: TokenMatcher | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    tools: ToolRules | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -60,11 +62,13 @@ class Job:
 
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
         """Return one input a choice; with a seed, each choice of a prompt gets its own."""
+        syntax = None if self.tools is None else self.tools.syntax
+        skips = self.options.skip_special_tokens and not (syntax is not None and syntax.has_special_tokens)
         return [
             SequenceInput(
                 prompt,
                 self._choice_params(choice),
-                tokenizer.detokenizer(skip_special_tokens=self.options.skip_special_tokens),
+                tokenizer.detokenizer(skip_special_tokens=skips),
                 self.cache_salt,
                 self.swa_scratch,
                 self.handoff,
@@ -116,8 +120,14 @@ class Intake:
         self._check_model(request)
         _check_chat(fields, request)
         params = api.decode_sampling_params(fields)
+        choice = api.convert(fields, ToolChoice)
+        tools, grammar = (
+            (None, None)
+            if not request.tools and not choice.tool_choice
+            else (read_tools(choice, request, self.tokenizer.template))
+        )
         prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
-        return await self._job(fields, request, params, (prompt,))
+        return await self._job(fields, request, params, (prompt,), tools, grammar)
 
     async def read_completion(self, body: bytes) -> Job:
         """Return the job of a text completion request."""
@@ -171,6 +181,8 @@ class Intake:
         request: api.ChatCompletionRequest | api.CompletionRequest,
         params: api.SamplingParams,
         prompts: tuple[list[int], ...],
+        tools: ToolRules | None = None,
+        grammar: Grammar | None = None,
     ) -> Job:
         check_fields(fields)
         handoff = api.decode_handoff(fields)
@@ -182,7 +194,10 @@ class Intake:
         if request.stream and params.prompt_logprobs is not None:
             raise RequestError(400, "prompt_logprobs: expected it left out in a stream", param="prompt_logprobs")
         options = api.convert(fields, AnswerOptions)
-        grammar = read_grammar(fields)
+        asked = read_grammar(fields)
+        if asked is not None and grammar is not None:
+            raise RequestError(400, f"{asked.field}: expected it left out beside {grammar.field}", param=asked.field)
+        grammar = asked or grammar
         if grammar is not None and (params.allowed_token_ids or params.bad_words):
             name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
             raise RequestError(400, f"{name}: expected it left out beside {grammar.field}", param=name)
@@ -197,6 +212,7 @@ class Intake:
             handoff,
             None if grammar is None else await asyncio.to_thread(self.grammars.compile, grammar),
             tuple(self._bad_words(params.bad_words or ())),
+            tools,
         )
 
     def _truncated(self, prompt: list[int], options: AnswerOptions) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks._engine_files import FOLDER, MISSING, versions
 from kvist.engine.server.fields import LABELS, REFUSED
 from kvist.engine.server.intake import AnswerOptions
+from kvist.engine.server.tools import ToolChoice
 from kvist.openai.requests import ChatCompletionRequest, CompletionRequest, SamplingParams
 
 PATHS = {"ChatCompletionRequest": "chat_completion", "CompletionRequest": "completion"}
@@ -42,6 +43,8 @@ VLLM = {
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
 def test_each_field_is_read_or_refused(kind: type[Any]) -> None:
     read = {*kind.__struct_fields__, *SamplingParams.__struct_fields__, *AnswerOptions.__struct_fields__, *READ_APART}
+    if kind is ChatCompletionRequest:
+        read |= {*ToolChoice.__struct_fields__}
     assert not read & (LABELS | REFUSED.keys())
     assert set(VLLM[kind.__name__].split()) <= read | LABELS | REFUSED.keys()
 

@@ -1,0 +1,172 @@
+"""Calls of tools: which a request may have, and those that an answer makes, whole or as they come.
+
+Models spell calls as their templates do: Qwen and Hermes in `<tool_call>` tags, Mistral behind `[TOOL_CALLS]`, Llama as
+JSON alone. Where a call is required or named, the output follows a grammar instead, whatever the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from kvist.engine.request import held_for
+from kvist.engine.server.structured import Grammar
+from kvist.openai.chat_template import ChatTemplate
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import ChatCompletionRequest, Fields
+
+Body = dict[str, Any]
+
+_NAMED_CALL = re.compile(r"([\w.-]+)(?:\[ARGS\])?(?=\{)")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSyntax:
+    """How a model spells calls: behind `begin`, with what `between` matches around each; or in place of any text."""
+
+    begin: str
+    between: re.Pattern[str]
+    has_special_tokens: bool = False
+    is_alone: bool = False
+
+
+_REQUIRED = ToolSyntax("", re.compile(r"[\s,\[\]]*"))
+_SYNTAXES = {
+    "<tool_call>": ToolSyntax("<tool_call>", re.compile(r"(?:\s|</?tool_call>)*")),
+    "[TOOL_CALLS]": ToolSyntax("[TOOL_CALLS]", re.compile(r"(?:\[TOOL_CALLS\]|[\s,\[\]])*"), has_special_tokens=True),
+    "<|python_tag|>": ToolSyntax('{"name":', re.compile(r"[\s;]*"), is_alone=True),
+}
+"""By what the templates of their models have."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat says of calls; its tools themselves are the template's."""
+
+    tool_choice: Literal["none", "auto", "required"] | Body | None = None
+    parallel_tool_calls: bool = True
+
+
+class ToolRules(NamedTuple):
+    """How calls are found in an output: by a syntax, or all of it as the arguments of the tool that was named."""
+
+    syntax: ToolSyntax | None
+    name: str | None
+    is_parallel: bool
+
+
+def read_tools(
+    choice: ToolChoice, request: ChatCompletionRequest, template: ChatTemplate
+) -> tuple[ToolRules | None, Grammar | None]:
+    """Return how an answer's calls are found, and what the output follows for it; raises RequestError (400)."""
+    wanted = choice.tool_choice
+    functions = {function["name"]: function for function in map(_function, request.tools or [])}
+    if isinstance(wanted, dict):
+        name = (wanted.get("function") or {}).get("name")
+        if name not in functions:
+            message = f"tool_choice: got {wanted!r:.100}, expected one of the tools, {sorted(functions)!r:.200}"
+            raise RequestError(400, message, param="tool_choice")
+        return ToolRules(None, name, False), _grammar(_parameters(functions[name]))
+    if wanted == "required":
+        if not functions:
+            raise RequestError(400, "tool_choice: got 'required', expected tools as well", param="tool_choice")
+        calls = [_call_of(function) for function in functions.values()]
+        most = {} if choice.parallel_tool_calls else {"maxItems": 1}
+        grammar = _grammar({"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most})
+        return ToolRules(_REQUIRED, None, choice.parallel_tool_calls), grammar
+    syntax = next((each for mark, each in _SYNTAXES.items() if mark in template.source), None)
+    if wanted == "none" or not functions or syntax is None:
+        return None, None
+    return ToolRules(syntax, None, choice.parallel_tool_calls), None
+
+
+def _function(tool: Fields) -> Fields:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(400, f"tools: got {tool!r:.100}, expected a function with a name", param="tools")
+    return function
+
+
+def _parameters(function: Fields) -> Fields:
+    return function.get("parameters") or {"type": "object", "additionalProperties": False}
+
+
+def _call_of(function: Fields) -> Fields:
+    properties = {"name": {"const": function["name"]}, "parameters": _parameters(function)}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _grammar(schema: Fields) -> Grammar:
+    return Grammar("tool_choice", "json_schema", msgspec.json.encode(schema).decode(), is_compact=True)
+
+
+class ToolReader:
+    """Finds calls in one output as it comes. What turns out to be none is text after all, at the output's end."""
+
+    def __init__(self, rules: ToolRules) -> None:
+        self._rules = rules
+        self._held = ""
+        self._is_in_calls = False
+        self._decoder = json.JSONDecoder()
+        self._has_said = False
+        self.num_calls = 0
+
+    @property
+    def has_called(self) -> bool:
+        """Return whether the output made a call of its own accord."""
+        return self.num_calls > 0 and self._rules.name is None
+
+    def feed(self, text: str, is_last: bool) -> tuple[str, list[Body]]:
+        """Return what of the output is text, and what it adds to calls, as a chat's chunk has them."""
+        if self._rules.name is not None:
+            return "", self._arguments(self._rules.name, text)
+        syntax = self._rules.syntax
+        assert syntax is not None
+        self._held += text
+        said = ""
+        if not self._is_in_calls:
+            at = self._held.find(syntax.begin)
+            self._is_in_calls = at >= 0 and not (syntax.is_alone and (self._has_said or self._held[:at].strip()))
+            if not self._is_in_calls:
+                at = len(self._held) - held_for(self._held, syntax.begin)
+            said, self._held = self._held[:at], self._held[at:]
+            self._has_said = self._has_said or bool(said.strip())
+        calls = self._take_calls(syntax) if self._is_in_calls else []
+        if is_last and not self.num_calls:
+            said, self._held = said + self._held, ""
+        return said, calls
+
+    def _arguments(self, name: str, text: str) -> list[Body]:
+        if self.num_calls:
+            return [{"index": 0, "function": {"arguments": text}}] if text else []
+        return [self._body(name, text)]
+
+    def _take_calls(self, syntax: ToolSyntax) -> list[Body]:
+        """Take what is whole from what is held."""
+        calls = []
+        while True:
+            rest = self._held[syntax.between.match(self._held).end() :]  # type: ignore[union-attr]
+            named = _NAMED_CALL.match(rest)
+            try:
+                found, end = self._decoder.raw_decode(rest, named.end() if named else 0)
+            except ValueError:
+                break
+            if named:
+                found = {"name": named[1], "arguments": found}
+            if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+                break
+            self._held = rest[end:]
+            arguments = found.get("arguments", found.get("parameters", {}))
+            if self._rules.is_parallel or not self.num_calls:
+                spelt = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append(self._body(found["name"], spelt))
+        return calls
+
+    def _body(self, name: str, arguments: str) -> Body:
+        self.num_calls += 1
+        about = {"index": self.num_calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return about | {"function": {"name": name, "arguments": arguments}}

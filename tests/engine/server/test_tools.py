@@ -1,0 +1,130 @@
+"""Calls of tools: as models of each family spell them, whole and cut anywhere, and as a request requires them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from kvist.engine.server.tools import ToolChoice, ToolReader, read_tools
+from kvist.openai.chat_template import ChatTemplate
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import ChatCompletionRequest
+
+CHAT = "/v1/chat/completions"
+QUESTION = [{"role": "user", "content": "What is the weather?"}]
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Ålesund", "Oslo"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+OSLO, NOW = ("weather", {"city": "Oslo"}), ("now", {})
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+SAID: list[tuple[str, str, str, list[Any]]] = [
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [OSLO]),
+    (
+        HERMES,
+        f'Let me see.<tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "now"}}</tool_call>',
+        "Let me see.",
+        [OSLO, NOW],
+    ),
+    (HERMES, "a < b <tool> is text", "a < b <tool> is text", []),
+    (HERMES, "<tool_call>\nno JSON</tool_call>", "<tool_call>\nno JSON</tool_call>", []),
+    (HERMES, '<tool_call>{"name": "weather", "arg', '<tool_call>{"name": "weather", "arg', []),
+    (HERMES, "ends in <tool_", "ends in <tool_", []),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}]", "", [OSLO]),
+    (MISTRAL, '[TOOL_CALLS] weather{"city": "Oslo"}[TOOL_CALLS]now{}', "", [OSLO, NOW]),
+    (MISTRAL, 'Well.[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', "Well.", [OSLO]),
+    (LLAMA, '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "now", "parameters": {}}', "", [OSLO, NOW]),
+    (LLAMA, 'In JSON: {"name": "weather"}', 'In JSON: {"name": "weather"}', []),
+]
+
+
+def rules(mark: str, **choice: Any):
+    template = ChatTemplate(mark, {})
+    request = ChatCompletionRequest(messages=QUESTION, tools=TOOLS)
+    return read_tools(ToolChoice(**choice), request, template)[0]
+
+
+def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[Any]]:
+    text, calls = "", []
+    for i, piece in enumerate(pieces):
+        said, added = reader.feed(piece, i == len(pieces) - 1)
+        text += said
+        calls += added
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert len({call["id"] for call in calls}) == len(calls)
+    return text, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize(("mark", "output", "text", "calls"), SAID)
+def test_calls_are_found_however_the_output_is_cut(mark: str, output: str, text: str, calls: list[Any]) -> None:
+    assert read(ToolReader(rules(mark)), [output]) == (text, calls)
+    rng = random.Random(output)
+    for _ in range(50):
+        cuts = sorted(rng.choices(range(len(output) + 1), k=rng.randint(1, 12)))
+        pieces = [output[a:b] for a, b in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+        assert read(ToolReader(rules(mark)), pieces) == (text, calls)
+
+
+def test_one_call_alone_where_they_may_not_be_parallel() -> None:
+    reader = ToolReader(rules(HERMES, parallel_tool_calls=False))
+    assert read(reader, [f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"]) == ("", [OSLO])
+
+
+@pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {}])
+def test_an_output_is_text_where_no_call_is_wanted_or_none_is_known(choice: dict[str, Any]) -> None:
+    assert rules(HERMES if choice else "a template without calls", **choice) is None
+
+
+def test_a_required_call_is_one_of_the_tools(post) -> None:
+    ask = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 4}
+    choice = post(CHAT, ask | {"max_tokens": 80}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call.keys() == {"id", "type", "function"}
+    expected = {"weather": [{"city": "Oslo"}, {"city": "Ålesund"}], "now": [{}]}
+    assert json.loads(call["function"]["arguments"]) in expected[call["function"]["name"]]
+
+
+def test_a_named_call_streams_its_arguments(served) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": named}
+        whole = client.chat.completions.create(**asked, seed=1, max_tokens=60).choices[0]
+        stream = client.chat.completions.create(**asked, seed=1, max_tokens=60, stream=True)
+        added = [call for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, call.function.name) == ("stop", "weather")
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Ålesund")
+    assert added[0].function.name == "weather"
+    assert added[0].id
+    assert all(each.function.name is None for each in added[1:])
+    assert "".join(each.function.arguments for each in added) == call.function.arguments
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: got 'required', expected tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "expected one of the tools"),
+        ({"tools": [{"type": "function"}]}, "tools: got .*expected a function with a name"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex: .*beside tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: got 'any'"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(asked: dict[str, Any], named: str, post) -> None:
+    refusal = post(CHAT, {"messages": QUESTION, **asked})
+    assert refusal.status_code == 400
+    assert re.search(named, refusal.json()["error"]["message"])
+
+
+def test_a_tool_without_a_name_is_refused_before_the_template_sees_it() -> None:
+    with pytest.raises(RequestError, match="expected a function with a name"):
+        read_tools(ToolChoice(), ChatCompletionRequest(messages=QUESTION, tools=[{}]), ChatTemplate(HERMES, {}))
