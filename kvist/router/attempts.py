@@ -74,12 +74,8 @@ class _Attempt(ResponseReceiver):
         self._series = router.metrics.series_of(worker.url, router.fleet.label_of(owner.ask.model))
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
-        now_s, prompt = router.now_s(), decision.prompt
-        self.sent_s = now_s
-        self._load = router.load.begin(
-            target, prompt, decision.overlap_tokens if computes else prompt.num_tokens, now_s
-        )
-        self._priced = router.routing.dispatched(now_s, decision, is_streamed=is_streamed, computes=computes)
+        self.sent_s = router.now_s()
+        self._load = router.routing.begin(self.sent_s, decision, is_streamed=is_streamed, computes=computes)
         worker.unanswered.add(self)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
@@ -123,11 +119,6 @@ class _Attempt(ResponseReceiver):
         self.exchange.close()
         self._end(status, error)
 
-    def _answered(self, now_s: float) -> None:
-        """Learn from the first token when it came."""
-        if self._priced is not None:
-            self._priced.answered(now_s)
-
     def _check_length(self, num_bytes: int) -> None:
         """Give the worker up if it says more than is kept."""
         if num_bytes > MAX_KEPT_BYTES:
@@ -141,10 +132,8 @@ class _Attempt(ResponseReceiver):
             self._breaker.succeed()
 
     def _end(self, status: int, error: Exception | None = None) -> None:
-        self._load.finish()
-        if self._priced is not None:
-            is_told = status == OK and self.usage is not None
-            self._priced.finish(self.owner.router.now_s(), self.num_output_tokens if is_told else None)
+        is_told = status == OK and self.usage is not None
+        self._load.finish(self.owner.router.now_s(), self.num_output_tokens if is_told else None)
         self._worker.unanswered.discard(self)
         if self._is_trial:
             self._breaker.abandon()
@@ -174,7 +163,7 @@ class PrefillAttempt(_Attempt):
             self._judge()  # else it may be the other one's fault
         self.is_done = True
         if self.status == OK:
-            self._answered(self.owner.router.now_s())
+            self._load.answered(self.owner.router.now_s())
         self._end(self.status)
         is_ok, is_pair = self.status == OK, not self._dialect.works_alone
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
@@ -251,10 +240,7 @@ class AnswerAttempt(_Attempt):
             self._begin(is_empty=False)
         self._usage.feed(piece)
         if self.is_event_stream:
-            num_tokens = piece.count(b"\n\n")
-            self._load.add_tokens(num_tokens)
-            if self._priced is not None:
-                self._priced.add_tokens(num_tokens)
+            self._load.add_tokens(piece.count(b"\n\n"))
         self.owner.responder.send(piece)
 
     def on_end(self) -> None:
@@ -353,7 +339,7 @@ class AnswerAttempt(_Attempt):
         self.first_byte_s = first_byte_s
         self._series.first_byte_time.observe(first_byte_s)
         if not is_empty and self.status == OK:
-            self._answered(now_s)
+            self._load.answered(now_s)
             router.routing.computed(owner.ask, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:

@@ -37,6 +37,10 @@ NUM_PREFIXES_TOLD: Final = 10
 DEFAULT_TENANT: Final = "default"
 """Of requests that are of no other."""
 
+_TOLD: Final = (
+    *("requests", "prompt_tokens", "one_cache", "held", "routed"),
+    *("in_flight", "told_tokens", "predicted", "reported"),
+)
 _LIMIT: Final = np.uint64((1 << 64) // FIRST_SHARE)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -193,9 +197,8 @@ class Regret:
             if not request.is_read:
                 row[Cause.UNREAD] += request.num_tokens
                 continue
-            row["held"] += request.held
-            row["routed"] += request.routed
-            row["in_flight"] += request.in_flight
+            for name in ("held", "routed", "in_flight"):
+                row[name] += getattr(request, name)
             row[Cause.ELSEWHERE] += max(0, request.held - request.routed)
             if request.reported is not None:
                 row["told_tokens"] += request.num_tokens
@@ -295,16 +298,5 @@ class Regret:
 
 def _told(row: Counter[str]) -> dict[str, Any]:
     causes = {cause.value: row[cause] for cause in Cause if row[cause]}
-    names = (
-        "requests",
-        "prompt_tokens",
-        "one_cache",
-        "held",
-        "routed",
-        "in_flight",
-        "told_tokens",
-        "predicted",
-        "reported",
-    )
     unpredicted = {name: row[name] for name in ("unpredicted", "unpredicted_as_not_known_exactly") if row[name]}
-    return {name: row[name] for name in names} | {"lost": causes} | unpredicted
+    return {name: row[name] for name in _TOLD} | {"lost": causes} | unpredicted

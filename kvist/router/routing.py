@@ -20,12 +20,12 @@ from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.openai.errors import RequestError
 from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
-from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps, RankStatus
 from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, usable_tokens
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
+from kvist.router.policy.priced import PricedPolicy, Prices
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
 from kvist.router.prefill.handover import DIALECTS, Plan, why_local
@@ -269,16 +269,16 @@ class Routing:
         num_ranks, port = len(self._fleet.ranks(worker)), worker.identity.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
         return worker, Side(worker.url, port, target.rank if num_ranks > 1 else None, num_ranks)
 
-    def dispatched(
-        self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True
-    ) -> Dispatched | None:
-        """Take note, where decisions are priced, that a request was sent to whom it was decided for."""
-        if decision.prices is None:
-            return None
-        column = self._load.column(decision.chosen.target)
-        return decision.prices.policy.dispatched(
-            now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
-        )
+    def begin(self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True) -> ActiveRequest:
+        """Count a request from its dispatch on, to whom it was decided for."""
+        target, prompt, prices, priced = decision.chosen.target, decision.prompt, decision.prices, None
+        if prices is not None:
+            column = self._load.column(target)
+            priced = prices.policy.dispatched(
+                now_s, column, prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
+            )
+        num_held = decision.overlap_tokens if computes else prompt.num_tokens
+        return self._load.begin(target, prompt, num_held, now_s, priced)
 
     def routed(
         self, tenant: str, ask: Ask, prefix: Prefix, decision: Decision, usage: ReportedUsage | None

@@ -33,7 +33,6 @@ from kvist.router.fleet.replicas import num_replicas
 from kvist.router.fleet.worker import Worker
 from kvist.router.healing import REPORT_MODE
 from kvist.router.policy.decision import Decision
-from kvist.router.policy.priced import Dispatched
 from kvist.router.prefill.dialect import Local
 from kvist.router.prompts import Ask, PromptReader, with_model
 from kvist.router.routing import Known, Prefix, Routing
@@ -54,7 +53,6 @@ class RoutedRequest:
         worker: Worker,
         admission: Admission,
         load: ActiveRequest,
-        priced: Dispatched | None,
         on_answered: Callable[[], None],
     ) -> None:
         self.decision = decision
@@ -64,7 +62,7 @@ class RoutedRequest:
         self.body, self.headers = body, headers
         """What to send there: the body without what only a router may say, and headers beside the client's own."""
         self._worker, self._admission = worker, admission
-        self._load, self._priced, self._on_answered = load, priced, on_answered
+        self._load, self._on_answered = load, on_answered
         worker.breaker.begin()
         self._was_answered = self._has_ended = False
 
@@ -78,15 +76,12 @@ class RoutedRequest:
         """Take note of the first byte of a successful answer."""
         self._was_answered = True
         self._load.end_prefill()
-        if self._priced is not None:
-            self._priced.answered(time.monotonic())
+        self._load.answered(time.monotonic())
         self._on_answered()
 
     def add_tokens(self, num_tokens: int) -> None:
         """Take note that a stream grew by so many tokens."""
         self._load.add_tokens(num_tokens)
-        if self._priced is not None:
-            self._priced.add_tokens(num_tokens)
 
     def refused(self, retry_after: str | None) -> None:
         """Take note that the worker said it is too busy (429 or 503), for as long as its `retry-after` says."""
@@ -97,9 +92,7 @@ class RoutedRequest:
         if self._has_ended:
             return
         self._has_ended = True
-        self._load.finish()
-        if self._priced is not None:
-            self._priced.finish(time.monotonic())
+        self._load.finish(time.monotonic())
         if has_failed:
             self._worker.breaker.fail(time.monotonic())
         elif self._was_answered:
@@ -190,7 +183,7 @@ class Router:
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
         """Count a request where it was decided to go; only one that `is_streamed` shows when its prompt is computed."""
         ask, decision, body = choice
-        target, now_s = decision.chosen.target, time.monotonic()
+        target = decision.chosen.target
         worker = self.known.fleet.get(target.worker)
         assert worker is not None
         headers = self._config.authorization(target.worker)
@@ -203,7 +196,6 @@ class Router:
             {name.decode(): value.decode() for name, value in headers},
             worker,
             self._admission,
-            self.known.load.begin(target, decision.prompt, decision.overlap_tokens, now_s),
-            self._routing.dispatched(now_s, decision, is_streamed=is_streamed),
+            self._routing.begin(time.monotonic(), decision, is_streamed=is_streamed),
             lambda: self._routing.computed(ask, target.worker),
         )

@@ -43,7 +43,7 @@ from kvist.router.doors.journal import Seen
 from kvist.router.doors.live import STATE_PATH, LiveState
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.membership import Membership, WorkerConflictError
+from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import Replicas
 from kvist.router.fleet.speeds import Speeds
@@ -186,8 +186,6 @@ class Keeper:
             return endpoint(question)
         except RequestError as error:
             return refusal(error)
-        except WorkerConflictError as error:
-            return refusal(RequestError(HTTPStatus.CONFLICT, str(error)))
         except InvalidValueError as error:
             return refusal(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
 

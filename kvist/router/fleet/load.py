@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Self
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from kvist.events import WorkerRank
 from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, TENANTS_WORD, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
-from kvist.router.policy.priced import PricedPolicy
+from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import RECENT_HALF_LIFE_S, WorkRows
 from kvist.router.tenants.rows import TenantRows
@@ -36,13 +35,14 @@ _RUNNING, _PREFILL, _DECODE, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT =
 
 
 class ActiveRequest:
-    """One dispatched request. As a context manager it gives back everything it counts, on every way out, once."""
+    """One dispatched request, which gives back everything it counts once it ends; priced, where decisions are."""
 
-    __slots__ = ("_block_size", "_cell", "_decode_blocks", "_prefill_tokens", "_tracker", "num_tokens", "target")
+    __slots__ = ("_block_size", "_cell", "_decode_blocks", "_prefill_tokens", "_priced", "_tracker", "num_tokens")
 
-    def __init__(self, tracker: LoadTracker, target: WorkerRank, cell: int, prompt: Prompt, uncached_tokens: int):
-        self.target = target
-        self._tracker = tracker
+    def __init__(
+        self, tracker: LoadTracker, cell: int, prompt: Prompt, uncached_tokens: int, priced: Dispatched | None
+    ) -> None:
+        self._tracker, self._priced = tracker, priced
         self._cell: int | None = cell
         self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
@@ -53,12 +53,6 @@ class ActiveRequest:
         ints[cell + _PREFILL] += uncached_tokens
         ints[cell + _DECODE] += self._decode_blocks
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.finish()
-
     def end_prefill(self) -> None:
         """Take the first byte of the answer: its prefill is done."""
         if self._cell is not None:
@@ -67,10 +61,17 @@ class ActiveRequest:
             self._prefill_tokens = 0
             self._tracker.on_freed()
 
+    def answered(self, now_s: float) -> None:
+        """Learn from the first token when it came."""
+        if self._priced is not None:
+            self._priced.answered(now_s)
+
     def add_tokens(self, num_tokens: int) -> None:
         """Count what the answer grew by."""
         if self._cell is None:
             return
+        if self._priced is not None:
+            self._priced.add_tokens(num_tokens)
         num_blocks = self.num_tokens // self._block_size
         self.num_tokens += num_tokens
         num_new_blocks = self.num_tokens // self._block_size - num_blocks
@@ -78,8 +79,10 @@ class ActiveRequest:
             self._decode_blocks += num_new_blocks
             self._tracker.ints[self._cell + _DECODE] += num_new_blocks
 
-    def finish(self) -> None:
-        """Give back what is still counted; further calls do nothing."""
+    def finish(self, now_s: float, num_output_tokens: int | None = None) -> None:
+        """Give back what is still counted, and learn from an answer that says how long it is; once."""
+        if self._priced is not None:
+            self._priced.finish(now_s, num_output_tokens)
         cell, self._cell = self._cell, None
         if cell is not None:
             ints = self._tracker.ints
@@ -106,7 +109,14 @@ class LoadTracker:
         self.on_freed: Callable[[], None] = lambda: None
         """Is called when a worker has less to do than it had, as far as this process knows."""
 
-    def begin(self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float) -> ActiveRequest:
+    def begin(
+        self,
+        target: WorkerRank,
+        prompt: Prompt,
+        overlap_tokens: int,
+        now_s: float,
+        priced: Dispatched | None = None,
+    ) -> ActiveRequest:
         """Count a request from its dispatch on."""
         cells = self._cells_of(target)
         assert cells is not None, target  # who is decided for was named before
@@ -115,7 +125,7 @@ class LoadTracker:
         floats[cell + _RECENT] = self._decayed(cell, now_s) + uncached_tokens
         floats[cell + _RECENT_AT] = now_s
         self.ints[self._whole + Whole.RUNNING] += 1
-        return ActiveRequest(self, target, cell, prompt, uncached_tokens)
+        return ActiveRequest(self, cell, prompt, uncached_tokens, priced)
 
     def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
         """Return a policy that prices requests by what all processes have under way."""

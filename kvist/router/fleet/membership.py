@@ -14,9 +14,10 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Self
 
-from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
+from kvist.errors import InvalidValueError, MalformedMessageError, leave_group
 from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
+from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.capacity import WARM_UP_STEPS, Capacity, read_report
 from kvist.router.fleet.discovery import Discovery
@@ -25,7 +26,7 @@ from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks
-from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker, WorkerState
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker
@@ -43,15 +44,6 @@ FIRST_CHECKS_S = 1.0
 
 SETTINGS, ADMINISTRATOR, EARLIER = "settings", "administrator", "earlier process"
 """Who may want workers, beside the sources that settings name; what one before another says of a worker counts."""
-
-
-class WorkerConflictError(KvistError):
-    """The worker is already there, or still draining: the administrator waits or removes it first."""
-
-    def __init__(self, url: str, state: WorkerState) -> None:
-        super().__init__(f"worker {url} is already there and {state}")
-        self.url = url
-        self.state = state
 
 
 class Membership:
@@ -110,12 +102,13 @@ class Membership:
                 self._renderings.on_health_check(worker, self._tasks)
 
     def add(self, worker: WantedWorker) -> Worker:
-        """Take a worker in that an administrator wants; raises InvalidValueError or WorkerConflictError.
+        """Take a worker in that an administrator wants; raises InvalidValueError, or RequestError (409)
+        where it is already there, or still draining.
 
         Event sources and a role given here count whatever the worker announces.
         """
         if (present := self._fleet.get(worker.url)) is not None:
-            raise WorkerConflictError(worker.url, present.state)
+            raise RequestError(HTTPStatus.CONFLICT, f"worker {worker.url} is already there and {present.state}")
         self._load.name(WorkerRank(worker.url, 0))
         self.want(ADMINISTRATOR, [*self._wanted[ADMINISTRATOR].values(), worker])
         added = self._fleet.get(worker.url)

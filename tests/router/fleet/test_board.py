@@ -27,6 +27,7 @@ class Running:
     """A request, and what it should count."""
 
     active: ActiveRequest
+    target: WorkerRank
     life: int
     num_uncached: int
     num_blocks: int
@@ -94,8 +95,9 @@ class Boards(RuleBasedStateMachine):
     def begin(self, front: int, worker: str, rank: int, tokens: int, overlap: int) -> None:
         life = self.fronts[front].lives.get(worker)
         if life is not None and life == self.lives.get(worker):
-            active = self.fronts[front].tracker.begin(WorkerRank(worker, rank), Prompt(tokens, 16), overlap, 0.0)
-            self.fronts[front].running.append(Running(active, life, max(0, tokens - overlap), -(-tokens // 16)))
+            target, num_uncached = WorkerRank(worker, rank), max(0, tokens - overlap)
+            active = self.fronts[front].tracker.begin(target, Prompt(tokens, 16), overlap, 0.0)
+            self.fronts[front].running.append(Running(active, target, life, num_uncached, -(-tokens // 16)))
 
     @precondition(lambda self: any(front.running for front in self.fronts))
     @rule(data=st.data())
@@ -111,8 +113,8 @@ class Boards(RuleBasedStateMachine):
                 each.num_blocks += (each.num_tokens + 9) // 16 - each.num_tokens // 16
                 each.num_tokens += 9
             case "finish":
-                each.active.finish()
-                each.active.finish()
+                each.active.finish(0.0)
+                each.active.finish(0.0)
                 front.running.remove(each)
 
     @rule(front=FRONTS)
@@ -132,7 +134,7 @@ class Boards(RuleBasedStateMachine):
     def loads_are_those_of_all_fronts(self) -> None:
         expected: dict[tuple[int, WorkerRank], Counter[str]] = {}
         for each in (each for front in self.fronts for each in front.running):
-            counted = expected.setdefault((each.life, each.active.target), Counter())
+            counted = expected.setdefault((each.life, each.target), Counter())
             counted.update(running=1, prefill=each.num_uncached, decode=each.num_blocks)
         for tracker, lives in [(self.keeper, self.lives), *((front.tracker, front.lives) for front in self.fronts)]:
             for worker, life in lives.items():
@@ -162,7 +164,7 @@ def test_columns_are_reused_once_nothing_runs_in_them() -> None:
         keeper.name(target)
         request = front.begin(target, Prompt(100, 16), 0, 0.0)
         keeper.forget(target.worker)
-        request.finish()
+        request.finish(0.0)
         front.forget(target.worker)
     assert keeper.ints[0] == 1
     keeper.name(WorkerRank("http://last", 0))

@@ -21,7 +21,7 @@ def test_a_request_counts_from_dispatch_to_its_end() -> None:
     assert tracker.load(RANK, 0.0) == Load(1, 36, 7, 36.0)
     request.end_prefill()
     assert tracker.load(RANK, 0.0) == Load(1, 0, 7, 36.0)
-    request.finish()
+    request.finish(0.0)
     assert tracker.load(RANK, 0.0) == Load(0, 0, 0, 36.0)
 
 
@@ -31,14 +31,13 @@ def test_every_block_of_streamed_tokens_is_a_decode_block() -> None:
     for _ in range(11):
         request.add_tokens(3)
     assert tracker.load(RANK, 0.0).decode_blocks == 7 + 2
-    request.finish()
+    request.finish(0.0)
     assert tracker.load(RANK, 0.0).decode_blocks == 0
 
 
 def test_a_request_that_fails_before_its_first_byte_gives_back_its_prefill() -> None:
     tracker = LoadTracker()
-    with pytest.raises(ConnectionError), tracker.begin(RANK, PROMPT, 0, 0.0):
-        raise ConnectionError
+    tracker.begin(RANK, PROMPT, 0, 0.0).finish(0.0)
     load = tracker.load(RANK, 0.0)
     assert (load.running_requests, load.prefill_tokens, load.decode_blocks) == (0, 0, 0)
 
@@ -46,13 +45,13 @@ def test_a_request_that_fails_before_its_first_byte_gives_back_its_prefill() -> 
 def test_finishing_twice_and_tokens_after_the_end_change_nothing() -> None:
     tracker = LoadTracker()
     first, second = tracker.begin(RANK, PROMPT, 0, 0.0), tracker.begin(RANK, PROMPT, 0, 0.0)
-    first.finish()
-    first.finish()
+    first.finish(0.0)
+    first.finish(0.0)
     first.end_prefill()
     first.add_tokens(160)
     assert tracker.load(RANK, 0.0) == Load(1, 100, 7, 200.0)
     assert tracker.running_requests("http://w") == 1
-    second.finish()
+    second.finish(0.0)
     assert tracker.running_requests("http://w") == 0
 
 
@@ -67,9 +66,9 @@ def test_ranks_are_counted_apart_and_their_worker_together() -> None:
 
 def test_recent_prefill_outlives_the_request_and_halves_each_half_life() -> None:
     tracker = LoadTracker()
-    tracker.begin(RANK, PROMPT, 0, now_s=0.0).finish()
+    tracker.begin(RANK, PROMPT, 0, now_s=0.0).finish(0.0)
     assert tracker.load(RANK, 60.0).recent_prefill_tokens == pytest.approx(50)
-    tracker.begin(RANK, PROMPT, 0, now_s=60.0).finish()
+    tracker.begin(RANK, PROMPT, 0, now_s=60.0).finish(0.0)
     assert tracker.load(RANK, 120.0).recent_prefill_tokens == pytest.approx(75)
 
 
@@ -82,7 +81,7 @@ def test_forgetting_a_worker_drops_its_history_but_not_the_bookkeeping_of_runnin
     request = tracker.begin(RANK, PROMPT, 0, 0.0)
     tracker.forget("http://w")
     assert tracker.load(RANK, 0.0) == Load()
-    request.finish()
+    request.finish(0.0)
     assert tracker.load(RANK, 0.0) == Load()
     assert tracker.running_requests("http://w") == 0
 
@@ -92,9 +91,9 @@ async def test_waiting_for_idle_ends_with_the_last_request() -> None:
     first, second = tracker.begin(RANK, PROMPT, 0, 0.0), tracker.begin(OTHER_RANK, PROMPT, 0, 0.0)
     waiting = asyncio.create_task(tracker.wait_idle("http://w"))
     await asyncio.sleep(0)
-    first.finish()
+    first.finish(0.0)
     await asyncio.sleep(0)
     assert not waiting.done()
-    second.finish()
+    second.finish(0.0)
     await asyncio.wait_for(waiting, 60)
     await tracker.wait_idle("http://never-seen")

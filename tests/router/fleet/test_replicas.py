@@ -90,7 +90,7 @@ class Client:
             dispatched.add_tokens(7)
             load.add_tokens(7)
             dispatched.finish(now_s)
-            load.finish()
+            load.finish(0.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -138,7 +138,7 @@ def test_clocks_of_machines_may_differ() -> None:
     theirs.policies[0].dispatched(5e6, 0, prices, 0)
     ours.listener.take("other", theirs.teller.summary(5e6 + 1, is_whole=True), 51.0)
     assert ours.view(51.0, hashes)[RANKS[0]] == theirs.view(5e6 + 1, hashes)[RANKS[0]]
-    load.finish()
+    load.finish(0.0)
 
 
 def test_what_is_done_at_the_very_moment_of_a_summary_is_told() -> None:

@@ -51,7 +51,7 @@ class Fronts:
 
     def serve(self, random: Random) -> Asked:
         """End the request that runs; return who is begun, while fronts look for room in any order."""
-        self._running.finish()
+        self._running.finish(0.0)
         num_served = len(self.served)
         while len(self.served) == num_served:
             random.choice(self.admissions).pump()
