@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from random import Random
 from typing import NamedTuple, Self
 
@@ -28,9 +29,8 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.board import LoadBoard
-from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.replicas import num_replicas
-from kvist.router.fleet.worker import Worker
 from kvist.router.healing import REPORT_MODE
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import Local
@@ -45,25 +45,23 @@ class RoutedRequest:
     an answer, as the client left, says nothing of it.
     """
 
-    def __init__(
-        self,
-        decision: Decision,
-        body: bytes,
-        headers: dict[str, str],
-        worker: Worker,
-        admission: Admission,
-        load: ActiveRequest,
-        on_answered: Callable[[], None],
-    ) -> None:
-        self.decision = decision
-        """Who was chosen, and from what."""
-        self.worker = decision.chosen.target.worker
-        """Its URL."""
-        self.body, self.headers = body, headers
-        """What to send there: the body without what only a router may say, and headers beside the client's own."""
-        self._worker, self._admission = worker, admission
-        self._load, self._on_answered = load, on_answered
+    def __init__(self, router: Router, choice: Choice, *, is_streamed: bool) -> None:
+        ask, self.decision, self.body = choice
+        target = self.decision.chosen.target
+        self.worker = target.worker
+        """Its URL; `decision` says from what it was chosen."""
+        headers = router._config.authorization(target.worker)
+        if router._routing.is_one_of_several_ranks(target):
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        self.headers = {name.decode(): value.decode() for name, value in headers}
+        """To be sent beside the client's own, with `body`: the client's without what only a router may say."""
+        worker = router.known.fleet.get(target.worker)
+        assert worker is not None
+        self._worker, self._admission = worker, router._admission
         worker.breaker.begin()
+        router.known.load.dispatched()
+        self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
+        self._on_answered = partial(router._routing.computed, ask, target.worker)
         self._was_answered = self._has_ended = False
 
     def __enter__(self) -> Self:
@@ -182,20 +180,4 @@ class Router:
 
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
         """Count a request where it was decided to go; only one that `is_streamed` shows when its prompt is computed."""
-        ask, decision, body = choice
-        target = decision.chosen.target
-        worker = self.known.fleet.get(target.worker)
-        assert worker is not None
-        headers = self._config.authorization(target.worker)
-        if self._routing.is_one_of_several_ranks(target):
-            headers.append((RANK_HEADER, b"%d" % target.rank))
-        self.known.load.dispatched()
-        return RoutedRequest(
-            decision,
-            body,
-            {name.decode(): value.decode() for name, value in headers},
-            worker,
-            self._admission,
-            self._routing.begin(time.monotonic(), decision, is_streamed=is_streamed),
-            lambda: self._routing.computed(ask, target.worker),
-        )
+        return RoutedRequest(self, choice, is_streamed=is_streamed)

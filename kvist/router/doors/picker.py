@@ -193,14 +193,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
         """Return the answer that says where the request goes."""
         endpoints = ",".join(_endpoints_of(routed, self._router.known.fleet))
         told = {DESTINATION: endpoints, **routed.headers, **more}
-        overwrite = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-        mutation = pb.HeaderMutation(
-            set_headers=[
-                HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=overwrite)
-                for name, value in told.items()
-            ]
-        )
-        common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        common = pb.CommonResponse(header_mutation=_setting(told), clear_route_cache=True)
         if is_changed:
             common.body_mutation.CopyFrom(pb.BodyMutation(body=routed.body))
         metadata = Struct()
@@ -266,12 +259,17 @@ def _refusal(error: RequestError) -> pb.ProcessingResponse:
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    mutation = pb.HeaderMutation(
+    status, details = HttpStatus(code=error.status), error.code or "refused"
+    immediate = pb.ImmediateResponse(status=status, headers=_setting(headers), body=error_body(error), details=details)
+    return pb.ProcessingResponse(immediate_response=immediate)
+
+
+def _setting(headers: dict[str, str]) -> pb.HeaderMutation:
+    """Return what puts these headers in the place of any of their names."""
+    overwrite = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    return pb.HeaderMutation(
         set_headers=[
-            HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode())) for name, value in headers.items()
+            HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=overwrite)
+            for name, value in headers.items()
         ]
     )
-    immediate = pb.ImmediateResponse(
-        status=HttpStatus(code=error.status), headers=mutation, body=error_body(error), details=error.code or "refused"
-    )
-    return pb.ProcessingResponse(immediate_response=immediate)
