@@ -278,6 +278,7 @@ async def test_a_stream_that_ends_is_looked_at_no_more(start_following, until):
 async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_following, monkeypatch):
     """A follower that takes all at once and a subscription that always has more: yet other tasks run."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_SHARE", 0.0)
 
     class Endless(FakeSubscription):
         async def receive(self) -> list[Message]:

@@ -266,6 +266,9 @@ async def _close(client: Client) -> None:
         with suppress(*FAILURES, AssertionError):  # nor was it told which server
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await client.close()
+        writer = getattr(client._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()  # where that took too long
 
     closing = asyncio.create_task(close(), name="kvist-nats-closing")
     try:

@@ -245,7 +245,7 @@ async def test_a_name_is_asked_for_again_when_its_answer_is_too_old(worker, rout
 async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(
     worker, router, start_nats_server, monkeypatch
 ) -> None:
-    monkeypatch.setattr(discovery, "SILENCE_S", 0.5)
+    monkeypatch.setattr(discovery, "SILENCE_S", 1.0)
     monkeypatch.setattr(discovery, "CONNECT_S", 0.2)
     server = start_nats_server()
     url = f"nats://user:secret@127.0.0.1:{server.port}/fleet.workers"
@@ -257,34 +257,43 @@ async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(
                 await client.publish("fleet.workers", each if isinstance(each, bytes) else json.dumps(each).encode())
             await client.close()
 
-        async def repeat(*announcements: Any) -> None:
-            while True:
-                await announce(*announcements)
-                await asyncio.sleep(0.1)
+        @asynccontextmanager
+        async def repeating(*announcements: Any) -> AsyncIterator[None]:
+            is_over = False
+
+            async def repeat() -> None:
+                while not is_over:
+                    await announce(*announcements)
+                    await asyncio.sleep(0.1)
+
+            task = asyncio.create_task(repeat())
+            try:
+                yield
+            finally:
+                is_over = True
+                await task
 
         await until_ok(front)
         elsewhere = {"url": "http://127.0.0.1:9", "kv_event_sources": ["tcp://10.0.0.9:5557"]}
         both = [b"{", elsewhere, {"url": one.url, "role": "prefill", "later": 1}, {"url": two.url}]
-        repeating = asyncio.create_task(repeat(*both))
-        await front.until_state(one.url, "healthy")
-        await front.until_state(two.url, "healthy")
-        workers = await front.workers()
-        assert set(workers) == {one.url, two.url}
-        assert workers[one.url]["role"] == "prefill"
-        assert "secret" not in json.dumps([await source_of(front), workers])
-        repeating.cancel()
+        async with repeating(*both):
+            await front.until_state(one.url, "healthy")
+            await front.until_state(two.url, "healthy")
+            workers = await front.workers()
+            assert set(workers) == {one.url, two.url}
+            assert workers[one.url]["role"] == "prefill"
+            assert "secret" not in json.dumps([await source_of(front), workers])
         server.kill()
         await until_failed(front, "127.0.0.1")
-        for _ in range(20):  # longer than silence counts, and nobody can be heard
+        for _ in range(15):  # longer than silence counts, and nobody can be heard
             await until_failed(front, "127.0.0.1")
             await asyncio.sleep(discovery.SILENCE_S / 10)
         assert set(await front.workers()) == {one.url, two.url}
         server.start()
         await until_ok(front)
-        repeating = asyncio.create_task(repeat({"url": one.url}))
-        await front.until_state(two.url, "gone")
-        assert (await front.workers())[one.url]["state"] == "healthy"
-        repeating.cancel()
+        async with repeating({"url": one.url}):
+            await front.until_state(two.url, "gone")
+            assert (await front.workers())[one.url]["state"] == "healthy"
         await announce({"url": one.url, "leaving": True})
         await front.until_state(one.url, "gone")
 

@@ -152,7 +152,7 @@ class Link:
         self._malformed = malformed
         self._on_messages = on_messages
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._heard_at_s = self._loop.time()
+        self._heard_at_s, self._num_silent_looks = self._loop.time(), 0
         self._space = inbox.space()
         self._next_read: asyncio.Handle | None = None
         self._has_reader = False
@@ -199,7 +199,7 @@ class Link:
             self._close()
             return
         now_s = self._loop.time()
-        since_s, self._heard_at_s = now_s - self._heard_at_s, now_s
+        since_s, self._heard_at_s, self._num_silent_looks = now_s - self._heard_at_s, now_s, 0
         num_before = self._connection.num_messages
         self._inbox.filling.end += num_bytes
         self._advance()
@@ -240,10 +240,10 @@ class Link:
         self._flush()
 
     def _check_silence(self) -> None:
-        now_s = self._loop.time()
+        self._num_silent_looks += 1  # and not the time: of that any may pass while it is us who do not run
         if self._inbox.is_full:
-            self._heard_at_s = now_s  # it is us who do not listen
-        is_silent = now_s - self._heard_at_s >= base.PING_TIMEOUT_S
+            self._num_silent_looks = 0  # it is us who do not listen
+        is_silent = self._num_silent_looks * base.PING_INTERVAL_S >= base.PING_TIMEOUT_S
         if is_silent and (self._connection.has_pong or not self._connection.is_ready):
             _logger.info("peer left for its silence, and tried again: source=%s", self._malformed.source)
             self.is_left = True

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import socket
+import time
 import weakref
 from contextlib import suppress
 
@@ -360,6 +361,18 @@ async def test_a_consumer_that_does_not_take_is_not_taken_for_a_silent_peer(peer
         while len(received) < len(sent):
             received += await receive(subscription)
         assert received == sent
+        assert subscription.num_connects == 1
+
+
+@pytest.mark.usefixtures("short_pings")
+async def test_nobody_is_taken_for_silent_by_a_loop_that_was_late(peer, say):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        reader, writer = await peer.accept(say.hello())
+        await reader.readuntil(say.command(b"PING", b"\0\0"))
+        time.sleep(0.5)  # noqa: ASYNC251 - holds the loop up
+        await reader.readuntil(say.command(b"PING", b"\0\0"))
+        writer.write(say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
         assert subscription.num_connects == 1
 
 
