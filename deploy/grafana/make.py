@@ -1,4 +1,4 @@
-"""Writes the dashboard for Grafana, and the alerts for Prometheus: `make dashboard`.
+"""Writes the dashboard for Grafana, and the alerts for Prometheus and for its Operator: `make dashboard`.
 
 With the URL of a Prometheus that scrapes a router it asks every query instead, and names those without an answer.
 Tests compare what lies in `deploy/` with what this makes, and what it asks for with what a router measures.
@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -20,22 +20,36 @@ import yaml
 
 DEPLOY = Path(__file__).parents[1]
 DASHBOARD, RULES = DEPLOY / "grafana" / "kvist.json", DEPLOY / "prometheus" / "kvist.rules.yaml"
+PROMETHEUS_RULE = DEPLOY / "kubernetes" / "podmonitor" / "prometheusrule.yaml"
 RUNBOOKS = "docs/operating.md"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 NUM_COLUMNS, HEIGHT = 24, 8
 HEALTHY, NOT_HEALTHY = 'state="healthy"', 'state!="healthy"'
+NOT_EXACT = 'sign!="exact"'
+EVENTS_REFUSED = ("event_malformed", "event_batches_refused", "event_ranks_refused")
 
 
 def of(metric: str, labels: str = "") -> str:
     """Return a selector of a router's metric, for the routers that were chosen."""
-    name = metric if metric.startswith("process_") else f"kvist_router_{metric}"
+    name = metric if metric.startswith(("process_", "kvist_")) else f"kvist_router_{metric}"
     return f'{name}{{job=~"$job", instance=~"$instance"{labels and ", "}{labels}}}'
 
 
 def rate(metric: str, by: str = "", labels: str = "") -> str:
     """Return how much a counter of all chosen routers grows in a second, 0 where it has counted nothing yet."""
-    grown = f"(rate({of(metric, labels)}[$__rate_interval]))"
+    name = metric if metric.endswith("_sum") else f"{metric}_total"
+    grown = f"(rate({of(name, labels)}[$__rate_interval]))"
     return f"sum by ({by}) {grown}" if by else f"(sum {grown} or vector(0))"
+
+
+def rates(*metrics: str) -> dict[str, str]:
+    """Return how much each of some counters grows in a second."""
+    return {metric.replace("_", " "): rate(metric) for metric in metrics}
+
+
+def ratio(part: str, whole: str, by: str = "") -> str:
+    """Return which part of what one counter counts another one does."""
+    return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def uncached(prompts: str, cached: str, by: str) -> str:
@@ -43,9 +57,9 @@ def uncached(prompts: str, cached: str, by: str) -> str:
     return f"{rate(prompts, by)} - {rate(cached, by)}"
 
 
-def quantile(part: float, histogram: str, by: str = "model") -> str:
-    """Return below what so large a part of a histogram's observations is."""
-    return f"histogram_quantile({part}, sum by (le, {by}) (rate({of(f'{histogram}_bucket')}[$__rate_interval])))"
+def quantile(part: float, histogram: str) -> str:
+    """Return below what so large a part of a histogram's observations is, of each model."""
+    return f"histogram_quantile({part}, sum by (le, model) (rate({of(f'{histogram}_bucket')}[$__rate_interval])))"
 
 
 def quantiles(histogram: str) -> dict[str, str]:
@@ -60,37 +74,34 @@ def now(metric: str, by: str, labels: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph, or the last values: queries by the name of what they return."""
+    """A graph, or where `is_last` the last values: queries by the name of what they return."""
 
     title: str
     means: str
     unit: str
     queries: dict[str, str]
-    kind: str = "timeseries"
-    width: int = 8
-    most: float | None = None
+    is_last: bool = False
 
-    def described(self, panel_id: int, x: int, y: int) -> dict[str, Any]:
+    def described(self, panel_id: int, x: int, y: int, width: int) -> dict[str, Any]:
         """Return it as Grafana has it."""
-        is_graph = self.kind == "timeseries"
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0}
-        if self.most is not None:
-            defaults["max"] = self.most
-        if is_graph:
+        if self.unit == "percentunit":
+            defaults["max"] = 1
+        if not self.is_last:
             defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 10, "showPoints": "never"}
         legend = {"showLegend": True, "displayMode": "list", "placement": "bottom", "calcs": []}
         calculated = {"calcs": ["lastNotNull"], "fields": "", "values": False}
         return {
             "id": panel_id,
-            "type": self.kind,
+            "type": "stat" if self.is_last else "timeseries",
             "title": self.title,
             "description": self.means,
             "datasource": SOURCE,
-            "gridPos": {"h": HEIGHT if is_graph else HEIGHT // 2, "w": self.width, "x": x, "y": y},
+            "gridPos": {"h": HEIGHT // 2 if self.is_last else HEIGHT, "w": width, "x": x, "y": y},
             "fieldConfig": {"defaults": defaults, "overrides": []},
-            "options": {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
-            if is_graph
-            else {"reduceOptions": calculated, "colorMode": "value", "graphMode": "area", "textMode": "auto"},
+            "options": {"reduceOptions": calculated, "colorMode": "value", "graphMode": "area", "textMode": "auto"}
+            if self.is_last
+            else {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}},
             "targets": [
                 {"refId": chr(ord("A") + idx), "datasource": SOURCE, "expr": query, "legendFormat": name, "range": True}
                 for idx, (name, query) in enumerate(self.queries.items())
@@ -98,96 +109,37 @@ class Panel:
         }
 
 
+def value(title: str, means: str, query: str, unit: str = "none") -> Panel:
+    """Return a panel with the value of now."""
+    return Panel(title, means, unit, {title.lower(): query}, is_last=True)
+
+
+def per(label: str, title: str, means: str, query: str, unit: str = "none", **others: str) -> Panel:
+    """Return a graph with a line for each value of a label, and others."""
+    return Panel(f"{title}, by {label}", means, unit, {f"{{{{{label}}}}}": query} | others)
+
+
 ROWS = {
     "Fleet": (
-        Panel(
-            "Healthy workers",
-            "Workers that are given requests",
-            "none",
-            {"healthy": f"sum ({now('worker_state', 'worker', HEALTHY)})"},
-            "stat",
-            4,
-        ),
-        Panel(
-            "Other workers",
-            "Starting, unhealthy or draining",
-            "none",
-            {"others": f"sum ({now('worker_state', 'worker', NOT_HEALTHY)})"},
-            "stat",
-            4,
-        ),
-        Panel(
-            "Running",
-            "Requests that have not ended",
-            "none",
-            {"running": f"sum ({now('running_requests', 'worker')})"},
-            "stat",
-            4,
-        ),
-        Panel("Requests", "Sent to workers, a second", "reqps", {"requests": rate("requests_total")}, "stat", 4),
-        Panel(
-            "Waiting",
-            "Requests that no worker has room for now",
-            "none",
-            {"waiting": f"sum ({of('queued_requests')}) or vector(0)"},
-            "stat",
-            4,
-        ),
-        Panel(
-            "Index",
-            "Distinct blocks that the index knows of",
-            "short",
-            {"blocks": f"max ({of('blocks').replace('router', 'index')})"},
-            "stat",
-            4,
-        ),
-        Panel(
-            "Running, by worker",
-            "Requests that have not ended",
-            "none",
-            {"{{worker}}": now("running_requests", "worker")},
-        ),
-        Panel(
-            "To compute, by worker",
-            "Uncached tokens of prompts that are not answered yet",
-            "short",
-            {"{{worker}}": now("prefill_tokens", "worker")},
-        ),
-        Panel(
-            "Cached, by worker", "Blocks that its ranks hold", "short", {"{{worker}}": now("worker_blocks", "worker")}
-        ),
+        value("Healthy workers", "Workers that are given requests", f"sum ({now('worker_state', 'worker', HEALTHY)})"),
+        value("Other workers", "Starting, unhealthy, draining", f"sum ({now('worker_state', 'worker', NOT_HEALTHY)})"),
+        value("Running", "Requests that have not ended", f"sum ({now('running_requests', 'worker')})"),
+        value("Requests", "Sent to workers, a second", rate("requests"), "reqps"),
+        value("Waiting", "Requests that no worker has room for", f"sum ({of('queued_requests')}) or vector(0)"),
+        value("Index", "Distinct blocks that the index knows of", f"max ({of('kvist_index_blocks')})", "short"),
+    ),
+    "Workers": (
+        per("worker", "Running", "Requests that have not ended", now("running_requests", "worker")),
+        per("worker", "To compute", "Uncached tokens of running prompts", now("prefill_tokens", "worker"), "short"),
+        per("worker", "Cached", "Blocks that its ranks hold", now("worker_blocks", "worker"), "short"),
     ),
     "Requests and latencies": (
-        Panel(
-            "Ends, by status",
-            "0: the worker failed; 499: nobody waits any more",
-            "reqps",
-            {"{{status}}": rate("requests_total", "status")},
-        ),
-        Panel(
-            "Refused, retried, late",
-            "Answered by the router itself, sent on to another worker, clients too slow",
-            "reqps",
-            {
-                "refused": rate("refusals_total"),
-                "retried": rate("retries_total"),
-                "slow clients": rate("http_timeouts_total"),
-            },
-        ),
-        Panel(
-            "Time to first byte",
-            "From a request's arrival to the first byte of its answer's body",
-            "s",
-            quantiles("time_to_first_byte_seconds"),
-        ),
+        per("status", "Ends", "0: the worker failed; 499: the client left", rate("requests", "status"), "reqps"),
+        Panel("Refused, retried, late", "A second", "reqps", rates("refusals", "retries", "http_timeouts")),
+        Panel("Time to first byte", "From arrival", "s", quantiles("time_to_first_byte_seconds")),
         Panel("Time to the end", "Of whole answers", "s", quantiles("request_seconds")),
         Panel("Between two tokens", "Each stream's mean", "s", quantiles("inter_token_seconds")),
-        Panel(
-            "Tokens",
-            "Of prompts sent to workers, and of whole answers",
-            "short",
-            {"prompts": rate("prompt_tokens_total"), "answers": rate("output_tokens_total")},
-        ),
+        Panel("Tokens", "Of prompts, of whole answers", "short", rates("prompt_tokens", "output_tokens")),
     ),
     "Cache hits": (
         Panel(
@@ -195,61 +147,38 @@ ROWS = {
             "Prompt tokens that were cached: as the router predicted, and as engines report",
             "percentunit",
             {
-                "predicted": f"{rate('overlap_tokens_total')} / {rate('prompt_tokens_total')}",
-                "reported": f"{rate('tenant_cached_tokens_total')} / {rate('tenant_prompt_tokens_total')}",
+                "predicted": ratio("overlap_tokens", "prompt_tokens"),
+                "reported": ratio("tenant_cached_tokens", "tenant_prompt_tokens"),
             },
-            most=1,
         ),
-        Panel(
-            "Predicted, by worker",
-            "Of the prompt tokens that it was sent",
-            "percentunit",
-            {"{{worker}}": f"{rate('overlap_tokens_total', 'worker')} / {rate('prompt_tokens_total', 'worker')}"},
-            most=1,
-        ),
-        Panel(
-            "Computed",
-            "Prompt tokens that were not predicted to be cached at their worker, a second",
-            "short",
-            {"{{worker}}": uncached("prompt_tokens_total", "overlap_tokens_total", "worker")},
-        ),
+        per("worker", "Predicted", "Of its prompts", ratio("overlap_tokens", "prompt_tokens", "worker"), "percentunit"),
+        per("worker", "Computed", "Not cached", uncached("prompt_tokens", "overlap_tokens", "worker"), "short"),
     ),
     "Losses": (
-        Panel(
-            "Wrongly predicted",
-            "Tokens a second by which predictions were over or under what engines report",
-            "short",
-            {"{{sign}}": rate("overlap_error_tokens_sum", "sign", 'sign!="exact"')},
-        ),
+        per("sign", "Wrongly predicted", "Tokens", rate("overlap_error_tokens_sum", "sign", NOT_EXACT), "short"),
         Panel(
             "Prompts not read",
             "Requests of which not all tokens were known, by what was in the way",
             "reqps",
             {
-                "not read": rate("readings_total", labels='outcome!="tokens"'),
-                "{{api}}, {{outcome}}: {{obstacle}}": rate("readings_total", "api, outcome, obstacle"),
+                "not read": rate("readings", labels='outcome!="tokens"'),
+                "{{api}}, {{outcome}}: {{obstacle}}": rate("readings", "api, outcome, obstacle"),
             },
         ),
         Panel(
             "Handed over, and not",
-            "Answers begun with another worker's prefill; prefills and transfers that came to nothing",
+            "Answers begun with another worker's prefill; what came to nothing; prompts that stay",
             "reqps",
-            {
-                "handed over": rate("disaggregated_total"),
-                "came to nothing": rate("disaggregation_fallbacks_total"),
-                "kept local": rate("local_prefills_total"),
-            },
+            rates("disaggregated", "disaggregation_fallbacks", "local_prefills"),
         ),
     ),
     "Queue and admission": (
-        Panel(
-            "Waiting, by model",
+        per(
+            "model",
+            "Waiting",
             "Requests that no worker has room for",
-            "none",
-            {
-                "all": f"sum ({of('queued_requests')}) or vector(0)",
-                "{{model}}": f"sum by (model) ({of('queued_requests')})",
-            },
+            f"sum by (model) ({of('queued_requests')})",
+            all=f"sum ({of('queued_requests')}) or vector(0)",
         ),
         Panel(
             "Waited",
@@ -257,108 +186,53 @@ ROWS = {
             "s",
             {"{{model}} p90": quantile(0.9, "queue_seconds"), "all": rate("queue_seconds_sum")},
         ),
-        Panel(
+        per(
+            "cause",
             "In vain",
             "Requests that no worker had room for, by why they wait no longer",
+            rate("rejections", "cause"),
             "reqps",
-            {"all": rate("rejections_total"), "{{cause}}": rate("rejections_total", "cause")},
+            all=rate("rejections"),
         ),
     ),
     "Tenants": (
-        Panel(
-            "Requests, by tenant",
-            "Whose answers began",
-            "reqps",
-            {"{{tenant}}": rate("tenant_requests_total", "tenant")},
-            width=6,
-        ),
-        Panel(
-            "Computed tokens, by tenant",
-            "Of prompts, without those that were cached",
+        per("tenant", "Requests", "Whose answers began", rate("tenant_requests", "tenant"), "reqps"),
+        per(
+            "tenant",
+            "Computed",
+            "Not cached",
+            uncached("tenant_prompt_tokens", "tenant_cached_tokens", "tenant"),
             "short",
-            {"{{tenant}}": uncached("tenant_prompt_tokens_total", "tenant_cached_tokens_total", "tenant")},
-            width=6,
         ),
-        Panel(
-            "Output tokens, by tenant",
-            "Of whole answers",
-            "short",
-            {"{{tenant}}": rate("tenant_output_tokens_total", "tenant")},
-            width=6,
-        ),
-        Panel(
-            "Limited, by tenant",
-            "Requests that were refused, as the tenant had asked too much",
-            "reqps",
-            {"{{tenant}}": rate("tenant_limited_total", "tenant")},
-            width=6,
-        ),
+        per("tenant", "Output tokens", "Of whole answers", rate("tenant_output_tokens", "tenant"), "short"),
+        per("tenant", "Limited", "Refused: more than is allowed", rate("tenant_limited", "tenant"), "reqps"),
     ),
     "Event streams": (
-        Panel(
-            "Ranks, by how well they are known",
-            "live is exact; partial lacks blocks; approximate has no events",
-            "none",
-            {"{{state}}": f"sum by (state) ({now('ranks', 'worker, state')})"},
-            width=6,
-        ),
-        Panel(
-            "Since the last event",
-            "A worker that computes nothing says nothing",
-            "s",
-            {"{{worker}}": now("event_age_seconds", "worker")},
-            width=6,
-        ),
-        Panel(
-            "Gaps and restarts",
-            "Losses seen in streams; epochs after the first",
-            "short",
-            {"gaps": rate("event_gaps_total"), "restarts": rate("event_restarts_total")},
-            width=6,
-        ),
-        Panel(
-            "Refused",
-            "Messages not understood, batches of no use or of too many ranks",
-            "short",
-            {
-                "malformed": rate("event_malformed_total"),
-                "of no use": rate("event_batches_refused_total"),
-                "too many ranks": rate("event_ranks_refused_total"),
-            },
-            width=6,
-        ),
+        per("state", "Ranks", "Only live is exact", f"sum by (state) ({now('ranks', 'worker, state')})"),
+        per("worker", "Last event", "An idle worker says nothing", now("event_age_seconds", "worker"), "s"),
+        Panel("Gaps and restarts", "Of event streams", "short", rates("event_gaps", "event_restarts")),
+        Panel("Refused", "Messages, batches and ranks that are of no use", "short", rates(*EVENTS_REFUSED)),
     ),
     "Process": (
-        Panel(
-            "CPU",
-            "Cores in use",
-            "none",
-            {"{{instance}}": f"rate({of('process_cpu_seconds_total')}[$__rate_interval])"},
-            width=6,
-        ),
+        per("instance", "CPU", "Cores in use", f"rate({of('process_cpu_seconds_total')}[$__rate_interval])"),
         Panel(
             "Memory",
             "Resident, and of it the index",
             "bytes",
-            {
-                "{{instance}}": of("process_resident_memory_bytes"),
-                "{{instance}}: index": of("bytes").replace("router", "index"),
-            },
-            width=6,
+            {"{{instance}}": of("process_resident_memory_bytes"), "{{instance}}: index": of("kvist_index_bytes")},
         ),
-        Panel(
+        per(
+            "instance",
             "Event loop",
             "Share of time in which nobody was served",
+            f"rate({of('loop_late_seconds_total')}[$__rate_interval])",
             "percentunit",
-            {"{{instance}}": f"rate({of('loop_late_seconds_total')}[$__rate_interval])"},
-            width=6,
         ),
         Panel(
             "Clients",
             "Open connections, and descriptors",
             "none",
             {"{{instance}}": of("connections"), "{{instance}}: descriptors": of("process_open_fds")},
-            width=6,
         ),
     ),
 }
@@ -454,10 +328,7 @@ ALERTS = (
     Alert(
         "KvistEventsRefused",
         "Events of {{ $labels.worker }} are of no use",
-        " + ".join(
-            grown(f"event_{name}_total", "job, worker") for name in ("malformed", "batches_refused", "ranks_refused")
-        )
-        + " > 0",
+        " + ".join(grown(f"{name}_total", "job, worker") for name in EVENTS_REFUSED) + " > 0",
         "10m",
     ),
     Alert(
@@ -482,25 +353,18 @@ ALERTS = (
 
 
 def panels() -> Iterator[dict[str, Any]]:
-    """Yield rows, and below each its panels from left to right."""
+    """Yield rows, and below each its panels from left to right, as many side by side as fill the width."""
     ids, y = count(1), 0
     for title, row in ROWS.items():
-        yield {
-            "id": next(ids),
-            "type": "row",
-            "title": title,
-            "collapsed": False,
-            "panels": [],
-            "gridPos": {"h": 1, "w": NUM_COLUMNS, "x": 0, "y": y},
-        }
-        x, y, height = 0, y + 1, 0
-        for panel in row:
-            if x + panel.width > NUM_COLUMNS:
-                x, y = 0, y + height
-            described = panel.described(next(ids), x, y)
-            x, height = x + panel.width, described["gridPos"]["h"]
+        at = {"h": 1, "w": NUM_COLUMNS, "x": 0, "y": y}
+        yield {"id": next(ids), "type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": at}
+        y += 1
+        num_beside = next(num for num in (6 if row[0].is_last else 4, 3) if len(row) % num == 0)
+        for panel, x in zip(row, cycle(range(0, NUM_COLUMNS, NUM_COLUMNS // num_beside))):
+            described = panel.described(next(ids), x, y, NUM_COLUMNS // num_beside)
             yield described
-        y += height
+            if x + described["gridPos"]["w"] == NUM_COLUMNS:
+                y += described["gridPos"]["h"]
 
 
 def variable(name: str, label: str) -> dict[str, Any]:
@@ -549,10 +413,12 @@ def rules() -> dict[str, Any]:
 
 def made() -> dict[Path, str]:
     """Return the text of each file."""
-    written = yaml.safe_dump(rules(), sort_keys=False, width=120)
+    kind = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "kvist"}}
+    head = f"# Made by deploy/grafana/make.py. What each alert means, and what to do: {RUNBOOKS}\n"
     return {
         DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",
-        RULES: f"# Made by deploy/grafana/make.py. What each alert means, and what to do: {RUNBOOKS}\n{written}",
+        RULES: head + yaml.safe_dump(rules(), sort_keys=False, width=120),
+        PROMETHEUS_RULE: head + yaml.safe_dump(kind | {"spec": rules()}, sort_keys=False, width=120),
     }
 
 

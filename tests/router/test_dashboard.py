@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 WITHOUT_ANSWER = {
     "Between two tokens",
-    "In vain",
-    "Since the last event",
+    "In vain, by cause",
+    "Last event, by worker",
     "Waited",
     "Waiting, by model",
-    "Wrongly predicted",
+    "Wrongly predicted, by sign",
 }
 """What scripted workers give no cause for: event streams, streamed answers, queues."""
 OF_PROMETHEUS = {"job", "instance"}
@@ -131,9 +131,54 @@ def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
         taken |= cells
 
 
+BUCKETS = {"10": ("0x60", "0+9x60"), "30": ("0+9x60", "0+9x60"), "+Inf": ("0+9x60", "0+9x60")}
+SERIES = {
+    "up": ("0x60", "1x60"),
+    'kvist_router_worker_state{worker="w", state="healthy"}': ("0x60", "1x60"),
+    'kvist_router_worker_state{worker="w", state="unhealthy"}': ("1x60", "0x60"),
+    'kvist_router_circuit_state{worker="w", state="open"}': ("0x60", "0x60"),
+    'kvist_router_requests_total{status="200"}': ("0+9x60", "0+9x60"),
+    'kvist_router_requests_total{status="0"}': ("0+1x60", "0x60"),
+    'kvist_router_rejections_total{cause="full"}': ("0+1x60", "0x60"),
+    **{f'kvist_router_queue_seconds_bucket{{model="m", le="{le}"}}': values for le, values in BUCKETS.items()},
+    **{f'kvist_router_time_to_first_byte_seconds_bucket{{model="m", le="{le}"}}': each for le, each in BUCKETS.items()},
+    'kvist_router_ranks{worker="w", state="partial"}': ("1x60", "0x60"),
+    'kvist_router_event_malformed_total{worker="w"}': ("0+1x60", "0x60"),
+    'kvist_router_event_batches_refused_total{worker="w"}': ("0x60", "0x60"),
+    'kvist_router_event_ranks_refused_total{worker="w"}': ("0x60", "0x60"),
+    'kvist_router_overlap_tokens_total{worker="w"}': ("0+900x60", "0+900x60"),
+    'kvist_router_overlap_error_tokens_sum{worker="w", sign="over"}': ("0+300x60", "0+9x60"),
+    'kvist_router_readings_total{outcome="tokens"}': ("0+9x60", "0+99x60"),
+    'kvist_router_readings_total{outcome="text"}': ("0+9x60", "0+1x60"),
+    "kvist_router_loop_late_seconds_total": ("0+30x60", "0+1x60"),
+}
+"""What alerts look at, minute by minute: where all is wrong, and where all is well enough."""
+
+
 @needs_prometheus
-def test_prometheus_takes_the_rules() -> None:
-    subprocess.run(["promtool", "check", "rules", make.RULES], check=True, capture_output=True)
+@pytest.mark.parametrize("is_well", [False, True])
+def test_every_alert_fires_where_something_is_wrong_and_none_where_all_is_well(is_well: bool, tmp_path: Path) -> None:
+    of_router = 'job="kvist/kvist-router", instance="r:1"'
+    named = {
+        name.replace("{", f"{{{of_router}, ") if "{" in name else f"{name}{{{of_router}}}": v
+        for name, v in SERIES.items()
+    }
+    firing = [] if is_well else [{"labels": f'{{alertname="{alert.name}"}}', "value": 1} for alert in make.ALERTS]
+    asked = {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "45m", "exp_samples": firing}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values[is_well]} for name, values in named.items()],
+        "promql_expr_test": [asked],
+    }
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(make.RULES)], "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", path], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_operator_is_given_the_same_rules() -> None:
+    rule = yaml.safe_load(make.PROMETHEUS_RULE.read_text())
+    assert (rule["kind"], rule["spec"]) == ("PrometheusRule", yaml.safe_load(make.RULES.read_text()))
 
 
 @contextmanager
