@@ -10,8 +10,6 @@ import ctypes
 import fcntl
 import os
 import select
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -30,15 +28,15 @@ _STEP_FRAGMENTS = 256
 
 
 class _File(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An allocation: its address at the owner, and the descriptor by which the owner holds it."""
+    """A region's memory: the descriptor by which its owner holds it."""
 
-    address: base.Address
-    size_bytes: base.Size
     fd: Annotated[int, msgspec.Meta(ge=0)]
     inode: int
 
 
 class _Details(msgspec.Struct, array_like=True, frozen=True):
+    """Whose memory it is, a file for each region."""
+
     pid: int
     files: tuple[_File, ...]
 
@@ -51,8 +49,9 @@ class _Peer:
 
     def __init__(self, metadata: base.AgentMetadata, details: _Details) -> None:
         self.name = metadata.name
-        self.table = base.RegionTable(f"peer {self.name!r}", metadata.regions)
-        self._files = _files_table(metadata, details.files)
+        if len(details.files) != len(metadata.regions):
+            reason = f"{len(details.files)} files, expected one for each of {len(metadata.regions)} regions"
+            raise MalformedMessageError(f"agent {self.name!r}", reason)
         if _is_this_process(details.pid):  # it would have us write to our own memory
             raise base.PeerUnreachableError(self.name, f"process {details.pid} is this one")
         try:
@@ -61,10 +60,11 @@ class _Peer:
             raise base.PeerUnreachableError(self.name, f"no process {details.pid} here ({error})") from error
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
-        files = sorted(details.files, key=lambda file: file.address)
-        self._mappings = [self._map(details.pid, file) for file in files]
+        places = sorted(zip(metadata.regions, details.files, strict=True), key=lambda place: place[0].address)
+        self._table = base.RegionTable(f"peer {self.name!r}", [region for region, _ in places])
+        self._mappings = [self._map(details.pid, file, region.size_bytes) for region, file in places]
         self._offsets = np.array(
-            [m.ctypes.data - f.address for m, f in zip(self._mappings, files, strict=True)], np.int64
+            [m.ctypes.data - region.address for m, (region, _) in zip(self._mappings, places, strict=True)], np.int64
         )
         # The process that the descriptor is of was alive while its files were opened, so they are its own.
         if self.has_died():
@@ -79,10 +79,10 @@ class _Peer:
         return bool(self._poll.poll(0))
 
     def local_addresses(self, remote: base.Int64s, sizes: base.Int64s) -> base.Int64s:
-        """Return where pieces at the peer are mapped here; raises InvalidValueError for one outside its mapping."""
-        return remote + self._offsets[self._files.find("remote_address", remote, sizes)]
+        """Return where pieces at the peer are mapped here; raises InvalidValueError for one outside its regions."""
+        return remote + self._offsets[self._table.find("remote_address", remote, sizes)]
 
-    def _map(self, pid: int, file: _File) -> base.Bytes:
+    def _map(self, pid: int, file: _File, size_bytes: int) -> base.Bytes:
         try:
             fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -91,9 +91,9 @@ class _Peer:
             status = os.fstat(fd)
             is_memory = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_FILE_PREFIX}")
             is_fixed = is_memory and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not is_fixed or status.st_ino != file.inode or status.st_size < file.size_bytes:
+            if not is_fixed or status.st_ino != file.inode or status.st_size < size_bytes:
                 raise base.PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
-            return base.allocate_pages(file.size_bytes, fd)
+            return base.allocate_pages(size_bytes, fd)
         except (OSError, ValueError) as error:
             raise base.PeerUnreachableError(self.name, f"its memory cannot be mapped ({error})") from error
         finally:
@@ -121,19 +121,20 @@ class SharedMemoryAgent(base.TransferAgent):
             raise
         address = memory.ctypes.data
         with self._lock:
-            self._allocations[address] = (_File(address, size_bytes, fd, os.fstat(fd).st_ino), memory)
+            self._allocations[address] = (_File(fd, os.fstat(fd).st_ino), memory)
         return memory
 
     def _register(self, region: base.RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:  # noqa: ARG002
         if device_idx is not None:
             raise InvalidValueError("device_idx", device_idx, "None: shared memory is the host's")
-        files = (file for file, _ in self._allocations.values())
-        if not any(file.address <= address <= file.address + file.size_bytes - size_bytes for file in files):
+        _, memory = self._allocations.get(address, (None, ()))
+        if len(memory) != size_bytes:
             got = f"{size_bytes} bytes at {address:#x}"
-            raise InvalidValueError("address", got, f"memory that {self.name!r} allocated")
+            raise InvalidValueError("address", got, f"all of what {self.name!r} allocated there")
 
     def _details(self) -> bytes:
-        return msgspec.msgpack.encode(_Details(os.getpid(), tuple(file for file, _ in self._allocations.values())))
+        files = tuple(self._allocations[region.address][0] for region in self._regions.values())
+        return msgspec.msgpack.encode(_Details(os.getpid(), files))
 
     def _connect(self, metadata: base.AgentMetadata) -> _Peer:
         try:
@@ -144,7 +145,6 @@ class SharedMemoryAgent(base.TransferAgent):
 
     def _begin(self, peer: PeerId, known: _Peer, table: base.RegionTable, array: base.Int64s) -> Steps:  # noqa: ARG002
         table.find("local_address", array[:, 0], array[:, 2])
-        known.table.find("remote_address", array[:, 1], array[:, 2])
         return _copy(known, known.local_addresses(array[:, 1], array[:, 2]), array)
 
     def _close(self, has_ended: bool) -> bool:
@@ -154,23 +154,6 @@ class SharedMemoryAgent(base.TransferAgent):
         if has_ended:
             self._allocations.clear()
         return has_ended
-
-
-def _files_table(metadata: base.AgentMetadata, files: Sequence[_File]) -> base.RegionTable:
-    """Return a peer's files, each in its own place and every region in one; raises MalformedMessageError."""
-    source = f"agent {metadata.name!r}"
-    regions = sorted((base.Region(file.address, file.size_bytes) for file in files), key=lambda region: region.address)
-    for before, after in pairwise(regions):
-        if before.address + before.size_bytes > after.address:
-            raise MalformedMessageError(source, f"its files overlap at {after.address:#x}")
-    table = base.RegionTable(source, regions)
-    if metadata.regions:
-        addresses, sizes = np.array([(region.address, region.size_bytes) for region in metadata.regions], np.int64).T
-        try:
-            table.find("regions", addresses, sizes)
-        except InvalidValueError as error:
-            raise MalformedMessageError(source, f"a region is in no file: {error}") from error
-    return table
 
 
 def _is_this_process(pid: int) -> bool:

@@ -95,12 +95,12 @@ def test_regions_must_not_be_empty_overlap_or_be_taken_back_twice(new_agent: New
     agent = new_agent("writer")
     memory = agent.allocate(8192)
     address = memory.ctypes.data
-    region = agent.register(address, 4096)
-    for overlapping in (address, address + 4095):
+    region = agent.register(address, 8192)
+    for overlapping in (address, address + 8191):
         with pytest.raises(InvalidValueError, match="no overlap with the region"):
-            agent.register(overlapping, 4096)
+            agent.register(overlapping, 8192)
     with pytest.raises(InvalidValueError, match="size_bytes"):
-        agent.register(address + 4096, 0)
+        agent.register(address + 8192, 0)
     with pytest.raises(InvalidValueError, match="size_bytes"):
         agent.allocate(0)
     agent.deregister(region)
