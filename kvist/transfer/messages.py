@@ -2,8 +2,8 @@
 
 The receiver asks, and introduces itself with each request; the sender refuses, with a reason and both values, unless
 the blocks of both mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are
-split differently (`kvist.transfer.heads`). Fields are only appended, with defaults; version and id stay the first
-fields of a request for ever, so that one of any version can be refused by name.
+split differently (`kvist.transfer.heads`). Fields are only appended, with defaults, so that a request
+of another version is read, and refused by name.
 """
 
 from __future__ import annotations
@@ -132,13 +132,6 @@ class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True
     room: Extent | None = None
 
 
-class ForeignRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
-    """The request of another version, of which nothing else is understood."""
-
-    protocol_version: Count
-    transfer_id: Count
-
-
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=False):
     """The receiver wants no more of a transfer, and is told by a result when nothing is under way."""
 
@@ -188,7 +181,6 @@ Fact: TypeAlias = tuple[RefusalReason, object, object]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ReceiveRequest | Cancel | Result | Refusal | Ping)
-_foreign_decoder = msgspec.msgpack.Decoder(ForeignRequest)
 
 
 def encode_message(message: Message) -> bytes:
@@ -196,12 +188,12 @@ def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_message(payload: bytes, source: str) -> Message | ForeignRequest:
+def decode_message(payload: bytes, source: str) -> Message:
     """Return the message in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
     try:
         message = _decoder.decode(payload)
     except _DECODE_ERRORS as error:
-        return _decode_foreign(payload, source, error)
+        raise MalformedMessageError(source, str(error)) from error
     if isinstance(message, ReceiveRequest):
         hello = message.hello
         rank, size = hello.part
@@ -227,7 +219,7 @@ def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
     )
 
 
-def judge_request(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Refusal | None:
+def judge_request(ours: Hello, request: ReceiveRequest) -> Refusal | None:
     """Return why nothing must be written for a request, by what both sides say of their blocks; None if it may."""
     for reason, our_value, their_value in _facts(ours, request):
         if our_value != their_value:
@@ -248,11 +240,9 @@ def slot_facts(hello: Hello) -> Iterator[Fact]:
         yield RefusalReason.LAYER_PLAN, expected, told
 
 
-def _facts(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Iterator[Fact]:
+def _facts(ours: Hello, request: ReceiveRequest) -> Iterator[Fact]:
     """Yield what must be the same on both sides, in the order in which it is refused for."""
     yield RefusalReason.PROTOCOL_VERSION, PROTOCOL_VERSION, request.protocol_version
-    if isinstance(request, ForeignRequest):
-        return
     theirs = request.hello
     yield RefusalReason.MODEL, ours.model, theirs.model
     yield RefusalReason.BLOCK_SIZE, ours.block_size, theirs.block_size
@@ -266,13 +256,3 @@ def _facts(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Iterator[Fa
             yield reason, our_value, their_value
     yield RefusalReason.LAYER_PLAN, f"{len(ours.groups)} groups", f"{len(theirs.groups)} groups"
     yield from slot_facts(theirs)
-
-
-def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignRequest:
-    try:
-        foreign = _foreign_decoder.decode(payload)
-    except _DECODE_ERRORS:
-        raise MalformedMessageError(source, str(error)) from error
-    if foreign.protocol_version == PROTOCOL_VERSION:  # it should have been understood
-        raise MalformedMessageError(source, str(error)) from error
-    return foreign

@@ -44,12 +44,23 @@ class _Shared:
     has_failed: bool = False
 
 
+@dataclass(slots=True)
+class PromptStatistics:
+    """What a worker has under way with others, and has done since its start: each prompt counts once."""
+
+    num_held: int = 0
+    num_active: int = 0
+    num_sent: int = 0
+    num_given_up: int = 0
+    num_received: int = 0
+    num_failed: int = 0
+
+
 class Ranks:
     """What is offered and fetched by all ranks; each ends once, for all of them. No I/O.
 
     The first rank that gives an offer up has it withdrawn from the others, and the first that fails a fetch has it
-    cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use. Prompts are counted once,
-    however many ranks have a part of them.
+    cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -57,21 +68,13 @@ class Ranks:
         self._lost: list[int] = []
         self._offers: dict[str, _Shared] = {}
         self._fetches: dict[str, _Shared] = {}
-        self._num_quarantined = self.num_fetched = self.num_given_up = self.num_completed = self.num_failed = 0
+        self._num_quarantined = 0
+        self._counts = PromptStatistics()
 
-    def count(self, total: TransferStatistics) -> TransferStatistics:
-        """Return sums over the ranks with the prompts among them counted once."""
-        sender = replace(
-            total.sender, num_held=len(self._offers), num_fetched=self.num_fetched, num_given_up=self.num_given_up
-        )
-        receiver = replace(
-            total.receiver,
-            num_active=len(self._fetches) - self._num_quarantined,
-            num_quarantined=self._num_quarantined,
-            num_completed=self.num_completed,
-            num_failed=self.num_failed,
-        )
-        return replace(total, sender=sender, receiver=receiver)
+    def statistics(self) -> PromptStatistics:
+        """Return the counts. Any thread may ask."""
+        num_active = len(self._fetches) - self._num_quarantined
+        return replace(self._counts, num_held=len(self._offers), num_active=num_active)
 
     def command(self, command: commands.Command) -> list[RanksAction]:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
@@ -115,7 +118,7 @@ class Ranks:
         others = _fail(self._fetches.get(name), rank)
         if others is None:
             return []
-        self.num_failed += 1
+        self._counts.num_failed += 1
         self._num_quarantined += 1
         return [commands.FetchFailed(name, reason), *self._tell(others, commands.CancelFetch(name))]
 
@@ -123,15 +126,15 @@ class Ranks:
         offer = _pop_ended(self._offers, rank, name)
         if offer is None:
             return []
-        self.num_fetched += not offer.has_failed
-        self.num_given_up += offer.has_failed
+        self._counts.num_sent += not offer.has_failed
+        self._counts.num_given_up += offer.has_failed
         return [commands.OfferReleased(name, not offer.has_failed)]
 
     def _fetch_ended(self, rank: int, name: str) -> list[RanksAction]:
         fetch = _pop_ended(self._fetches, rank, name)
         if fetch is None:
             return []
-        self.num_completed += not fetch.has_failed
+        self._counts.num_received += not fetch.has_failed
         self._num_quarantined -= fetch.has_failed
         return [commands.FetchReleased(name) if fetch.has_failed else commands.FetchCompleted(name)]
 
@@ -201,10 +204,12 @@ class RankedTransfers:
         self._do(self._ranks.command(command))
 
     def statistics(self) -> TransferStatistics:
-        """Return sums over all ranks, followers' a second old; prompts count once, seconds of fetches are rank 0's."""
+        """Return sums over all ranks, followers' a second old; seconds of fetches are rank 0's."""
         own = self._service.statistics()
-        total = _sum([own, *self._followers.values()])
-        return replace(self._ranks.count(total), fetch_seconds=own.fetch_seconds)
+        return replace(_sum([own, *self._followers.values()]), fetch_seconds=own.fetch_seconds)
+
+    def prompts(self) -> PromptStatistics:
+        return self._ranks.statistics()
 
     def _on_report(self, rank: int, report: commands.Report) -> None:
         """Take a rank's report, on any thread."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
@@ -183,13 +183,12 @@ class Receiver:
         self._bounce = bounce
         self._memory = memory
         self._report = report
-        self._protocol = protocol.ReceiverProtocol(limits)
+        self.protocol = protocol.ReceiverProtocol(limits)
         self._senders = SenderConnections(context, poller, memory.hello.worker.encode())
         self._fetching: dict[int, _Fetching] = {}
         self._transfer_ids: dict[str, int] = {}
         self._scatterings: dict[int, Future[None]] = {}
         self._ids = itertools.count()
-        self._num_refused = 0
         self.num_malformed = 0
         self.bytes_received = 0
         self.fetch_seconds = 0.0
@@ -205,11 +204,6 @@ class Receiver:
     def has_scatters(self) -> bool:
         return bool(self._scatterings)
 
-    def statistics(self) -> protocol.ReceiverStatistics:
-        """Return the counters; fetches that could not be begun have failed as well."""
-        statistics = self._protocol.statistics()
-        return replace(statistics, num_failed=statistics.num_failed + self._num_refused)
-
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
         """Ask every rank that holds the prompt; what comes of it is reported."""
         block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens, fetch.num_cached_tokens)
@@ -219,7 +213,6 @@ class Receiver:
             shares = self._memory.shares(block_ids, len(fetch.endpoints))
             senders = [self._senders.connect(endpoint, busy.union(fetch.endpoints)) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
-            self._num_refused += 1
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))
             return
@@ -229,7 +222,7 @@ class Receiver:
         self._fetching[transfer_id] = fetching
         self._transfer_ids[fetch.request_id] = transfer_id
         ranks_with_room = [rank for rank, room in enumerate(rooms) if room is not None]
-        self._protocol.open(transfer_id, fetch.endpoints, ranks_with_room, now_s)
+        self.protocol.open(transfer_id, fetch.endpoints, ranks_with_room, now_s)
         for rank, (sender, room) in enumerate(zip(senders, rooms, strict=True)):
             sender.send(
                 messages.ReceiveRequest(
@@ -248,7 +241,7 @@ class Receiver:
         """End a fetch that nobody waits for; one that has ended is no error."""
         transfer_id = self._transfer_ids.get(request_id)
         if transfer_id is not None:
-            self._do(self._protocol.fail(transfer_id, "cancelled", now_s), now_s)
+            self._do(self.protocol.fail(transfer_id, "cancelled", now_s), now_s)
 
     def receive(self, now_s: float) -> None:
         for sender in self._senders:
@@ -271,11 +264,11 @@ class Receiver:
                 del self._scatterings[transfer_id]
                 error = scattering.exception()
                 reason = None if error is None else str(error)
-                self._do(self._protocol.scattered(transfer_id, reason, now_s), now_s)
+                self._do(self.protocol.scattered(transfer_id, reason, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
-        self._do(self._protocol.tick(now_s), now_s)
+        self._do(self.protocol.tick(now_s), now_s)
         for sender in self._senders:
             if not sender.is_suspect:
                 continue
@@ -284,7 +277,7 @@ class Receiver:
                 self._senders.drop(sender)
                 continue
             ended_ids = self._senders.asked_before_its_end(sender, transfer_ids)
-            self._do(self._protocol.sender_gone(sender.endpoint, ended_ids, now_s), now_s)
+            self._do(self.protocol.sender_gone(sender.endpoint, ended_ids, now_s), now_s)
 
     def fail_all(self, reason: str) -> None:
         """Report what is under way as failed, for good: its blocks stay out of use."""
@@ -307,12 +300,12 @@ class Receiver:
     def _handle(self, endpoint: str, payload: bytes, now_s: float) -> None:
         match messages.decode_message(payload, endpoint):
             case messages.Result() as result:
-                self._do(self._protocol.reported(endpoint, result, now_s), now_s)
+                self._do(self.protocol.reported(endpoint, result, now_s), now_s)
             case messages.Ping():
                 pass
             case messages.Refusal(transfer_id=transfer_id) as refusal:
                 for each in self._ids_of(endpoint) if transfer_id is None else [transfer_id]:
-                    self._do(self._protocol.refused(endpoint, each, str(refusal), now_s), now_s)
+                    self._do(self.protocol.refused(endpoint, each, str(refusal), now_s), now_s)
             case _:
                 raise MalformedMessageError(endpoint, "a message for a sender")
 

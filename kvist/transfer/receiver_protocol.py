@@ -70,23 +70,12 @@ class _Transfer:
     has_failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverStatistics:
-    """What a receiver has under way and has seen."""
-
-    num_active: int
-    num_quarantined: int
-    num_completed: int
-    num_failed: int
-
-
 class ReceiverProtocol:
     """All transfers of a worker that receives; nothing a peer sends makes it raise, or hold memory twice."""
 
     def __init__(self, limits: TransferLimits) -> None:
         self._limits = limits
         self._transfers: dict[int, _Transfer] = {}
-        self._num_completed = self._num_failed = 0
 
     def open(self, transfer_id: int, senders: tuple[str, ...], ranks_with_room: Collection[int], now_s: float) -> None:
         """Begin a transfer that each sender is asked for: its time runs from now on, and its id is never used again."""
@@ -137,7 +126,6 @@ class ReceiverProtocol:
         if transfer is None or transfer.has_failed:
             return []
         transfer.has_failed = True
-        self._num_failed += 1
         cancels = self._cancels(transfer_id, transfer, now_s)
         return [Fail(transfer_id, reason), *cancels, *self._go_on(transfer_id)]
 
@@ -150,12 +138,10 @@ class ReceiverProtocol:
                 actions += late or self._cancels(transfer_id, transfer, now_s)
         return actions
 
-    def statistics(self) -> ReceiverStatistics:
-        """Return the counters; quarantined transfers are not among the active ones. Any thread may ask."""
-        transfers = list(self._transfers.values())  # at once: others come and go meanwhile
-        num_quarantined = sum(transfer.has_failed for transfer in transfers)
-        num_active = len(transfers) - num_quarantined
-        return ReceiverStatistics(num_active, num_quarantined, self._num_completed, self._num_failed)
+    @property
+    def num_active(self) -> int:
+        """Return how many transfers have not ended, quarantined ones among them."""
+        return len(self._transfers)
 
     def _find(self, sender: str, transfer_id: int) -> tuple[_Transfer | None, int]:
         """Return the transfer that this sender has not reported of, if there is one, and which of its ranks it is."""
@@ -182,7 +168,6 @@ class ReceiverProtocol:
         del self._transfers[transfer_id]
         if transfer.has_failed:
             return [Release(transfer_id)]
-        self._num_completed += 1
         return [Release(transfer_id), Complete(transfer_id)]
 
     def _cancels(self, transfer_id: int, transfer: _Transfer, now_s: float) -> list[ReceiverAction]:

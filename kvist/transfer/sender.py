@@ -152,28 +152,23 @@ class Sender:
 
     def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
         match messages.decode_message(payload, name):
-            case messages.ReceiveRequest() | messages.ForeignRequest() as request:
+            case messages.ReceiveRequest() as request:
                 self._handle_request(name, request, now_s)
             case messages.Cancel() as cancel:
                 self._do(self.protocol.cancelled(name, cancel), now_s)
             case _:
                 raise MalformedMessageError(name, "a message for a receiver")
 
-    def _handle_request(
-        self, name: str, request: messages.ReceiveRequest | messages.ForeignRequest, now_s: float
-    ) -> None:
-        refusal = messages.judge_request(self._memory.hello, request)
-        if refusal is None and isinstance(request, messages.ReceiveRequest):
-            refusal = self._reach(name, request)
-            if refusal is None:
-                self._do(self.protocol.requested(name, request, now_s), now_s)
-                return
-        assert refusal is not None, "another version's request is refused"
+    def _handle_request(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
+        refusal = messages.judge_request(self._memory.hello, request) or self._reach(name, request)
+        if refusal is None:
+            self._do(self.protocol.requested(name, request, now_s), now_s)
+            return
         self.num_refused_greetings += 1
         logger.warning("request refused name=%s reason=%s", name, refusal)
         self._send(name, refusal)
-        if isinstance(request, messages.ReceiveRequest):  # what it will not fetch need not be held
-            self._do(self.protocol.cancelled(name, messages.Cancel(request.transfer_id, request.request_id)), now_s)
+        # What it will not fetch need not be held.
+        self._do(self.protocol.cancelled(name, messages.Cancel(request.transfer_id, request.request_id)), now_s)
 
     def _reach(self, name: str, request: messages.ReceiveRequest) -> messages.Refusal | None:
         """Connect to a receiver's memory, unless it is known as it is; return why that cannot be reached."""

@@ -68,16 +68,6 @@ class _Held:
         return len(self.receivers) == self.num_receivers
 
 
-@dataclass(frozen=True, slots=True)
-class SenderStatistics:
-    """What a sender holds and has seen."""
-
-    num_held: int
-    num_writing: int
-    num_fetched: int
-    num_given_up: int
-
-
 class SenderProtocol:
     """All held requests of a worker that prefills; nothing a peer sends makes it raise, or free blocks in use."""
 
@@ -87,7 +77,6 @@ class SenderProtocol:
         self._request_ids: dict[TransferKey, str] = {}
         self._ended: OrderedDict[TransferKey, None] = OrderedDict()  # the latest, as are those freed
         self._freed: OrderedDict[str, None] = OrderedDict()
-        self._num_fetched = self._num_given_up = 0
 
     def hold(self, request_id: str, now_s: float) -> None:
         """Hold a request's blocks; raises InvalidValueError for an id that is held, or was lately."""
@@ -168,9 +157,15 @@ class SenderProtocol:
         ]
         return [action for request_id in late for action in self.give_up(request_id)]
 
-    def statistics(self) -> SenderStatistics:
-        """Return the counters; requests are counted as fetched or given up once their blocks are free."""
-        return SenderStatistics(len(self._held), len(self._request_ids), self._num_fetched, self._num_given_up)
+    @property
+    def num_held(self) -> int:
+        """Return how many requests' blocks are held."""
+        return len(self._held)
+
+    @property
+    def num_writing(self) -> int:
+        """Return how many writes are under way."""
+        return len(self._request_ids)
 
     def _refusal_of(self, key: TransferKey, request: ReceiveRequest) -> RefusalReason | None:
         if key in self._ended or request.request_id in self._freed:
@@ -191,8 +186,6 @@ class SenderProtocol:
             return []
         del self._held[request_id]
         self._remember(self._freed, request_id)
-        self._num_fetched += is_fetched
-        self._num_given_up += not is_fetched
         return [Free(request_id, is_fetched)]
 
     def _remember(self, latest: OrderedDict[K, None], key: K) -> None:

@@ -25,9 +25,7 @@ from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_facts
 from kvist.transfer.receiver import Receiver
-from kvist.transfer.receiver_protocol import ReceiverStatistics
 from kvist.transfer.sender import Sender
-from kvist.transfer.sender_protocol import SenderStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,9 @@ Channel: TypeAlias = "Connection[Any, Any]"
 class TransferStatistics:
     """What a rank has sent and received, and what it has under way; seconds are summed over transfers."""
 
-    sender: SenderStatistics
-    receiver: ReceiverStatistics
+    num_held: int
+    num_writing: int
+    num_active: int
     agent: AgentStatistics
     bounce: BounceStatistics
     bytes_received: int
@@ -164,8 +163,9 @@ class KvTransferService:
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
-            self._sender.protocol.statistics(),
-            self._receiver.statistics(),
+            self._sender.protocol.num_held,
+            self._sender.protocol.num_writing,
+            self._receiver.protocol.num_active,
             self._agent.statistics(),
             BounceStatistics() if self._bounce is None else self._bounce.statistics(),
             self._receiver.bytes_received,

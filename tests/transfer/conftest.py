@@ -151,8 +151,7 @@ class Rank:
         """Raise AssertionError if a transfer, a block or a part of a region is still in another's reach."""
         statistics = self.service.statistics()
         assert statistics.quarantined_bytes == 0
-        assert statistics.sender.num_held == statistics.sender.num_writing == 0
-        assert statistics.receiver.num_active == statistics.receiver.num_quarantined == 0
+        assert statistics.num_held == statistics.num_writing == statistics.num_active == 0
         bounce = statistics.bounce
         assert bounce.receive_bytes == bounce.send_bytes == bounce.quarantined_bytes == 0
 

@@ -27,8 +27,6 @@ from kvist.transfer.commands import (
     WithdrawOffer,
 )
 from kvist.transfer.ranks import RankedTransfers
-from kvist.transfer.receiver_protocol import ReceiverStatistics
-from kvist.transfer.sender_protocol import SenderStatistics
 from kvist.transfer.service import FollowerInlet, TransferStatistics
 
 OFFER = Offer("held", 5, ((0, 1),))
@@ -49,8 +47,7 @@ class Service:
 
     def statistics(self) -> TransferStatistics:
         n = self.count
-        sender, receiver = SenderStatistics(*[n] * 4), ReceiverStatistics(*[n] * 4)
-        return TransferStatistics(sender, receiver, AgentStatistics(n, n, n), BounceStatistics(n, n), *[n] * 6)
+        return TransferStatistics(n, n, n, AgentStatistics(n, n, n), BounceStatistics(n, n), *[n] * 6)
 
     def start(self) -> None:
         pass
@@ -120,7 +117,7 @@ def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
         until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
         total = both.transfers.statistics()
         assert (total.bytes_received, total.bounce.bytes_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
-        assert (total.sender.num_writing, total.sender.num_held, total.receiver.num_completed) == (11, 1, 0)
+        assert (total.num_writing, both.transfers.prompts().num_held) == (11, 1)
         assert total.fetch_seconds == 1
 
 

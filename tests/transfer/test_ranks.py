@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from kvist.transfer.agents import AgentStatistics
-from kvist.transfer.bounce import BounceStatistics
 from kvist.transfer.commands import (
     CancelFetch,
     Fetch,
@@ -17,10 +15,7 @@ from kvist.transfer.commands import (
     Report,
     WithdrawOffer,
 )
-from kvist.transfer.ranks import Ranks, RanksAction, Tell
-from kvist.transfer.receiver_protocol import ReceiverStatistics
-from kvist.transfer.sender_protocol import SenderStatistics
-from kvist.transfer.service import TransferStatistics
+from kvist.transfer.ranks import PromptStatistics, Ranks, RanksAction, Tell
 
 OFFER = Offer("held", 5, ((0, 1),))
 WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, 0, ((7, 8),))
@@ -115,14 +110,6 @@ STORIES: dict[str, list[tuple[int, Report | str, list[RanksAction]]]] = {
 }
 
 
-def counts_of(ranks: Ranks) -> tuple[SenderStatistics, ReceiverStatistics]:
-    nothing = TransferStatistics(
-        SenderStatistics(*[0] * 4), ReceiverStatistics(*[0] * 4), AgentStatistics(), BounceStatistics(), *[0] * 6
-    )
-    total = ranks.count(nothing)
-    return total.sender, total.receiver
-
-
 def shown(actions: list[RanksAction]) -> list[str]:
     """Tell them apart, which as tuples can be equal."""
     return list(map(repr, actions))
@@ -175,14 +162,14 @@ def test_one_rank_speaks_for_itself() -> None:
 
 def test_prompts_are_counted_once() -> None:
     ranks = asked(2)
-    assert counts_of(ranks) == (SenderStatistics(1, 0, 0, 0), ReceiverStatistics(1, 0, 0, 0))
+    assert ranks.statistics() == PromptStatistics(num_held=1, num_active=1)
     for report in (failed(), released(True)):
         ranks.reported(0, report)
-    assert counts_of(ranks)[1] == ReceiverStatistics(0, 1, 0, 1)
+    assert ranks.statistics() == PromptStatistics(num_held=1, num_failed=1)
     ranks.reported(1, released(False))
     for rank in range(2):
         ranks.reported(rank, FREE)
-    assert counts_of(ranks) == (SenderStatistics(0, 0, 0, 1), ReceiverStatistics(0, 0, 0, 1))
+    assert ranks.statistics() == PromptStatistics(num_given_up=1, num_failed=1)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -211,5 +198,4 @@ def test_in_any_order_everything_ends_once_when_all_ranks_have_ended(seed: int) 
     ]
     ends = [type(each) for each in seen if not isinstance(each, OfferReleased)]
     assert ends == ([FetchFailed, FetchReleased] if repr(failed()) in all_reports else [FetchCompleted])
-    sender, receiver = counts_of(ranks)
-    assert sender.num_held == receiver.num_active == receiver.num_quarantined == 0
+    assert (ranks.statistics().num_held, ranks.statistics().num_active) == (0, 0)

@@ -86,7 +86,6 @@ def test_what_are_no_endpoints_of_a_workers_ranks_is_refused_by_name_at_once(
     target.fetch(prompt, prompt.tables(2), endpoints)
     assert named in rank.reports.wait_for("failed", prompt.name)[2]
     rank.reports.wait_for("released", prompt.name)
-    assert rank.service.statistics().receiver.num_failed == 1
     rank.assert_nothing_left()
 
 

@@ -30,7 +30,7 @@ def test_one_of_two_senders_dies_and_the_blocks_are_free_when_the_other_has_writ
     go_on, _ = (each.hold_writes() for each in source.ranks)
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
-    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    until_true(lambda: all(each.service.statistics().num_writing for each in source.ranks))
     threading.Thread(target=source.ranks[1].service.close, daemon=True).start()
     reason = rank.reports.wait_for("failed", prompt.name)[2]
     assert reason == f"rank 1 at {source.endpoints[1]} is gone"
@@ -98,7 +98,7 @@ def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
         prompt = make_prompt(seed)
         source.offer(prompt, prompt.tables(1))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
-        until_true(lambda: sender.service.statistics().sender.num_writing == seed)  # noqa: B023
+        until_true(lambda: sender.service.statistics().num_writing == seed)  # noqa: B023
     failing.end(WriteState.FAILED, "late")
     rank.reports.wait_for("released", "prompt-1")
     other = open_worker(1)
@@ -118,7 +118,7 @@ def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
     go_on = [rank.hold_writes() for rank in source.ranks]
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
-    until_true(lambda: [rank.service.statistics().sender.num_writing for rank in source.ranks] == [1, 1])
+    until_true(lambda: [rank.service.statistics().num_writing for rank in source.ranks] == [1, 1])
     for rank in target.ranks:
         rank.service.command(CancelFetch(prompt.name))
         assert rank.reports.wait_for("failed", prompt.name)[2] == "cancelled"
@@ -207,7 +207,7 @@ def test_what_a_sender_reported_before_it_died_counts(
     write = [each.hold_writes() for each in source.ranks]
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
-    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    until_true(lambda: all(each.service.statistics().num_writing for each in source.ranks))
     monkeypatch.setattr(rank.service._sender, "poll_writes", lambda _: go_on.wait(60))
     for each, begin in zip(source.ranks, write, strict=True):
         begin()
