@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +22,7 @@ from msgspec import Meta
 from kvist.cli._settings import add_settings, read_config
 from kvist.engine.config import EngineConfig
 from kvist.errors import InvalidValueError
+from kvist.settings import Secret
 from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class ServeConfig(EngineConfig):
     """address to listen on"""
     port: int = 8100
     """port, 0 for a free one"""
+    api_key: Secret | None = field(default=None, repr=False)
+    """bearer key of all but /health and /metrics"""
     kv_events: str = "tcp://127.0.0.1:0"
     """where to publish cache events, 'none' for nowhere; port 0 is a free one"""
     groups: Literal["largest", "all"] = "largest"
@@ -235,7 +238,7 @@ async def _serve(
             transfers=served,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-        app = create_app(engine, tokenizer, model, collectors=collectors, spans=spans)
+        app = create_app(engine, tokenizer, model, collectors=collectors, spans=spans, api_key=config.api_key)
         server = _server(app, engine, ready_line=f"kvist serve: {config.names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)

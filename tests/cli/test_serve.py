@@ -51,9 +51,14 @@ async def serve(*flags: str) -> AsyncIterator[Running]:
 
 async def test_it_serves_publishes_and_ends_when_asked() -> None:
     async with (
-        serve("--served-model-name", "tiny") as running,
-        httpx.AsyncClient(base_url=running.url, timeout=180) as client,
+        serve("--served-model-name", "tiny", "--api-key", "secret") as running,
+        httpx.AsyncClient(base_url=running.url, timeout=180, headers={"Authorization": "Bearer secret"}) as client,
     ):
+        for path, status in (("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/server_info", 401)):
+            assert (await client.get(path, headers={"Authorization": "Bearer other"})).status_code == status
+        assert (await client.post("/flush_cache", headers={"Authorization": ""})).json()["error"][
+            "code"
+        ] == "invalid_api_key"
         info = (await client.get("/server_info")).json()
         assert info["model"] == "tiny"
         assert info["kv_events"] == {"endpoint": running.events}

@@ -8,6 +8,7 @@ POST /tokenize              POST /detokenize   GET /v1/models/{name}
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -39,6 +40,8 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""What tells no more than how the worker fares."""
 ReadJob = Callable[[bytes], Awaitable[Job]]
 MakeShape = Callable[[Heading, ChatTokenizer, Job], Shape]
 
@@ -128,8 +131,12 @@ def create_app(
     collectors: Iterable[Collector] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     spans: WorkerSpans | None = None,
+    api_key: str | None = None,
 ) -> ASGIApp:
-    """Return the application over a running engine; `collectors` add their metrics to /metrics, `spans` trace."""
+    """Return the application over a running engine; `collectors` add their metrics to /metrics, `spans` trace.
+
+    Where there is an `api_key`, all but `OPEN_PATHS` is for those who send it as a bearer token.
+    """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # with the time of its start, by which a restart shows
     for collector in (EngineCollector(engine), *collectors):
@@ -154,7 +161,28 @@ def create_app(
         ],
         exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
     )
+    if api_key is not None:
+        app.add_middleware(_KeyCheck, key=api_key)
     return app if spans is None else spans.wrap(app)
+
+
+class _KeyCheck:
+    """Refuses who does not send the key; the comparison takes as long however much of it is right."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = self._app
+        if scope["path"] not in OPEN_PATHS:
+            sent = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(sent, self._expected):
+                refusal = RequestError(
+                    401, "authorization: expected the bearer token of --api-key", code="invalid_api_key"
+                )
+                answer = _refused(refusal)
+        await answer(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +315,10 @@ async def _cancel_on_disconnect(request: Request, generation: Generation) -> Non
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    refusal = _refusal(error)
+    return _refused(_refusal(error))
+
+
+def _refused(refusal: RequestError) -> Response:
     return Response(error_body(refusal), refusal.status, media_type="application/json")
 
 
