@@ -64,7 +64,7 @@ class Replicas:
         for idx, teller in enumerate(self._tellers):
             summary = teller.summary(now_s, is_whole=is_whole)
             for other, listener in enumerate(self._listeners):
-                if other != idx:
+                if other != idx and (is_whole or summary.ranks):
                     listener.take(str(idx), summary, now_s)
 
     def route(self, now_s: float, request_id: Hashable, *asked: Any, **named: Any) -> int:

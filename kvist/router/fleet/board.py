@@ -128,8 +128,11 @@ class LoadBoard:
 
     def cells(self, target: WorkerRank) -> range | None:
         """Return where the cells of a rank begin, front by front; None while it is not named."""
-        column = self.column(target)
-        return None if column is None else self._cells_of(column)
+        column, wholes = self.column(target), self.wholes
+        if column is None:
+            return None
+        offset = (1 + column) * _CELL_WORDS
+        return range(wholes.start + offset, wholes.stop + offset, wholes.step)
 
     def column(self, target: WorkerRank) -> int | None:
         """Return the column of a rank; None while it is not named."""
@@ -162,20 +165,15 @@ class LoadBoard:
                 self._write_name(column, b"")
                 self._free.append(column)
 
-    def _cells_of(self, column: int) -> range:
-        wholes = self.wholes
-        offset = (1 + column) * _CELL_WORDS
-        return range(wholes.start + offset, wholes.stop + offset, wholes.step)
-
     def _name(self, target: WorkerRank) -> int:
         name = f"{target.rank} {target.worker}".encode()
         if len(name) > MAX_NAME_BYTES:
             raise InvalidValueError("url", target.worker, f"at most {MAX_NAME_BYTES - 8} bytes")
-        column = next((each for each in self._free if self._is_idle(each)), None)
+        running = self.cell_ints[:, 1:, Cell.RUNNING]
+        column = next((each for each in self._free if not running[:, each].any()), None)
         if column is not None:
             self._free.remove(column)
-            for cell in self._cells_of(column):
-                self.ints[cell : cell + _CELL_WORDS] = memoryview(bytes(_CELL_WORDS * _WORD)).cast("q")
+            self.cell_ints[:, 1 + column] = 0
             self.work[:, :, column] = 0.0
             self.in_flight["until_s"][self.in_flight["rank"] == column] = 0.0
         else:
@@ -188,9 +186,6 @@ class LoadBoard:
         self._write_name(column, name)
         self._columns[target] = column
         return column
-
-    def _is_idle(self, column: int) -> bool:
-        return not any(self.ints[cell + Cell.RUNNING] for cell in self._cells_of(column))
 
     def _write_name(self, column: int, name: bytes) -> None:
         start = _NAMES_AT + column * MAX_NAME_BYTES

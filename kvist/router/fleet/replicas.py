@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any, NamedTuple, Self
 
@@ -67,13 +67,13 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     """
 
     is_whole: bool
-    is_asking: bool
     num_running: int
     ranks: list[tuple[str, int]]
     numbers: bytes
     prompts: list[PromptMarks]
-    open_circuits: list[str]
-    responses: list[tuple[str, str]]
+    is_asking: bool = False
+    open_circuits: list[str] = []
+    responses: list[tuple[str, str]] = []
     """Who has which response of `/v1/responses`, of those that are new."""
 
 
@@ -88,16 +88,8 @@ class Teller:
         self._told = np.zeros((_NUM_NUMBERS, MAX_COLUMNS))
         self._told_until_s = board.in_flight["until_s"][: board.num_fronts].copy()
 
-    def summary(
-        self,
-        now_s: float,
-        *,
-        is_whole: bool,
-        is_asking: bool = False,
-        open_circuits: Sequence[str] = (),
-        responses: Sequence[tuple[str, str]] = (),
-    ) -> Summary:
-        """Return what there is to tell now."""
+    def summary(self, now_s: float, *, is_whole: bool) -> Summary:
+        """Return what there is to tell of ranks now."""
         board, fronts = self._board, slice(self._board.num_fronts)
         columns = np.array([*board.columns.values()], np.intp)
         cells = board.cell_ints[fronts][:, 1 + columns]
@@ -113,13 +105,10 @@ class Teller:
         idx_of = {column: idx for idx, column in enumerate(columns[changed].tolist())}
         return Summary(
             is_whole,
-            is_asking,
             sum(board.ints[whole + Whole.RUNNING] for whole in board.wholes[fronts]),
             [*compress(board.columns, changed.tolist())],
             _shifted(numbers[:, changed], -now_s, 0.0, -math.inf).astype("<f8").tobytes(),
             [PromptMarks(idx_of[column], left_s, marks) for column, left_s, marks in prompts if column in idx_of],
-            [*open_circuits],
-            [*responses],
         )
 
     def _prompts(self, now_s: float, *, is_whole: bool) -> Iterator[tuple[int, float, bytes]]:
@@ -144,27 +133,28 @@ class Listener:
     def __init__(self, board: LoadBoard, is_known: Callable[[str], bool]) -> None:
         """Take what is said of workers that are known here, too."""
         self._board, self._is_known = board, is_known
-        self._rows: dict[str, int] = {}
-        self._heard_at_s: dict[str, float] = {}
+        self._heard: dict[str, tuple[int, float]] = {}
+        """The row of each, and when it was last heard."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._heard)
 
     def take(self, replica: str, summary: Summary, now_s: float) -> bool:
         """Put what a router says on its row; return whether there is one. Raises ValueError for what is no summary."""
         board = self._board
         if len(summary.numbers) != _NUM_NUMBERS * len(summary.ranks) * 8:
             raise ValueError(f"{len(summary.numbers)} bytes of numbers for {len(summary.ranks)} ranks")
-        row = self._row_of(replica)
+        taken = {row for row, _ in self._heard.values()}
+        free = (row for row in range(board.num_fronts, board.num_rows) if row not in taken)
+        row = self._heard[replica][0] if replica in self._heard else next(free, None)
         if row is None:
             return False
-        self._heard_at_s[replica] = now_s
+        self._heard[replica] = row, now_s
         ranks = [WorkerRank(*rank) if self._is_known(rank[0]) else None for rank in summary.ranks]
         columns = np.array([-1 if rank is None else board.column(rank) for rank in ranks], np.int64)
-        numbers = _shifted(
-            np.frombuffer(summary.numbers, "<f8").reshape(_NUM_NUMBERS, len(ranks)), now_s, -math.inf, 0.0
-        )
-        numbers, named = numbers[:, columns >= 0], columns[columns >= 0]
+        is_here = columns >= 0
+        told = np.frombuffer(summary.numbers, "<f8").reshape(_NUM_NUMBERS, len(ranks))
+        numbers, named = _shifted(told[:, is_here], now_s, -math.inf, 0.0), columns[is_here]
         if summary.is_whole:
             gone = np.setdiff1d(np.array([*board.columns.values()], np.intp), named)
             board.work[row][:, gone] = 0.0
@@ -181,19 +171,10 @@ class Listener:
 
     def forget_silent(self, now_s: float) -> list[str]:
         """Clear the rows of those that were not heard for long, and return who they are."""
-        silent = [replica for replica, at_s in self._heard_at_s.items() if now_s - at_s > SILENT_S]
+        silent = [replica for replica, (_, at_s) in self._heard.items() if now_s - at_s > SILENT_S]
         for replica in silent:
-            clear_row(self._board.memory, self._rows.pop(replica))
-            del self._heard_at_s[replica]
+            clear_row(self._board.memory, self._heard.pop(replica)[0])
         return silent
-
-    def _row_of(self, replica: str) -> int | None:
-        if replica not in self._rows:
-            free = {*range(self._board.num_fronts, self._board.num_rows)}.difference(self._rows.values())
-            if not free:
-                return None
-            self._rows[replica] = min(free)
-        return self._rows[replica]
 
 
 class Replicas:
@@ -251,11 +232,10 @@ class Replicas:
             is_whole = self._is_wanted or now_s - whole_at_s >= WHOLE_S
             circuits = [worker.url for worker in self._fleet.workers if worker.breaker.state is CircuitState.OPEN]
             responses, self._new_responses = self._new_responses, []
-            summary = self._teller.summary(
-                now_s,
-                is_whole=is_whole,
+            summary = msgspec.structs.replace(
+                self._teller.summary(now_s, is_whole=is_whole),
                 is_asking=is_asking,
-                open_circuits=circuits if is_whole else (),
+                open_circuits=circuits if is_whole else [],
                 responses=responses,
             )
             if is_whole or summary.ranks or responses:
