@@ -33,6 +33,42 @@ def test_it_decides_as_the_policy_called_directly_does() -> None:
             driver.finished(now_s, ended)
 
 
+def test_prompts_stay_where_they_are_cached_though_first_tokens_tell_of_the_asker_and_not_of_workers() -> None:
+    """As in a router whose event loop is full: it sends 64 prompts in each turn and hears of the 64 before.
+
+    Each of 127 prefixes is half of a prompt and fits in the four caches once. The workers answer at once: which of them
+    seems fast is decided by how many of its answers a turn brings.
+    """
+    driver, random, caches = (
+        make_driver(num_workers=4, block_size=64, seed=1),
+        Random(3),
+        [dict[int, None]() for _ in range(4)],
+    )
+    sent: list[int] = []
+    now_s, num_found = 0.0, 0
+    for turn in range(300):
+        random.shuffle(sent)
+        for answered in sent:
+            now_s += 0.00005
+            driver.answered(now_s, answered)
+            driver.finished(now_s, answered)
+        sent.clear()
+        for request_id in range(turn * 64, turn * 64 + 64):
+            now_s += 0.0004
+            prefix = request_id % 127
+            blocks = [1000 + prefix * 8 + idx for idx in range(8)] + [10_000 + request_id * 8 + idx for idx in range(8)]
+            depths = [next((idx for idx, block in enumerate(blocks) if block not in cache), 16) for cache in caches]
+            chosen = driver.route(now_s, request_id, blocks, 1025, depths, [len(cache) for cache in caches])
+            num_found += depths[chosen] * (turn >= 200)
+            for block in reversed(blocks):
+                caches[chosen].pop(block, None)
+                caches[chosen][block] = None
+            while len(caches[chosen]) > 1500:
+                del caches[chosen][next(iter(caches[chosen]))]
+            sent.append(request_id)
+    assert num_found / (100 * 64 * 16) > 0.47
+
+
 def test_lists_arrays_and_signed_hashes_lead_to_the_same_decisions() -> None:
     chosen = []
     for kind in (list, tuple, lambda values: np.array(values, np.uint64), lambda values: np.array(values, np.int32)):

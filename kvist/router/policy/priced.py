@@ -1,14 +1,18 @@
 """The `kv` policy in seconds: what a request would wait and cost here, recomputed work at a price that load raises.
 
-    cost = wait + (1 + κ) · e · r + context_scale · C · r + recent_scale · R · r          the lowest wins
+    cost = wait + (1 + κ) · e · r + context_scale · C · r + recent_scale · R · r̄          the lowest wins
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(max_price, price_scale · ρ² / (1 − ρ)),  ρ = min(0.99, utilisation)
 
 n: prompt tokens; from, to: the tokens that a tier alone adds, blocks of prompts in flight there being in the fastest;
-r: seconds a unit of work, C: context tokens, R: recent work, ρ: see `work`; α: attention against the rest of the model.
+r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent work, ρ: see `work`; α:
+attention against the rest of the model.
 
 A greedy cost pays 5,000 tokens of recomputation to skip 5,000 tokens of queue. That is right for its request, and
 everybody behind it pays: prefixes spread until caches thrash. So recomputation has a price that rises with load.
+
+R counts alike at all ranks: times r, a rank that seems fast by chance would get all of the next minute's requests, and
+seem faster for it (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ def weigh_ranks(
 
     `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
     """
+    recent_unit_s = recent_scale * work[1].mean()
     for idx in range(len(held)):
         before, saved, tokens = 0.0, 0.0, 0
         for tier in range(held.shape[1]):
@@ -56,9 +61,9 @@ def weigh_ranks(
             saved += tier_credits[tier] * (done - before)
             before = done
         wait_s, unit_s, context_tokens, recent = work[:, idx]
-        load = context_scale * context_tokens + recent_scale * recent
         compute[idx] = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
-        cost_s[idx] = wait_s + ((1.0 + price) * compute[idx] + load) * unit_s
+        priced = (1.0 + price) * compute[idx] + context_scale * context_tokens
+        cost_s[idx] = wait_s + priced * unit_s + recent * recent_unit_s
         cached_tokens[idx] = tokens
 
 
@@ -84,7 +89,7 @@ class Prices(NamedTuple):
             "compute": compute_s,
             "price_of_computing": self.price * compute_s,
             "running": self.policy.settings.context_scale * self.load.context_tokens * unit_s,
-            "recent": self.policy.settings.recent_scale * self.load.recent * unit_s,
+            "recent": self.policy.settings.recent_scale * self.load.recent * unit_s.mean(),
             "cost": self.cost_s,
         }
         return {name: each.tolist() for name, each in terms.items()}

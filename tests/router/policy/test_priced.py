@@ -86,6 +86,23 @@ def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not()
     )
 
 
+def test_recent_work_counts_alike_where_ranks_are_not_equally_fast() -> None:
+    """One that is taken for fast by mistake is not given everything, and so taken for faster still."""
+    policy = policy_of(2)
+    for idx, took_s in enumerate((4.0, 1.0)):
+        send(policy, 10.0, idx, 50_000).answered(10.0 + took_s)
+    prices = policy.weigh(20.0, 1000, (), [0, 0])
+    assert prices.load.unit_s[0] > 1.2 * prices.load.unit_s[1]
+    recent = prices.terms_s()["recent"]
+    assert (
+        recent[0] == pytest.approx(recent[1]) == pytest.approx(0.03 * prices.load.recent[0] * prices.load.unit_s.mean())
+    )
+    terms = ("wait", "compute", "price_of_computing", "running", "recent")
+    assert [sum(each) for each in zip(*(prices.terms_s()[name] for name in terms), strict=True)] == pytest.approx(
+        prices.cost_s
+    )
+
+
 def test_utilisation_of_a_slow_fleet_is_averaged_over_a_longer_time() -> None:
     for unit_s, expected in ((4e-5, 4.0 / 10.0), (4e-4, 40.0 / 40.0)):
         rows = WorkRows(np.zeros((1, NUM_FIELDS, 1)), first_unit_s=unit_s)
