@@ -87,7 +87,7 @@ def _ready_line(config: RouterConfig, url: str) -> str:
 
 
 def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, started_s: float) -> int:
-    from kvist.router.processes.parts import end_with_supervisor, make_part
+    from kvist.router.processes.front import end_with_supervisor, make_part
     from kvist.router.processes.supervisor import Part
     from kvist.router.recording import Beginning
 

@@ -1,6 +1,6 @@
 """Requests that no worker has room for stand in one bounded queue a model, and are decided when they leave it.
 
-    room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.capacity`)
+    room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.worker`)
     order     by priority, lower first, then by tenants' shares, then by arrival; who comes when others wait, waits, too
     shares    virtual time goes on with what is served; who has had its share of it starts later (start-time fair
               queueing: Goyal, Vin and Cheng, 1996)

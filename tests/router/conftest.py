@@ -23,8 +23,8 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 from kvist.router.fleet.board import LoadBoard, board_bytes
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.processes.front import make_part
 from kvist.router.processes.keeper import KeeperProcess
-from kvist.router.processes.parts import make_part
 from kvist.router.processes.supervisor import Part
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.fleet.capacity import Capacity, Report, read_report
+from kvist.router.fleet.worker import Capacity, Report, read_report
 
 
 class Gated:

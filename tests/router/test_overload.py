@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvist.openai.requests import read_fields, without_field
-from kvist.router.fleet.capacity import read_report
+from kvist.router.fleet.worker import read_report
 from kvist.router.forward import Forwarding
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.fleet.capacity import WARM_UP_REQUESTS, WARM_UP_STEPS
+from kvist.router.fleet.worker import WARM_UP_REQUESTS, WARM_UP_STEPS
 
 
 class Holding:

@@ -28,7 +28,7 @@ from word_models import WORDS, model_dir
 
 from kvist.cli.up import Child, ProcessGroup
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.router.fleet.capacity import WARM_UP_REQUESTS
+from kvist.router.fleet.worker import WARM_UP_REQUESTS
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
 

@@ -19,14 +19,13 @@ from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.capacity import WARM_UP_STEPS, Capacity, read_report
 from kvist.router.fleet.discovery import Discovery
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks
-from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
+from kvist.router.fleet.worker import WARM_UP_STEPS, Capacity, CircuitBreaker, HealthGauge, Worker, read_report
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker

@@ -1,4 +1,7 @@
-"""What a front knows of the fleet: the keeper tells it, and is told what requests make of workers."""
+"""What a front knows of the fleet: the keeper tells it, and is told what requests make of workers.
+
+The index it matches in the keeper's memory, with the keeper's word for whose slots are whose.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,31 @@ import asyncio
 import itertools
 import logging
 import math
+import mmap
 import os
+import shutil
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from kvist import __version__
 from kvist.errors import leave_group
+from kvist.events import WorkerRank
+from kvist.events.session import SourceState
 from kvist.http import UpstreamPool
+from kvist.indexer import compilation
 from kvist.openai.errors import RequestError
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
@@ -27,18 +41,23 @@ from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import Seen
 from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
-from kvist.router.fleet.capacity import Capacity
+from kvist.router.doors.service import RouterService
+from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
+from kvist.router.fleet.worker import Capacity, CircuitBreaker, HealthGauge, Worker
+from kvist.router.index import Overlaps, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
-from kvist.router.processes.index import SharedIndex, open_reader
-from kvist.router.processes.keeper import KEEPER_SOCKET, families_of
+from kvist.router.processes.keeper import KEEPER_SOCKET, KeeperProcess, families_of
 from kvist.router.processes.messages import Link, Message, ToFront, WorkerNews, encode
-from kvist.router.processes.supervisor import Part
+from kvist.router.processes.supervisor import KEEPER, Part
+from kvist.router.recording import Beginning
 from kvist.router.regret import Routed
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixReader
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +71,85 @@ HEARD_INTERVAL_S = 0.25
 MAX_ENDED, MAX_SEEN = 4096, 256
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
+
+
+class SharedIndex:
+    """What `kvist.router.index.Caches` is, while there is a keeper; without one, nobody is known to hold anything."""
+
+    def __init__(self, tell: Callable[[Message], None], now_s: Callable[[], float]) -> None:
+        """Tell the keeper what it needs to know of matches and answers."""
+        self._tell, self._now_s = tell, now_s
+        self._reader: RadixReader | None = None
+        self._ranks: dict[str, list[RankStatus]] = {}
+        self._counted: dict[str, tuple[float, list[RankStatus]]] = {}
+        self._targets: dict[int, WorkerRank] = {}
+        self.block_sizes: Mapping[str, int] = {}
+
+    @property
+    def has_joined(self) -> bool:
+        """Return whether prompts can be hashed and matched."""
+        return self._reader is not None
+
+    def attach(self, reader: RadixReader) -> None:
+        """Match in this index from now on."""
+        self._reader = reader
+
+    def detach(self) -> None:
+        """Know nothing of caches any more; the next index counts its givings anew."""
+        self._reader = None
+        self._targets.clear()
+        self._counted.clear()
+        for worker, ranks in self._ranks.items():
+            self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
+
+    def know(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
+        """Take what the keeper says of a worker's ranks, and of its blocks; of one that is gone they are none."""
+        if block_size != self.block_sizes.get(worker):
+            others = {name: size for name, size in self.block_sizes.items() if name != worker}
+            self.block_sizes = others if block_size is None else {**others, worker: block_size}
+        for status in self._ranks.pop(worker, ()):
+            self._targets.pop(status.clearing or 0, None)
+        self._counted.pop(worker, None)
+        if ranks:
+            self._ranks[worker] = ranks
+        for status in ranks:
+            if status.clearing is not None and status.state is not SourceState.RESYNCING:
+                self._targets[status.clearing] = status.target
+
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
+        """Return who holds how many leading blocks, of the first `num_usable`; None while the keeper writes."""
+        reader, targets = self._reader, self._targets
+        if reader is None:
+            return {}
+        found = reader.match(hashes, len(hashes) if num_usable is None else num_usable)
+        if found is None:
+            return None
+        if found and reader.wants_uses:
+            self._tell(messages.Used(hashes.tobytes()))
+        return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
+
+    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
+        """Return the worker's ranks, with what each held up to `max_age_s` ago."""
+        reader, now_s = self._reader, self._now_s()
+        counted_at_s, counted = self._counted.get(worker, (-max_age_s, []))
+        if now_s - counted_at_s < max_age_s:
+            return counted
+        counted = self._ranks.get(worker, [])
+        if reader is not None:
+            counted = [
+                replace(status, num_blocks=reader.num_held(status.slot or 0, status.clearing or 0))
+                for status in counted
+            ]
+        self._counted[worker] = now_s, counted
+        return counted
+
+    def is_expecting(self, worker: str) -> bool:
+        """Return whether what the worker was given is all that is known of its cache."""
+        return any(status.is_approximate for status in self._ranks.get(worker, ()))
+
+    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
+        self._tell(messages.Computed(worker, hashes.tobytes()))
 
 
 class RemoteKeeper:
@@ -279,3 +377,38 @@ class RemoteKeeper:
 def _away(what: str) -> RequestError:
     message = f"the router's process that follows the fleet {what}; requests are routed by load"
     return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1)
+
+
+async def open_reader(path: Path) -> RadixReader:
+    """Map the index of this path; raises OSError if it is not there any more."""
+    await compilation.load()
+    from kvist.radix import RadixReader
+
+    with path.open("r+b") as file:
+        return RadixReader(mmap.mmap(file.fileno(), 0))
+
+
+def make_part(
+    config: RouterConfig, part: Part, started_s: float, recording: Beginning | None = None
+) -> RouterService | KeeperProcess:
+    """Return what this process of a router has to run, as its supervisor says."""
+    is_keeper = part.front == KEEPER
+    rows = {"num_fronts": len(part.bells), "num_replicas": part.num_replicas}
+    board = LoadBoard(mmap.mmap(part.board, 0), **rows, names_columns=is_keeper)
+    load = LoadTracker(board, max(0, part.front))
+    if is_keeper:
+        return KeeperProcess(config, Path(part.directory), load, started_s)
+    knowledge = partial(RemoteKeeper, config, part, load)
+    return RouterService(replace(config, port=part.port), started_s, knowledge, recording)
+
+
+def end_with_supervisor(part: Part) -> None:
+    """End this process, in order, when the one that started it is gone, which may have left its directory behind."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def on_end() -> None:
+        loop.remove_reader(descriptor)
+        shutil.rmtree(part.directory, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_reader(descriptor, on_end)

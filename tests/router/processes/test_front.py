@@ -14,7 +14,7 @@ from kvist.events.session import SourceState
 from kvist.radix import RadixIndex, RadixReader
 from kvist.radix.memory import index_bytes
 from kvist.router.index import RankStatus
-from kvist.router.processes.index import SharedIndex
+from kvist.router.processes.front import SharedIndex
 from kvist.router.processes.messages import Message, Used
 
 A, B = WorkerRank("http://a", 0), WorkerRank("http://b", 0)
