@@ -17,28 +17,15 @@ from kvist.openai.errors import RequestError
 FIELDS = frozenset(
     {
         # vLLM
-        "kv_transfer_params",
-        "ec_transfer_params",
+        *("kv_transfer_params", "ec_transfer_params"),
         # SGLang
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "bootstrap_pair_key",
-        "decode_tp_size",
-        "data_parallel_rank",
-        "data_parallel_rank_decode",
-        "routed_dp_rank",
-        "disagg_prefill_dp_rank",
-        "pd_prefill_admission_ack",
-        "decode_token_reservation_id",
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+        *("data_parallel_rank", "data_parallel_rank_decode", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("pd_prefill_admission_ack", "decode_token_reservation_id"),
         # TensorRT-LLM
         "disaggregated_params",
         # Dynamo's workers, in `nvext`
-        "backend_instance_id",
-        "prefill_worker_id",
-        "decode_worker_id",
-        "dp_rank",
-        "prefill_dp_rank",
+        *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
     }
 )
 """Fields of a body, by the dialect that has them."""

@@ -296,7 +296,7 @@ class FrontMetrics(Collector):
         """Take a front that connects: another process in the place of one counts from 0."""
         if self._pids.get(front, pid) != pid:
             counted = [family for family in self._told.pop(front, []) if family[2] != "gauge"]
-            self._ended = [_told(metric) for metric in _merged([self._ended, counted])]
+            self._ended = families_of(_merged([self._ended, counted]))
         self._pids[front] = pid
 
     def take(self, front: int, families: Families) -> None:
@@ -315,12 +315,11 @@ class FrontMetrics(Collector):
 
 def families_of(metrics: Iterable[Metric | None]) -> Families:
     """Return metrics as they are told."""
-    return [_told(metric) for metric in metrics if metric is not None]
-
-
-def _told(metric: Metric) -> tuple[str, str, str, list[tuple[str, dict[str, str], float]]]:
-    samples = [(sample.name, dict(sample.labels), sample.value) for sample in metric.samples]
-    return metric.name, metric.documentation, metric.type, samples
+    told = []
+    for metric in filter(None, metrics):
+        samples = [(name, dict(labels), value) for name, labels, value, *_ in metric.samples]
+        told.append((metric.name, metric.documentation, metric.type, samples))
+    return told
 
 
 def _merged(told: Iterable[Families]) -> Iterator[Metric]:
