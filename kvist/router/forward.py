@@ -107,16 +107,9 @@ class Forwarder:
         self.tracing, self.access_log, self.recorder = tracing, access_log, recorder
         self.now_s = time.monotonic
         self.routing = Routing(known, Random(), self.now_s)
-        self.admission = Admission(
-            fleet,
-            load,
-            self.now_s,
-            pool.clock,
-            config.max_queued,
-            config.max_worker_prefill_tokens,
-            config.max_fleet_requests,
-            on_wait=lambda model, wait_s: metrics.queue_time.labels(model).observe(wait_s),
-        )
+        limits = config.max_queued, config.max_worker_prefill_tokens, config.max_fleet_requests
+        self.admission = Admission(fleet, load, self.now_s, pool.clock, *limits)
+        self.admission.on_wait = lambda model, wait_s: metrics.queue_time.labels(model).observe(wait_s)
         self.reader = PromptReader(
             known.models,
             has_index=lambda: index is not None and index.has_joined,
