@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvist.cli._terminal import display, make_table, printable
-from kvist.cli.why import DO, add_admin_key, ask, percent
+from kvist.cli.why import LOSSES, add_admin_key, ask, loss_row, percent
 from kvist.errors import InvalidValueError, KvistError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _NUM_TOLD = 5
 _TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
 _TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
 _COLUMNS = ("worker", "model", "state", "runs", "to do", "full", "hits", "found", "events", "speed")
-_CONDITIONS = ("failed", "gone", "resyncing", "partial", "unheard", "live")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,11 +114,13 @@ class _Watched:
         from rich.console import Group
         from rich.text import Text
 
-        fleet, total = self._told["fleet"], self._told["regret"]["total"]
+        fleet, regret = self._told["fleet"], self._told["regret"]
         problems = [each for each in fleet["problems"] if each["until"] is None][:_NUM_TOLD]
-        lost = sorted(total["lost"].items(), key=lambda each: -each[1])[:_NUM_TOLD]
+        lost = [loss_row(loss, regret["total"]["prompt_tokens"]) for loss in regret["losses"][:_NUM_TOLD]]
         room = max(1, height - 12 - len(problems) - len(lost))
-        workers = sorted(self._workers.values(), key=lambda one: (_state(one) == "healthy", -one["running_requests"]))
+        workers = sorted(
+            self._workers.values(), key=lambda one: (one["shown"]["state"][0] == "healthy", -one["running_requests"])
+        )
         is_well = fleet["ready"] and not self.trouble
         head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not well", "green" if is_well else "red")
         head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
@@ -130,10 +131,7 @@ class _Watched:
         if len(workers) > room:
             parts.append(Text(f"and {len(workers) - room:,} workers more", "dim"))
         if lost:
-            rows = [
-                (f"{number:,}", percent(number, total["prompt_tokens"]), why, DO.get(why, "")) for why, number in lost
-            ]
-            parts.append(make_table(("tokens lost", "share", "why", "what to do"), rows))
+            parts.append(make_table(LOSSES, lost))
         for each in problems:
             text = f"{each['where']} {each['what']}: {each['why']} ({each['page']})"
             parts.append(Text(printable(text), "red" if each["is_bad"] else "yellow"))
@@ -181,27 +179,12 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
     return (
         urlsplit(worker["url"]).netloc,
         "any" if models is None else ", ".join(models),
-        _state(worker),
+        worker["shown"]["state"][0],
         f"{worker['running_requests']:,}" + (f"/{most:,}" if most else ""),
         f"{worker['prefill_tokens']:,}",
         percent(held, worker["num_cache_tokens"] or 0),
         percent(hits["routed"], hits["prompt_tokens"]),
         percent(hits["reported"], hits["told_tokens"]),
-        _events(worker["kv_events"]),
+        worker["shown"]["events"][0],
         "–" if speed is None else f"{speed:,.0f}",
     )
-
-
-def _state(worker: dict[str, Any]) -> str:
-    if worker["state"] != "healthy":
-        return str(worker["state"])
-    return "spared" if worker["takes_nothing_as"] else "warming" if worker["warming"] else "healthy"
-
-
-def _events(events: dict[str, Any]) -> str:
-    """Return how the worst of a worker's streams is."""
-    if any(rank["state"] == "approximate" for rank in events["ranks"]):
-        return "approximate"
-    if events["error"] is not None:
-        return "not followed"
-    return min((source["condition"] for source in events["sources"]), key=_CONDITIONS.index, default="none")

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from http.client import HTTPException
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
 HELP = "say where the hits went: what caches could have spared, and why they did not"
 
 _TIMEOUT_S = 30.0
-DO = {
-    "evicted before reuse": "more cache, or host memory behind it; fewer copies of one prefix",
-    "held, when last used, by a rank that is not known exactly": "its event stream: GET /readiness",
-    "cached under another salt or adapter": "one salt for those who may share",
-    "held elsewhere, where it would have cost more": "the price of waiting: docs/policy.md",
-    "predicted, but not found by the engine": "what is exact there: docs/engines.md",
-    "not readable, so that nothing was looked for": "--model-path; kvist_router_readings_total",
-}
+LOSSES = ("tokens lost", "share", "why", "what to do")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +113,8 @@ def _routed_of(line: TraceLine) -> Routed:
 
 
 def _show(report: dict[str, Any]) -> None:
+    from kvist.router.regret import quantile
+
     total, sample = report["total"], report["sample"]
     prompt = max(1, total["prompt_tokens"])
     error = f"± {2 * sample['standard_error']:.1%}, from a sample of {sample['blocks']:,} blocks"
@@ -130,7 +124,6 @@ def _show(report: dict[str, Any]) -> None:
         ("routed", f"the chosen worker held, {total['in_flight']:,} of them still being computed"),
         ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
     )
-    lost = sorted(total["lost"].items(), key=lambda each: -each[1])
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
     tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
         (
@@ -145,8 +138,8 @@ def _show(report: dict[str, Any]) -> None:
             ],
         ),
         (
-            ("tokens lost", "share", "why", "what to do"),
-            [(f"{tokens:,}", percent(tokens, prompt), cause, DO[cause]) for cause, tokens in lost],
+            LOSSES,
+            [loss_row(loss, prompt) for loss in report["losses"]],
         ),
         *(
             (
@@ -181,18 +174,16 @@ def _show(report: dict[str, Any]) -> None:
         f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which",
         *(make_table(columns, rows) for columns, rows in tables if rows),
         *(
-            f"{text.format(_quantile(counts, 0.5))}, {_quantile(counts, 0.9):,} in nine of ten."
+            f"{text.format(quantile(counts, 0.5))}, {quantile(counts, 0.9):,} in nine of ten."
             for name, text in spans
             if (counts := report[name])
         ),
     )
 
 
+def loss_row(loss: dict[str, Any], num_tokens: int) -> tuple[str, ...]:
+    return f"{loss['tokens']:,}", percent(loss["tokens"], num_tokens), loss["cause"], loss["do"]
+
+
 def percent(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "–"
-
-
-def _quantile(counts: dict[str, int], part: float) -> int:
-    """Return where so large a part of what a histogram counts is below."""
-    wanted = part * sum(counts.values())
-    return next(int(bound) for bound, below in zip(counts, accumulate(counts.values()), strict=True) if below >= wanted)

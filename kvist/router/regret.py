@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import accumulate
 from secrets import token_bytes
 from typing import Any, Final
 
@@ -54,6 +55,16 @@ class Cause(StrEnum):
     ELSEWHERE = "held elsewhere, where it would have cost more"
     ENGINE = "predicted, but not found by the engine"
     UNREAD = "not readable, so that nothing was looked for"
+
+
+_DO: Final = {
+    Cause.EVICTED: "more cache, or host memory behind it; fewer copies of one prefix",
+    Cause.UNKNOWN: "its event stream is partial, resyncing or silent: GET /readiness says which",
+    Cause.VARIANT: "one salt for those who may share; adapters never can",
+    Cause.ELSEWHERE: "nothing, most often: waiting was dearer; the price of waiting: docs/policy.md",
+    Cause.ENGINE: "events and cache disagree; what is exact for which engine: docs/engines.md",
+    Cause.UNREAD: "the model's tokeniser: --model-path; kvist_router_readings_total",
+}
 
 
 class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -272,6 +283,7 @@ class Regret:
                 before = prefixes.get(name, (0.0, 0, 0))
                 prefixes[name] = (before[0] + cost, max(before[1], length), before[2] + times)
         costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_TOLD]
+        stays_needed = {str(1 << power): num for power, num in sorted(stays.items())}
         sample, hit = self._reuse.described(), total["one_cache_sampled"] / max(1, total["sampled"])
         sample["uses"], sample["standard_error"] = (
             total["sampled"],
@@ -288,12 +300,28 @@ class Regret:
             ],
             "sample": sample,
             "reuse_distance_blocks": {str(1 << power): num for power, num in sorted(distances.items())},
-            "stay_needed_s": {str(1 << power): num for power, num in sorted(stays.items())},
+            "stay_needed_s": stays_needed,
+            "losses": _losses(total, stays_needed),
             "costliest_prefixes": [
                 {"prefix": name, "tokens_lost": round(cost), "length": length, "times": times}
                 for name, (cost, length, times) in costliest
             ],
         }
+
+
+def _losses(total: Counter[str], stays: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return what was lost by each cause, the most first, and what helps against it."""
+    do = dict(_DO)
+    if stays:
+        do[Cause.EVICTED] += f": nine of ten such blocks would have had to stay {quantile(stays, 0.9):,} s longer"
+    causes = sorted((cause for cause in Cause if total[cause]), key=lambda each: -total[each])
+    return [{"tokens": total[cause], "cause": cause.value, "do": do[cause]} for cause in causes]
+
+
+def quantile(counts: Mapping[str, int], part: float) -> int:
+    """Return where so large a part of what a histogram counts is below."""
+    wanted = part * sum(counts.values())
+    return next(int(bound) for bound, below in zip(counts, accumulate(counts.values()), strict=True) if below >= wanted)
 
 
 def _told(row: Counter[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from kvist.errors import InvalidValueError
 from kvist.router.doors.explain import explain_readiness, explain_workers
 from kvist.router.doors.journal import Seen
 from kvist.router.doors.prefixes import PrefixTree
-from kvist.router.doors.problems import problems_of
+from kvist.router.doors.problems import problems_of, shown_of
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
@@ -154,7 +154,7 @@ class LiveState:
             for source in worker["kv_events"]["sources"]:
                 age_s = source.pop("last_event_age_s")
                 source["last_event_at"] = None if age_s is None else round(began_at + now_s - age_s, 1)
-            row = msgspec.Raw(_encode(worker))
+            row = msgspec.Raw(_encode(worker | {"shown": shown_of(worker)}))
             known = before.get(worker["url"])
             self._workers[worker["url"]] = known if known is not None and known[1] == row else (number, row)
         if not before.keys() <= self._workers.keys():  # only to who is told all

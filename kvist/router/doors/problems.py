@@ -11,6 +11,31 @@ _MIN_TOLD_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
 """A worker that finds less of what was predicted, of so much at least, is told of."""
 
 
+_KINDS = {"live": "good", "gone": "bad", "failed": "bad"}
+_STREAMS = ("live", "unheard", "partial", "resyncing", "gone", "failed")
+"""How streams are, the worst last."""
+
+
+def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
+    """Return how a worker is, and how well its cache is known: each as a word, why, and good, warn or bad."""
+    state, why, events = worker["state"], worker["takes_nothing_as"], worker["kv_events"]
+    if state == "healthy":
+        is_given = why is None
+        state, kind = ("warming" if worker["warming"] else state, "good") if is_given else ("spared", "warn")
+    else:
+        kind = "bad" if state == "unhealthy" else "warn"
+    streams = sorted(events["sources"], key=lambda each: _STREAMS.index(each["condition"]))
+    known: tuple[str, str | None, str] = ("none", None, "")
+    if any(rank["state"] == APPROXIMATE for rank in events["ranks"]):
+        known = "approximate", "no stream tells of it", "warn"
+    elif events["error"] is not None:
+        known = "not followed", events["error"], "bad"
+    elif streams:
+        condition, lags = streams[-1]["condition"], [each["lag_s"] or 0.0 for each in streams]
+        known = condition, streams[-1]["reason"] or f"lag {1e3 * max(lags):.1f} ms", _KINDS.get(condition, "warn")
+    return {"state": (state, why, kind), "events": known}
+
+
 def problems_of(workers: list[dict[str, Any]], readiness: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what is wrong, by what stays the same while it is: where, what, why, how bad, and which page explains."""
     found = {}

@@ -4,26 +4,6 @@ import { now, state } from "/ui/app.js";
 import { Table, duration, facts, field, fill, h, host, number, seconds, share, short, tile, tokens } from "/ui/dom.js";
 import { requestTable } from "/ui/requests.js";
 
-const CONDITIONS = { live: "good", partial: "warn", resyncing: "warn", unheard: "warn", gone: "bad", failed: "bad", approximate: "warn" };
-const worst = (names) => ["failed", "gone", "resyncing", "partial", "unheard", "live"].find((each) => names.includes(each));
-
-// How well the worker's cache is known: [word, why, kind].
-export function knowledge(worker) {
-  const { sources, ranks, error } = worker.kv_events;
-  if (error) return ["not followed", error, "bad"];
-  if (ranks.some((rank) => rank.state === "approximate")) return ["approximate", "no stream tells of it", "warn"];
-  const condition = worst(sources.map((source) => source.condition));
-  if (!condition) return ["no events", null, ""];
-  const lag = Math.max(...sources.map((source) => source.lag_s ?? -1));
-  const why = sources.find((source) => source.condition === condition).reason;
-  return [condition, why ?? (lag >= 0 ? `lag ${seconds(lag)}` : null), CONDITIONS[condition]];
-}
-
-function condition(worker) {
-  if (worker.state === "healthy" && !worker.takes_nothing_as) return ["healthy", worker.warming ? "warming up" : null, "good"];
-  return [worker.state === "healthy" ? "spared" : worker.state, worker.takes_nothing_as, worker.state === "unhealthy" ? "bad" : "warn"];
-}
-
 const blocks = (worker) => worker.kv_events.ranks.reduce((sum, rank) => sum + rank.blocks, 0);
 const held = (worker) => blocks(worker) * (worker.block_size ?? 16);
 const fillShare = (worker) => (worker.num_cache_tokens ? held(worker) / worker.num_cache_tokens : null);
@@ -34,13 +14,13 @@ const COLUMNS = [
   { name: "Worker", value: (w) => w.url, text: (w) => host(w.url) },
   { name: "Model", value: (w) => (w.models ?? [""]).join(), text: (w) => [w.models?.[0] ?? "any", w.models?.length > 1 ? `and ${w.models.length - 1} more` : null] },
   { name: "Role", value: (w) => w.role, text: (w) => w.role },
-  { name: "State", value: (w) => condition(w)[0], text: condition },
+  { name: "State", value: (w) => w.shown.state[0], text: (w) => w.shown.state },
   { name: "Running", class: "number", value: (w) => w.running_requests, text: (w) => [number(w.running_requests), w.max_requests ? `of ${number(w.max_requests)}` : null] },
   { name: "To compute", class: "number", value: (w) => w.prefill_tokens, text: (w) => short(w.prefill_tokens) },
   { name: "Cached", class: "number", value: held, text: (w) => [short(held(w)), fillShare(w) === null ? null : share(fillShare(w), 1)], bar: (w) => [[["fill", fillShare(w) ?? 0]], 1] },
   { name: "Predicted", class: "number", value: (w) => hit(w, "routed", "prompt_tokens"), text: (w) => percent(hit(w, "routed", "prompt_tokens")) },
   { name: "Reported", class: "number", value: (w) => hit(w, "reported", "told_tokens"), text: (w) => percent(hit(w, "reported", "told_tokens")) },
-  { name: "Events", value: (w) => knowledge(w)[0], text: knowledge },
+  { name: "Events", value: (w) => w.shown.events[0], text: (w) => w.shown.events },
   { name: "Tokens/s", class: "number", value: (w) => w.prompt_tokens_per_s ?? -1, text: (w) => short(w.prompt_tokens_per_s) },
   { name: "Circuit", value: (w) => w.circuit, text: (w) => [w.circuit.replace("_", " "), null, w.circuit === "closed" ? "" : "bad"] },
 ];
@@ -50,7 +30,7 @@ let table, tiles, search, only, detail, list, url;
 
 function details(worker) {
   const told = {
-    State: condition(worker).slice(0, 2).filter(Boolean).join(": "),
+    State: worker.shown.state.slice(0, 2).filter(Boolean).join(": "),
     Engine: [worker.engine ?? "not told", worker.version].filter(Boolean).join(" "),
     Models: worker.models?.join(", ") ?? "any",
     "Wanted by": worker.wanted_by.join(", "),
@@ -63,7 +43,7 @@ function details(worker) {
   const streams = worker.kv_events.sources.map((source) => {
     const age = source.last_event_at === null ? "nothing yet" : `last event ${duration(now() - source.last_event_at)} ago, lag ${seconds(source.lag_s)}`;
     const counts = `${number(source.batches)} batches, ${source.gaps} gaps, ${source.restarts} restarts, ${source.malformed} malformed`;
-    return h("li", {}, h("span", { class: `mark ${CONDITIONS[source.condition]}` }, source.condition), ` ${source.url}: ${[source.reason, age, counts].filter(Boolean).join("; ")}`);
+    return h("li", {}, `${source.condition} ${source.url}: ${[source.reason, age, counts].filter(Boolean).join("; ")}`);
   });
   const ranks = worker.kv_events.ranks.map((rank) => h("li", {}, `rank ${rank.rank}: ${rank.state ?? "not known"}, ${number(rank.blocks)} blocks`));
   return [
@@ -111,7 +91,7 @@ export default {
     const text = search.value.toLowerCase();
     table.update(
       all.filter((worker) => {
-        const isBad = condition(worker)[2] !== "good" || knowledge(worker)[2] === "bad" || knowledge(worker)[2] === "warn";
+        const isBad = Object.values(worker.shown).some(([, , kind]) => kind === "bad" || kind === "warn");
         return `${worker.url} ${worker.models?.join(" ")}`.toLowerCase().includes(text) && (only.selectedIndex === 0 || isBad);
       }),
     );

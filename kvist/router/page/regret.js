@@ -9,26 +9,12 @@ const LINES = [
   { name: "routed", value: (row) => row.routed / row.prompt_tokens },
   { name: "reported", value: (row) => row.reported / row.told_tokens },
 ];
-const longest = (stays) => {
-  const all = Object.entries(stays);
-  let left = 0.9 * all.reduce((sum, [, count]) => sum + count, 0);
-  return all.find(([, count]) => (left -= count) <= 0)?.[0];
-};
-// What to do about each cause, with the number that says how much of it.
-const ADVICE = {
-  "evicted before reuse": (report) => `More cache, or host memory behind it: ${longest(report.stay_needed_s) ? `nine of ten such blocks would have had to stay up to ${longest(report.stay_needed_s)} s longer` : "how long blocks would have had to stay is not known yet"}.`,
-  "held, when last used, by a rank that is not known exactly": () => "A stream is partial, resyncing or silent: Health says which and why.",
-  "cached under another salt or adapter": () => "Give those who may share one salt; adapters can never share.",
-  "held elsewhere, where it would have cost more": (_, cost) => `Nothing, most often: waiting was dearer. If workers are idle, raise what a cached block is worth (docs/policy.md); at most ${short(cost)} tokens are to be won.`,
-  "predicted, but not found by the engine": () => "Events and cache disagree: docs/engines.md says what is exact for which engine.",
-  "not readable, so that nothing was looked for": () => "Give the router the model's tokeniser: Health names the model.",
-};
 
 const CAUSES = [
   { name: "Cause", text: (row) => row.cause },
-  { name: "Tokens", class: "number", text: (row) => short(row.cost) },
-  { name: "Of prompts", class: "number", text: (row) => share(row.cost, row.whole), bar: (row) => [[["loss", row.cost]], row.whole] },
-  { name: "To do", class: "prose", text: (row) => row.advice },
+  { name: "Tokens", class: "number", text: (row) => short(row.tokens) },
+  { name: "Of prompts", class: "number", text: (row) => share(row.tokens, row.whole), bar: (row) => [[["loss", row.tokens]], row.whole] },
+  { name: "To do", class: "prose", text: (row) => row.do },
 ];
 const BY = [
   { name: "Worker", value: (row) => row.worker, text: (row) => host(row.worker) },
@@ -74,8 +60,7 @@ export default {
     const minutes = regret.over_time, times = minutes.map((each) => at - each.ago_s);
     const lines = LINES.map((line) => [line.name, minutes.map((each) => (Number.isFinite(line.value(each)) ? 100 * line.value(each) : null))]);
     chart.update(times, lines, Math.min(at - 600, times[0] ?? at), at);
-    const rows = Object.entries(total.lost).map(([cause, cost]) => ({ cause, cost, whole: total.prompt_tokens, advice: ADVICE[cause]?.(regret, cost) ?? "" }));
-    causes.update(rows.toSorted((a, b) => b.cost - a.cost));
+    causes.update(regret.losses.map((loss) => ({ ...loss, whole: total.prompt_tokens })));
     by.update(regret.by);
     costliest.update(regret.costliest_prefixes);
     note.textContent = `By the minute, as docs/why.md explains. One cache is estimated from ${number(sample.blocks)} blocks.`;

@@ -42,25 +42,25 @@ export function decision(choice) {
   const isPriced = choice.candidates.some((each) => each.seconds);
   const ofTerms = isPriced ? Object.entries(TERMS) : [];
   const isChosen = (each) => each.worker === choice.worker && each.rank === choice.rank;
-  const rows = choice.candidates.map((each) =>
-    h(
-      "tr",
-      { class: isChosen(each) ? "chosen" : "" },
-      h("th", { scope: "row" }, `${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, isChosen(each) && h("small", {}, "chosen")),
-      h("td", { class: "number" }, number(each.tokens_cached_or_in_flight ?? (each.overlap_blocks.external ?? 0) * choice.block_size)),
-      h("td", { class: "number" }, each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`),
-      isPriced && h("td", { class: "wide" }, bar(ofTerms.map(([name, term]) => [term, each.seconds[name]]), most)),
-      ofTerms.map(([name]) => h("td", { class: "number term" }, seconds(each.seconds[name]))),
-    ),
+  const cached = (each) => each.tokens_cached_or_in_flight ?? (each.overlap_blocks.external ?? 0) * choice.block_size;
+  const table = new Table(
+    "Candidates",
+    [
+      { name: "Candidate", text: (each) => [`${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, ...(isChosen(each) ? ["chosen", "good"] : [])] },
+      { name: "Cached or in flight", class: "number", text: (each) => number(cached(each)) },
+      { name: isPriced ? "Cost" : "Chance", class: "number", text: (each) => (each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`) },
+      ...(isPriced ? [{ name: "Of what", class: "wide", text: () => "", bar: (each) => [ofTerms.map(([name, term]) => [term, each.seconds[name]]), most] }] : []),
+      ...ofTerms.map(([name, term]) => ({ name: term.replaceAll("-", " "), class: "number term", text: (each) => seconds(each.seconds[name]) })),
+    ],
+    (each) => `${each.worker} ${each.rank}`,
   );
-  const names = ["Candidate", "Cached or in flight", isPriced ? "Cost" : "Chance", ...(isPriced ? ["Of what"] : [])];
-  const heads = [...names.map((name) => h("th", { scope: "col" }, name)), ...ofTerms.map(([, term]) => h("th", { scope: "col", class: "term" }, term.replaceAll("-", " ")))];
+  table.update(choice.candidates);
   const others = choice.num_candidates - choice.candidates.length;
   return [
     h("p", {}, `Policy ${choice.policy}: ${tokens(choice.prompt_tokens)}, ${tokens(choice.overlap_tokens)} held by ${host(choice.worker)}`, choice.untokenized_reason && `; ${choice.untokenized_reason}`),
     isPriced && h("p", { class: "note" }, `The lowest cost wins. Utilisation ${share(choice.utilisation, 1)}; computing costs ${(1 + choice.price_of_computing).toFixed(2)} times its time.`),
     isPriced && legend(Object.values(TERMS)),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Candidates" }, h("table", {}, h("caption", { class: "unseen" }, "Candidates"), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows))),
+    table.element,
     others > 0 && h("p", { class: "note" }, `${others} more candidates cost more.`),
   ];
 }
