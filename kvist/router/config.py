@@ -145,11 +145,11 @@ class RouterConfig:
     tenants: Text | None = None
     """file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"""
     auth_url: str | None = None
-    """who says whose a key is, where it is in no file: asked over HTTP (docs/tenants.md)"""
+    """URL of an authoriser, which is asked whose a key is that no file has (docs/tenants.md)"""
     auth_ttl_s: Seconds = 30.0
-    """how long what it said of a key counts"""
+    """how long the authoriser's word on a key counts"""
     auth_timeout_s: Seconds = 3.0
-    """time that it may take to answer"""
+    """time that the authoriser may take to answer"""
     isolation: Literal["none", "tenant"] = "none"
     """tenant: no tenant can tell what others have cached, but those of its group"""
     isolation_secret: Secret | None = field(default=None, repr=False)
