@@ -34,7 +34,7 @@ import torch
 from _common import report, table
 
 from kvist.errors import MissingExtraError
-from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, WriteState
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.copier import TorchCopier
 
@@ -210,8 +210,8 @@ class Sender:
 
 def waited(transfer: Any) -> None:
     """Wait until a write or a send has ended well."""
-    if transfer is None or not transfer.wait(_TIMEOUT_S) or transfer.state is not WriteState.DONE:
-        raise SystemExit(f"a write has failed: {transfer and transfer.reason}")
+    if transfer is None or transfer.exception(_TIMEOUT_S) is not None:
+        raise SystemExit(f"a write has failed: {transfer}")
 
 
 def timed(function: Callable[[], object]) -> float:

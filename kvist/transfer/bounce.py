@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvist.errors import KvistError
-from kvist.transfer.agents.base import Int64s, PeerId, TransferAgent, Write, WriteState
+from kvist.transfer.agents.base import Int64s, PeerId, TransferAgent, Write, WriteFailedError
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ class Bounce:
             offset = None if self._is_closed else self._send_room.allocate(size_bytes)
             if offset is None:
                 return None
-            write = Write(len(fragments), size_bytes)
+            write: Write = Future()
             self._jobs.put(lambda: self._gather_and_write(write, peer, fragments, offset, base))
         return write
 
@@ -236,27 +236,30 @@ class Bounce:
             job()
 
     def _gather_and_write(self, write: Write, peer: PeerId, fragments: Int64s, offset: int, base: int) -> None:
-        room = self._send_memory[offset : offset + write.size_bytes]
+        room = self._send_memory[offset : offset + int(fragments[:, 2].sum())]
         try:
             self._copier.gather(fragments[:, 0], fragments[:, 2], room)
-            whole = self._agent.write(peer, np.array([[room.data_ptr(), base, write.size_bytes]], np.int64))
+            whole = self._agent.write(peer, np.array([[room.data_ptr(), base, len(room)]], np.int64))
         except _COPY_ERRORS as error:
-            self._sent(write, WriteState.FAILED, str(error), offset)
-            return
-        whole.when_ended(lambda: self._sent(write, whole.state, whole.reason, offset))
+            whole = Future()
+            whole.set_exception(WriteFailedError(str(error)))
+        whole.add_done_callback(lambda _: self._sent(write, whole.exception(), fragments, offset))
 
-    def _sent(self, write: Write, state: WriteState, reason: str | None, offset: int) -> None:
+    def _sent(self, write: Write, error: BaseException | None, fragments: Int64s, offset: int) -> None:
         """Free the room, unless an abandoned write may still read it, and only then let the send have ended."""
         with self._changed:
-            if state is WriteState.ABANDONED:
+            if isinstance(error, WriteFailedError) and not error.is_quiescent:
                 self._send_room.quarantine(offset)
             else:
                 self._send_room.free(offset)
-            if state is WriteState.DONE:
-                self._counts.bytes_sent += write.size_bytes
-                self._counts.num_fragments_sent += write.num_fragments
+            if error is None:
+                self._counts.bytes_sent += int(fragments[:, 2].sum())
+                self._counts.num_fragments_sent += len(fragments)
             self._changed.notify_all()
-        write.end(state, reason)
+        if error is None:
+            write.set_result(None)
+        else:
+            write.set_exception(error)
 
     def _copy_out(self, scattering: Future[None], parts: Sequence[tuple[int, Int64s]]) -> None:
         memory = self._receive_memory

@@ -12,7 +12,7 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
-from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
 from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
@@ -43,14 +43,13 @@ class _Write:
     receiver: str
     request: messages.ReceiveRequest
     write: Write
+    num_bytes: int
+    num_pieces: int
     is_bounced: bool
     began_s: float
 
-    def times(self, ended_s: float) -> commands.WriteTimes:
-        write, error = self.write, None
-        if write.state is not WriteState.DONE:
-            error = write.reason or write.state.value
-        counts = (write.size_bytes, write.num_fragments)
+    def times(self, ended_s: float, error: str | None) -> commands.WriteTimes:
+        counts = (self.num_bytes, self.num_pieces)
         return commands.WriteTimes(self.request.request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
 
 
@@ -121,22 +120,19 @@ class Sender:
                 self._send(name, messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", told))
 
     def poll_writes(self, now_s: float) -> None:
-        for write in list(self._writes):
-            state = write.write.state
-            if state is WriteState.PENDING:
-                continue
+        for write in [each for each in self._writes if each.write.done()]:
             self._writes.remove(write)
             self.write_seconds += now_s - write.began_s
-            self.observer(write.times(now_s))
-            if state is not WriteState.DONE:
-                reason = write.write.reason
-                logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
+            error = write.write.exception()
+            self.observer(write.times(now_s, None if error is None else str(error)))
+            if error is not None:
+                logger.warning("kv write failed receiver=%s reason=%s", write.receiver, error)
                 self._forget(write.receiver)
-            if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
-                self._do(self.protocol.give_up(write.request.request_id), now_s)
+            if isinstance(error, WriteFailedError) and not error.is_quiescent:
+                self._do(self.protocol.give_up(write.request.request_id), now_s)  # nobody is told that it has ended
                 continue
             done = messages.ResultStatus.BOUNCED if write.is_bounced else messages.ResultStatus.SUCCESS
-            status = done if state is WriteState.DONE else messages.ResultStatus.FAILED
+            status = done if error is None else messages.ResultStatus.FAILED
             self._do(self.protocol.written(write.receiver, write.request.transfer_id, status), now_s)
 
     def tick(self, now_s: float) -> None:
@@ -220,7 +216,8 @@ class Sender:
             )
             self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
         else:
-            self._writes.append(_Write(name, request, write, bounced is not None, now_s))
+            counts = (int(fragments[:, 2].sum()), len(fragments))
+            self._writes.append(_Write(name, request, write, *counts, bounced is not None, now_s))
 
     def _forget(self, name: str) -> None:
         """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""

@@ -6,6 +6,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ class Rank:
             with lock:
                 if self.agent.write != begin:
                     return write(peer, fragments)
-                transfer = Write(len(fragments), 1)
+                transfer: Write = Future()
                 held.append((transfer, peer, fragments))
                 return transfer
 
@@ -140,9 +141,8 @@ class Rank:
             with lock:
                 self.agent.write = write  # type: ignore[method-assign]
             for transfer, peer, fragments in held:
-                done = write(peer, fragments)
-                assert done.wait(PATIENCE_S)
-                transfer.end(done.state, done.reason)
+                error = write(peer, fragments).exception(PATIENCE_S)
+                transfer.set_result(None) if error is None else transfer.set_exception(error)
 
         self.agent.write = begin  # type: ignore[method-assign]
         return go_on

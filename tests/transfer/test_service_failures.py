@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from kvist.transfer import receiver
 from kvist.transfer import sender as sender_module
-from kvist.transfer.agents import Write, WriteState
+from kvist.transfer.agents import Write, WriteFailedError
 from kvist.transfer.commands import CancelFetch, TransferLimits, WithdrawOffer
 from kvist.transfer.messages import Extent, Message, ReceiveRequest, encode_message
 
@@ -91,7 +92,8 @@ def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
     let_go: list[str] = []
     disconnect = sender.agent.disconnect
     monkeypatch.setattr(sender.agent, "disconnect", lambda peer: (let_go.append(peer), disconnect(peer)))
-    failing, lasting = Write(1, 1), Write(1, 1)
+    failing: Write = Future()
+    lasting: Write = Future()
     writes = iter((failing, lasting))
     monkeypatch.setattr(sender.agent, "write", lambda *_: next(writes))
     for seed in (1, 2):
@@ -99,13 +101,13 @@ def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
         source.offer(prompt, prompt.tables(1))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
         until_true(lambda: sender.service.statistics().num_writing == seed)  # noqa: B023
-    failing.end(WriteState.FAILED, "late")
+    failing.set_exception(WriteFailedError("late"))
     rank.reports.wait_for("released", "prompt-1")
     other = open_worker(1)
     other.fetch(make_prompt(3), make_prompt(3).tables(2), source.endpoints)  # one too many, and refused
     other.ranks[0].reports.wait_for("failed", "prompt-3")
     assert not let_go
-    lasting.end(WriteState.FAILED, "late too")
+    lasting.set_exception(WriteFailedError("late too"))
     rank.reports.wait_for("released", "prompt-2")
     assert let_go == [rank.agent.name]
 

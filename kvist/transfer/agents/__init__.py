@@ -11,7 +11,7 @@ from kvist.transfer.agents.base import (
     RegionId,
     TransferAgent,
     Write,
-    WriteState,
+    WriteFailedError,
 )
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
 
@@ -23,5 +23,5 @@ __all__ = [
     "SharedMemoryAgent",
     "TransferAgent",
     "Write",
-    "WriteState",
+    "WriteFailedError",
 ]

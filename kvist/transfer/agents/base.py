@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Annotated, Any, ClassVar, NewType, TypeAlias
 
@@ -32,50 +32,11 @@ Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 
 
-class WriteState(Enum):
-    """How far a write is. Only an abandoned one may still reach the peer's memory after it has ended."""
+Write: TypeAlias = Future[None]
+"""A write under way: once it has a result, the peer can read every byte; it fails with a `WriteFailedError`.
 
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-
-
-class Write:
-    """A write under way: `state` is polled and never goes back; DONE means that the peer can read every byte."""
-
-    __slots__ = ("_callbacks", "_ended", "_lock", "num_fragments", "reason", "size_bytes", "state")
-
-    def __init__(self, num_fragments: int, size_bytes: int) -> None:
-        self.num_fragments = num_fragments
-        self.size_bytes = size_bytes
-        self.state = WriteState.PENDING
-        self.reason: str | None = None
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def end(self, state: WriteState, reason: str | None = None) -> None:
-        """Leave PENDING, once: for the agent alone."""
-        with self._lock:
-            assert self.state is WriteState.PENDING
-            self.reason = reason
-            self.state = state
-        self._ended.set()
-        for callback in self._callbacks:
-            callback()
-
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call once it has ended, from the agent's thread, or now if it has: it must neither wait nor raise."""
-        with self._lock:
-            if self.state is WriteState.PENDING:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended, at the latest after `timeout_s`: off the loop."""
-        return self._ended.wait(timeout_s)
+Those who are told that it has ended are told on the agent's thread, and must neither wait nor raise.
+"""
 
 
 @dataclass(slots=True)
@@ -87,23 +48,24 @@ class AgentStatistics:
     num_abandoned: int = 0
 
 
-class WriteFailedError(Exception):
-    """A write has ended early; `is_quiescent` tells whether nothing of it can reach the peer any more."""
+class WriteFailedError(KvistError):
+    """A write has ended early; unless it `is_quiescent`, it may still reach the peer's memory."""
 
     def __init__(self, reason: str, *, is_quiescent: bool = True) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.is_quiescent = is_quiescent
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
     peer: PeerId
-    write: Write
+    num_fragments: int
+    size_bytes: int
     steps: Steps
     deadline_s: float
     failure: str | None = None
     is_ending: bool = False
+    write: Write = field(default_factory=Future)
 
 
 class WriteThread:
@@ -118,16 +80,17 @@ class WriteThread:
         self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, peer: PeerId, write: Write, steps: Steps) -> Write:
-        """Begin a write; returns `write`, FAILED already if there are too many or the agent is closed."""
+    def submit(self, peer: PeerId, num_fragments: int, size_bytes: int, steps: Steps) -> Write:
+        """Begin a write; it has failed already if there are too many or the agent is closed."""
+        running = _Running(peer, num_fragments, size_bytes, steps, monotonic() + self._timeout_s)
         with self._changed:
             if not self.is_closing and len(self._writes) < MAX_PENDING_WRITES:
-                self._writes.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
+                self._writes.append(running)
                 self._changed.notify()
-                return write
+                return running.write
             reason = "the agent is closed" if self.is_closing else f"{len(self._writes)} writes are pending already"
-        write.end(WriteState.FAILED, reason)
-        return write
+        running.write.set_exception(WriteFailedError(reason))
+        return running.write
 
     def fail_peer(self, peer: PeerId, reason: str) -> None:
         """Make every write to a peer that is under way fail at its next step."""
@@ -159,7 +122,7 @@ class WriteThread:
                 self.is_closing = True
                 left = list(self._writes)
             for running in left:  # only after a defect: nobody waits for ever
-                self._end(running, WriteState.ABANDONED, "the thread that writes has failed")
+                self._end(running, WriteFailedError("the thread that writes has failed", is_quiescent=False))
 
     def _move_all(self) -> None:
         has_moved = True
@@ -187,19 +150,23 @@ class WriteThread:
             running.is_ending = True
             return running.steps.throw(WriteFailedError(failure))
         except StopIteration:
-            self._end(running, WriteState.DONE, None)
+            self._end(running, None)
         except WriteFailedError as error:
-            self._end(running, WriteState.FAILED if error.is_quiescent else WriteState.ABANDONED, error.reason)
+            self._end(running, error)
         return True
 
-    def _end(self, running: _Running, state: WriteState, reason: str | None) -> None:
+    def _end(self, running: _Running, error: WriteFailedError | None) -> None:
         with self._changed:
             self._writes.remove(running)
-            self._counts.num_abandoned += state is WriteState.ABANDONED
-            if state is WriteState.DONE:
-                self._counts.num_fragments_written += running.write.num_fragments
-                self._counts.bytes_written += running.write.size_bytes
-        running.write.end(state, reason)
+            if error is None:
+                self._counts.num_fragments_written += running.num_fragments
+                self._counts.bytes_written += running.size_bytes
+            else:
+                self._counts.num_abandoned += not error.is_quiescent
+        if error is None:
+            running.write.set_result(None)
+        else:
+            running.write.set_exception(error.with_traceback(None))  # whose frames would keep the peer's memory
 
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
@@ -367,7 +334,7 @@ class TransferAgent(ABC):
     def write(self, peer: PeerId, fragments: npt.ArrayLike) -> Write:
         """Begin a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
 
-        Local memory must stay as it is until the write has ended. A full queue rejects: the write has FAILED.
+        Local memory must stay as it is until the write has ended. A full queue rejects: the write has failed.
         """
         array = as_array(fragments)
         with self._lock:
@@ -375,7 +342,7 @@ class TransferAgent(ABC):
         if known is None:
             raise InvalidValueError("peer", peer, "one that is connected")
         steps = self._begin(peer, known, table, array)
-        return self._thread.submit(peer, Write(len(array), int(array[:, 2].sum())), steps)
+        return self._thread.submit(peer, len(array), int(array[:, 2].sum()), steps)
 
     def disconnect(self, peer: PeerId) -> None:
         """Forget a peer; writes to it fail, but may still land in a network. The same id can connect again."""

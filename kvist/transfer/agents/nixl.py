@@ -119,7 +119,7 @@ class NixlAgent(base.TransferAgent):
             raise WriteFailedError(self._reason(peer, error), is_quiescent=is_over) from error
 
     def _reason(self, peer: PeerId, error: Exception) -> str:
-        return error.reason if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
+        return str(error) if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
 
     def _drain(self, handle: object) -> Generator[bool, None, bool]:
         """Return whether a write is over: it is not before its peer goes on or dies, and an agent that closes gives up.

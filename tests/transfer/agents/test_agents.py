@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState, base
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError, base
 
 MIB = 1 << 20
 DEADLINE_S = 180.0
@@ -27,9 +27,11 @@ def random_memory(agent: TransferAgent, size_bytes: int, seed: int = 0) -> npt.N
     return memory
 
 
-def ended(transfer: Write) -> Write:
-    assert transfer.wait(DEADLINE_S)
-    return transfer
+def reason(write: Write) -> str | None:
+    """Return why a write has failed, None if it has not."""
+    error = write.exception(DEADLINE_S)
+    assert error is None or isinstance(error, WriteFailedError)
+    return None if error is None else str(error)
 
 
 def test_bytes_land_as_they_were_in_many_fragments_of_each_size_and_several_regions(
@@ -42,8 +44,7 @@ def test_bytes_land_as_they_were_in_many_fragments_of_each_size_and_several_regi
     for region, size_bytes in enumerate((1 << 10, 1 << 14, 1 << 18)):
         order = np.random.default_rng(region).permutation(2 * MIB // size_bytes) * size_bytes
         rows = (sources[region].ctypes.data + order, peer.addresses[region] + order, np.full_like(order, size_bytes))
-        transfer = ended(agent.write(peer_id, np.stack(rows, axis=1)))
-        assert (transfer.state, transfer.reason) == (WriteState.DONE, None)
+        assert reason(agent.write(peer_id, np.stack(rows, axis=1))) is None
         num_fragments += len(order)
     assert peer.digests() == [hashlib.sha256(source).hexdigest() for source in sources]
     statistics = agent.statistics()
@@ -58,7 +59,7 @@ def test_one_write_may_touch_several_regions_at_both_ends_and_odd_sizes(new_agen
         (first.ctypes.data + 3, peer.addresses[1] + 5, 1001),
         (second.ctypes.data, peer.addresses[0] + 4095, 1),
     ]
-    assert ended(agent.write(agent.connect(peer.metadata), fragments)).state is WriteState.DONE
+    assert reason(agent.write(agent.connect(peer.metadata), fragments)) is None
     expected = np.zeros((2, 4096), np.uint8)
     expected[1, 5:1006] = first[3:1004]
     expected[0, 4095] = second[0]
@@ -122,13 +123,13 @@ def test_a_peer_can_be_disconnected_and_connected_again_with_more_regions(new_ag
     agent, target = new_agent("writer"), new_agent("target")
     source, first = random_memory(agent, 4096, 1), random_memory(target, 4096, 2)
     peer = agent.connect(target.metadata())
-    assert ended(agent.write(peer, [(source.ctypes.data, first.ctypes.data, 4096)])).state is WriteState.DONE
+    assert reason(agent.write(peer, [(source.ctypes.data, first.ctypes.data, 4096)])) is None
     agent.disconnect(peer)
     with pytest.raises(InvalidValueError, match="peer"):
         agent.write(peer, [(source.ctypes.data, first.ctypes.data, 4096)])
     second = random_memory(target, 4096, 3)
     assert agent.connect(target.metadata()) == peer
-    assert ended(agent.write(peer, [(source.ctypes.data, second.ctypes.data, 4096)])).state is WriteState.DONE
+    assert reason(agent.write(peer, [(source.ctypes.data, second.ctypes.data, 4096)])) is None
     assert np.array_equal(second, source)
     assert np.array_equal(first, source)
 
@@ -156,15 +157,14 @@ def test_a_peer_killed_in_the_middle_fails_the_writes_to_it_with_a_reason_and_no
     rows = (source.ctypes.data + offsets, doomed.addresses[0] + offsets, np.full_like(offsets, 1024))
     fragments = np.stack(rows, axis=1)
     writes = [agent.write(doomed_id, fragments) for _ in range(20)]
-    ended(writes[0])
+    reason(writes[0])
     doomed.kill()
-    last = agent.write(doomed_id, fragments)
-    assert ended(last).state in (WriteState.FAILED, WriteState.ABANDONED)
-    assert last.reason is not None
-    assert "doomed" in last.reason or "within 10.0 s" in last.reason
-    assert {ended(write).state for write in writes} <= {WriteState.DONE, WriteState.FAILED, WriteState.ABANDONED}
-    transfer = ended(agent.write(other_id, [(source.ctypes.data, other.addresses[0], 4096)]))
-    assert transfer.state is WriteState.DONE
+    last = reason(agent.write(doomed_id, fragments))
+    assert last is not None
+    assert "doomed" in last or "within 10.0 s" in last
+    for write in writes:
+        reason(write)  # each has ended
+    assert reason(agent.write(other_id, [(source.ctypes.data, other.addresses[0], 4096)])) is None
     assert other.digests() == [hashlib.sha256(source[:4096]).hexdigest()]
 
 
@@ -177,8 +177,8 @@ def test_closing_ends_every_write_under_way_and_refuses_later_ones(new_agent: Ne
     writes = [agent.write(peer_id, np.stack(rows, axis=1)) for _ in range(10)]
     assert agent.close(timeout_s=DEADLINE_S)
     for write in writes:
-        assert write.state in (WriteState.DONE, WriteState.FAILED)
-        assert (write.reason is None) == (write.state is WriteState.DONE)
+        assert write.done()
+        assert reason(write) in (None, "the agent is closing")
     assert agent.close()
     with pytest.raises(InvalidValueError, match="peer"):
         agent.write(peer_id, np.stack(rows, axis=1))
@@ -194,9 +194,9 @@ def test_writes_beyond_the_queue_are_rejected_at_once(
     rows = (source.ctypes.data + offsets, peer.addresses[0] + offsets, np.full_like(offsets, 1024))
     peer_id = agent.connect(peer.metadata)
     begun = [agent.write(peer_id, np.stack(rows, axis=1)) for _ in range(3)]
-    assert ended(begun[0]).state is WriteState.DONE
-    assert begun[1].state is WriteState.FAILED
-    assert begun[1].reason == "1 writes are pending already"
+    assert reason(begun[0]) is None
+    assert begun[1].done()
+    assert reason(begun[1]) == "1 writes are pending already"
 
 
 def test_disconnecting_fails_what_is_under_way(new_agent: NewAgent, new_peer: NewPeer) -> None:
@@ -207,5 +207,5 @@ def test_disconnecting_fails_what_is_under_way(new_agent: NewAgent, new_peer: Ne
     peer_id = agent.connect(peer.metadata)
     writes = [agent.write(peer_id, np.stack(rows, axis=1)) for _ in range(10)]
     agent.disconnect(peer_id)
-    assert {ended(write).state for write in writes} <= {WriteState.DONE, WriteState.FAILED}
-    assert writes[-1].reason == "disconnected"
+    assert {reason(write) for write in writes[:-1]} <= {None, "disconnected"}
+    assert reason(writes[-1]) == "disconnected"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent, WriteState
+from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent
 
 
 @pytest.fixture
@@ -93,8 +93,7 @@ def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_
     peer = agent.connect(target.metadata())
     assert target.close()
     transfer = agent.write(peer, [(source.ctypes.data, address, 4096)])
-    assert transfer.wait(60)
-    assert transfer.state is WriteState.DONE
+    assert transfer.exception(60) is None
     agent.close()
 
 
@@ -130,7 +129,7 @@ metadata = ["shared_memory", "target", [[base, 1 << 20], [base + 4096, 4096]], d
 peer = writer.connect(msgspec.msgpack.encode(metadata))
 for offset, size in itertools.product((0, 4096, 8192), (4096, 8192, 1 << 20)):
     try:
-        writer.write(peer, [(source.ctypes.data, base + offset, size)]).wait(30.0)
+        writer.write(peer, [(source.ctypes.data, base + offset, size)]).exception(30.0)
     except InvalidValueError as error:
         print(error)
 """
@@ -164,7 +163,7 @@ details = msgspec.msgpack.encode([pid, [[own, os.fstat(own).st_ino]]])
 try:
     peer = writer.connect(msgspec.msgpack.encode(["shared_memory", "target", [[address, 1 << 20]], details]))
     os.ftruncate(own, 0)
-    writer.write(peer, [(source.ctypes.data, address, 1 << 20)]).wait(30.0)
+    writer.write(peer, [(source.ctypes.data, address, 1 << 20)]).exception(30.0)
 except PeerUnreachableError as error:
     print(error)
 """
