@@ -145,14 +145,12 @@ class CanonicalFollower:
             steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
         self._take_all(rank, steps, now_s)
 
-    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, block: MessageBlock, now_s: float) -> Iterator[None]:
         position = 0
-        while position < len(messages):
-            is_stopped = not isinstance(messages, MessageBlock)
-            if isinstance(messages, MessageBlock):
-                is_stopped, position = self._receive_ordinary(messages, position, now_s)
+        while position < len(block):
+            is_stopped, position = self._receive_ordinary(block, position, now_s)
             if is_stopped:
-                self.receive(messages[position], now_s)
+                self.receive(block[position], now_s)
                 position += 1
             yield
 

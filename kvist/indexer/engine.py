@@ -146,22 +146,8 @@ class EngineFollower:
         self._feed.receive(message, now_s)
         self._note_state()
 
-    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        block = MessageBlock.of(messages)
-        self._lane.begin(block, self._feed.restarts)
-        message_idx, num_messages = 0, len(block)
-        while message_idx < num_messages:
-            next_sequence, is_stopped = self._feed.next_sequence, True
-            if next_sequence is not None:
-                taken = self._lane.take(next_sequence, self._has_our_block_size)
-                message_idx, is_stopped = taken.message_idx, taken.is_stopped
-                if taken.num_batches:
-                    self._feed.on_applied(taken.num_batches, now_s)
-                self._note_taken(taken, now_s)
-            if is_stopped:
-                self.receive(block[message_idx], now_s)
-                message_idx = self._lane.skip()
-            yield
+    def receive_all(self, block: MessageBlock, now_s: float) -> Iterator[None]:
+        yield from self._take_all(block, (), now_s)
 
     def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
@@ -187,7 +173,10 @@ class EngineFollower:
                     yield
             else:
                 for start in range(0, len(steps), _JOINED_STEPS):
-                    yield from self._take_judged(steps[start : start + _JOINED_STEPS], now_s)
+                    some = steps[start : start + _JOINED_STEPS]
+                    bodies = [step.body for step in some if isinstance(step, Apply)]
+                    block = MessageBlock.of([Message(b"", idx, body) for idx, body in enumerate(bodies)])
+                    yield from self._take_all(block, some, now_s)
         self._note_state()
 
     def apply(self, batch: DecodedEngineBatch) -> None:
@@ -215,20 +204,25 @@ class EngineFollower:
             rank.clear()
         self._note_counting()
 
-    def _take_judged(self, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
-        """Apply messages that were judged already, ordinary ones in bulk; yields between."""
-        bodies = [step.body for step in steps if isinstance(step, Apply)]
-        block = MessageBlock.of([Message(b"", idx, body) for idx, body in enumerate(bodies)])
-        self._lane.begin(block, None)
-        message_idx = 0
-        while message_idx < len(block):
-            taken = self._lane.take(message_idx, self._has_our_block_size)
-            message_idx = taken.message_idx
-            if taken.num_batches:
-                self._feed.on_judged_applied(taken.num_batches)
-            self._note_taken(taken, now_s)
-            if taken.is_stopped:
+    def _take_all(self, block: MessageBlock, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
+        """Apply messages, received ones or those of steps that were judged, ordinary ones in bulk; yields between."""
+        self._lane.begin(block, None if steps else self._feed.restarts)
+        message_idx, num_messages = 0, len(block)
+        while message_idx < num_messages:
+            next_sequence, is_stopped = message_idx if steps else self._feed.next_sequence, True
+            if next_sequence is not None:
+                taken = self._lane.take(next_sequence, self._has_our_block_size)
+                message_idx, is_stopped = taken.message_idx, taken.is_stopped
+                if taken.num_batches and steps:
+                    self._feed.on_judged_applied(taken.num_batches)
+                elif taken.num_batches:
+                    self._feed.on_applied(taken.num_batches, now_s)
+                self._note_taken(taken, now_s)
+            if is_stopped and steps:
                 self._feed.apply_step(steps[message_idx])
+            elif is_stopped:
+                self.receive(block[message_idx], now_s)
+            if is_stopped:
                 message_idx = self._lane.skip()
             yield
 

@@ -42,7 +42,7 @@ _MAX_ONE_BY_ONE = 16
 _WHAT_FOLLOWS, _EVERYTHING = Question(base.WHAT_FOLLOWS), Question(base.EVERYTHING)
 """What makes a peer speak of which nobody knows whether it is an engine or a publisher, one after the other."""
 _WHO_IS_THERE = Question(base.WHO_IS_THERE)
-_SECOND_BYTE = b"\xa6"
+_SECOND_BYTE = 0xA6
 """What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
 
@@ -113,18 +113,17 @@ class Source:
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        self._is_receiving = True
+        block, self._is_receiving = MessageBlock.of(messages), True
         while True:
-            turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
+            turn_idx, num_messages = self._turn_idx(block, now_s), len(block)
             if self._follower is None:
-                self._skip(messages[:turn_idx])
+                self._skip(block[:turn_idx])
             elif turn_idx > 0:
-                ours = messages if turn_idx == num_messages else messages[:turn_idx]
-                yield from self._follower.receive_all(ours, now_s)
+                yield from self._follower.receive_all(block if turn_idx == num_messages else block[:turn_idx], now_s)
             if turn_idx == num_messages:
                 break
-            messages = messages[turn_idx:]
-            self._begin(messages[0], now_s)
+            block = block[turn_idx:]
+            self._begin(block[0], now_s)
         self._is_receiving = False
 
     def on_reconnect(self, now_s: float) -> None:
@@ -168,12 +167,13 @@ class Source:
         if is_probe:
             self._note_probe(request, messages, now_s)
         if messages and (is_probe or self.engine is not None):
-            turn_idx = self._turn_idx(messages, now_s)
-            if turn_idx < len(messages):
-                self._begin(messages[turn_idx], now_s)
+            block = MessageBlock.of(messages)
+            turn_idx = self._turn_idx(block, now_s)
+            if turn_idx < len(block):
+                self._begin(block[turn_idx], now_s)
                 if isinstance(self._follower, CanonicalFollower):
                     # Of all ranks, each from its beginning: as if they came live.
-                    yield from self._follower.receive_all(messages[turn_idx:], now_s)
+                    yield from self._follower.receive_all(block[turn_idx:], now_s)
                     return
         if self._follower is not None and not (is_probe and self.engine is None):
             yield from self._follower.on_answer(question, messages, now_s)
@@ -266,7 +266,7 @@ class Source:
         is_heard = self.subscription.num_connects == num_heard_connects and self.subscription.is_caught_up
         return is_heard and not self._is_receiving
 
-    def _turn_idx(self, messages: Sequence[Message], now_s: float) -> int:
+    def _turn_idx(self, messages: MessageBlock, now_s: float) -> int:
         """Return which message is the first that another follower is for; their number if there is none."""
         candidates = _maybe_canonical(messages)
         if self._follower is None:
@@ -378,15 +378,13 @@ class Source:
         return True
 
 
-def _maybe_canonical(messages: Sequence[Message]) -> list[int]:
+def _maybe_canonical(messages: MessageBlock) -> list[int]:
     """Return which messages begin as a canonical batch does; the others are none."""
-    if not isinstance(messages, MessageBlock):
-        return [idx for idx, message in enumerate(messages) if message.payload[1:2] == _SECOND_BYTE]
     buffer, table = messages.buffer, messages.table
     if len(messages) > _MAX_ONE_BY_ONE:
-        is_canonical = np.frombuffer(buffer, np.uint8)[table[:, PAYLOAD_START] + 1] == _SECOND_BYTE[0]
+        is_canonical = np.frombuffer(buffer, np.uint8)[table[:, PAYLOAD_START] + 1] == _SECOND_BYTE
         return np.flatnonzero(is_canonical).tolist()
-    return [idx for idx, row in enumerate(table.tolist()) if buffer[row[PAYLOAD_START] + 1] == _SECOND_BYTE[0]]
+    return [idx for idx, row in enumerate(table.tolist()) if buffer[row[PAYLOAD_START] + 1] == _SECOND_BYTE]
 
 
 def block_size_in(payload: bytes, source: str, engine: str) -> int | None:

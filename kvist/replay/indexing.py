@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
-from kvist.events.transports.block import MessageBlock
 from kvist.indexer.dumps.format import Blocks, DumpReader, residencies_of
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex, Residencies
@@ -86,7 +85,7 @@ class _Stream:
         self.sent = SentBuffer(REPLAY_BYTES)
 
     def receive(self, messages: Sequence[Message], now_s: float) -> None:
-        for _ in self.source.receive_all(MessageBlock.of(messages), now_s):
+        for _ in self.source.receive_all(messages, now_s):
             pass
         for question in self.source.questions(now_s):
             for _ in self.source.on_answer(question, list(self.sent.replay(question.request)), now_s):

@@ -11,6 +11,7 @@ from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.snapshot import block_digest
 from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.statistics import SourceCounters
 from kvist.radix import RadixIndex
@@ -28,7 +29,7 @@ def _message(rank: int, sequence: int, *events: Stored | Heartbeat, size: int = 
 
 
 def _feed(follower: CanonicalFollower, messages: Sequence[Message], now_s: float) -> None:
-    for _ in follower.receive_all(messages, now_s):
+    for _ in follower.receive_all(MessageBlock.of(messages), now_s):
         pass
 
 

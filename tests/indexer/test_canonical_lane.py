@@ -33,8 +33,8 @@ _SESSION_COUNTERS = ("gaps", "duplicates", "replays", "recovered", "lost", "dive
 class _PlainFollower(CanonicalFollower):
     """Has no fast lane: takes message by message."""
 
-    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        for message in messages:
+    def receive_all(self, block: MessageBlock, now_s: float) -> Iterator[None]:
+        for message in block:
             self.receive(message, now_s)
             yield
 
@@ -217,7 +217,7 @@ def _messages(rng: random.Random, ranks: list[_Rank], index: RadixIndex) -> Iter
 
 
 def _feed(path: _Path, messages: Sequence[Message], now_s: float) -> None:
-    for _ in path.follower.receive_all(messages, now_s):
+    for _ in path.follower.receive_all(MessageBlock.of(messages), now_s):
         assert path.index.statistics().num_held >= 0
 
 
@@ -250,7 +250,7 @@ def test_both_paths_come_to_the_same(seed: int) -> None:
     for _ in range(40):
         messages = [next(stream) for _ in range(rng.choice([1, 5, 30, 100]))]
         now_s += rng.choice([0.0, 0.1, 5.0])
-        _feed(fast, MessageBlock.of(messages) if rng.random() < 0.5 else messages, now_s)
+        _feed(fast, messages, now_s)
         _feed(slow, messages, now_s)
         if rng.random() < 0.9:
             forgotten = rng.choice([0] * 9 + [3])

@@ -374,9 +374,9 @@ class Pair:
         for events in batches:
             messages.append(Message(b"", self.sequence, encode([1.5, events, 0])))
             self.sequence += 1
-        for _ in self.plain.follower.receive_all(messages, 0.0):
+        for _ in self.plain.follower.receive_all(MessageBlock.of(messages), 0.0):
             pass
-        num_turns = sum(1 for _ in self.lane.follower.receive_all(messages, 0.0))
+        num_turns = sum(1 for _ in self.lane.follower.receive_all(MessageBlock.of(messages), 0.0))
         assert_equal(self.lane, self.plain)
         return num_turns
 
@@ -523,7 +523,7 @@ def test_an_open_snapshot_does_not_show_what_the_lane_does(pair):
     snapshot = pair.lane.index.snapshot()
     events = [stored([10 + n], [n, n]) for n in range(300)] + [removed(1), removed(2)]
     messages = [Message(b"", pair.sequence, encode([1.5, events, 0]))]
-    for _ in pair.lane.follower.receive_all(messages, 0.0):
+    for _ in pair.lane.follower.receive_all(MessageBlock.of(messages), 0.0):
         pass
     assert {block_hash for chunk in snapshot for block_hash in chunk.hashes.tolist()} == held
 
@@ -540,7 +540,7 @@ def test_an_index_that_evicts_goes_on_beside_the_lane():
             events = [stored([first * 8 + n for n in range(8)], tokens), removed(rng.randrange(160_000))]
             messages.append(Message(b"", sequence, encode([1.5, events, 0])))
             sequence += 1
-        for _ in follower.receive_all(messages, 0.0):
+        for _ in follower.receive_all(MessageBlock.of(messages), 0.0):
             pass
         index.sweep()
         is_short = index.statistics().num_evicted > 0

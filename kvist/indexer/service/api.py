@@ -53,7 +53,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class Api:
-    """Answers every request; queries at once, the rest by a coroutine."""
+    """Answers every request."""
 
     def __init__(
         self,
@@ -74,11 +74,10 @@ class Api:
         self._keeper = keeper
         self.cold_start_s = 0.0
         """Seconds until the index joined, known when it has."""
-        self.queries: dict[str, Callable[[bytes], bytes]] = {
+        self._queries: dict[str, Callable[[bytes], bytes]] = {
             "/query": self._query,
             "/query_by_hash": self._query_by_hash,
         }
-        """What POST requests to a path are answered with, to those who `may_query`."""
         self._routes: dict[str, Endpoint] = {
             "/register": self._register,
             "/unregister": self._unregister,
@@ -89,24 +88,28 @@ class Api:
             "/metrics": self._metrics,
         }
 
-    def may_query(self, request: Request) -> bool:
+    def _may_query(self, request: Request) -> bool:
         """Return whether the request bears the API key or that of administrators, if a key is needed."""
         if self._api_key is None:
             return True
         return request.bears(self._api_key) or (self._admin_key is not None and request.bears(self._admin_key))
 
-    def answer_query(self, request: Request, responder: Responder) -> None:
-        """Answer a request of those `queries`, which it `may_query`, at once."""
+    def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
+        """Answer a query at once, and return what answers any other request."""
+        query = self._queries.get(request.path)
+        if query is None or request.method != "POST" or not self._may_query(request):
+            return self._handle(request, responder)
         started_s = perf_counter()
         try:
-            status, body = 200, self.queries[request.path](request.body)
+            status, body = 200, query(request.body)
         except ApiError as error:
             status, body = error.status, error.body()
         responder.answer(status, [_JSON], body)
         self._counters.count(request.path, status, perf_counter() - started_s)
+        return None
 
-    async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer any other request, with `{"error": …}` where it cannot be done."""
+    async def _handle(self, request: Request, responder: Responder) -> None:
+        """Answer a request, with `{"error": …}` where it cannot be done."""
         started_s = perf_counter()
         path = request.path
         try:
@@ -126,7 +129,7 @@ class Api:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
         if request.method != method and not (request.method == "HEAD" and method == "GET"):
             raise ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} {path}: expected {method}")
-        if path in _CLIENT_PATHS and not self.may_query(request):
+        if path in _CLIENT_PATHS and not self._may_query(request):
             raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the API key")
         return self._routes[path]
 
@@ -287,7 +290,7 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
             keeper.begin()
         registry.release()
         counters = RequestCounters()
-        page = MetricsPage(Gauges(registry, counters, server, keeper).collect)
+        page = MetricsPage(Gauges(registry, server, keeper).collect, counters.registry)
         yield Api(registry, rules, counters, page, config, dumper, keeper)
 
 

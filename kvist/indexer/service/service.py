@@ -112,9 +112,6 @@ class IndexService:
     def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
         api = self._api
         if api is not None:
-            if request.method == "POST" and request.path in api.queries and api.may_query(request):
-                api.answer_query(request, responder)
-                return None
             return api.handle(request, responder)
         headers = [(b"content-type", b"application/json")]
         if request.path == "/health":
