@@ -290,6 +290,7 @@ class EngineCore:
             tuple(request.prompt_logprobs) if request.num_output_tokens == 1 else (),
             request.num_cached_tokens or 0,
             reason,
+            token_id if is_end and token_id in (request.params.stop_token_ids or ()) else request.text.stopped_by,
             remote_request_id=remote_request_id,
         )
 

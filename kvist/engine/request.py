@@ -26,7 +26,11 @@ class TextStream:
         self._stops = stops
         self._is_stop_included = is_stop_included
         self._held = ""
-        self.is_stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def step(self, token_id: int, can_stop: bool = True) -> str:
         """Return the text to release, all of it unless it `can_stop`; sets `is_stopped` when a stop string is whole."""
@@ -49,7 +53,7 @@ class TextStream:
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found, key=lambda each: each[0])
-            self.is_stopped, self._held = True, ""
+            self.stopped_by, self._held = stop, ""
             return text[: at + len(stop)] if self._is_stop_included else text[:at]
         num_held = max((held_for(text, stop) for stop in self._stops), default=0)
         released, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
@@ -75,6 +79,8 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput:
     """What one step added to a request. The last output of a request has a `finish_reason` or an `error`.
 
+    The `stop_reason` is the text or token of the request's own that ended it.
+
     The first has the log probabilities of the prompt's tokens behind its first one, where they are wanted.
     Of one whose blocks are kept for another worker, the last has the `remote_request_id` to fetch them by.
     """
@@ -86,6 +92,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     error: str | None = None
     remote_request_id: str | None = None
 
@@ -99,6 +106,7 @@ class RequestOutput:
             self.prompt_logprobs + later.prompt_logprobs,
             max(self.num_cached_tokens, later.num_cached_tokens),
             later.finish_reason,
+            later.stop_reason,
             later.error,
             later.remote_request_id,
         )

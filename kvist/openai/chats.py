@@ -71,6 +71,26 @@ def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionR
     return _chat(fields, messages, tools, effort, is_open=is_open)
 
 
+def chat_fields(api: str, fields: Fields) -> Fields:
+    """Return what a request asks beside its conversation, as a chat has it."""
+    asked, choice = {**fields, "n": 1}, fields.get("tool_choice")
+    outer = fields.get("output_config" if api == MESSAGES_PATH else "text")
+    if isinstance(outer, dict) and isinstance(outer.get("format"), dict):
+        asked["response_format"] = {"type": outer["format"].get("type"), "json_schema": outer["format"]}
+    if api == RESPONSES_PATH:
+        asked["max_completion_tokens"] = fields.get("max_output_tokens")
+        if isinstance(choice, dict):
+            asked["tool_choice"] = {"function": {"name": choice.get("name")}}
+        return asked
+    asked["stop"] = fields.get("stop_sequences")
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        named = {"function": {"name": choice.get("name")}}
+        asked["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
+        asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    return asked
+
+
 def said_in_response(output: Any) -> list[Message]:
     """Return what a response adds to the conversation that goes on with it: the texts of its messages alone."""
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []

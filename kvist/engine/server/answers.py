@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -31,27 +30,51 @@ class Heading:
     kv_transfer_endpoints: tuple[str, ...] = ()
 
 
-class Shape(ABC):
+class Shape:
     """How one endpoint spells an answer."""
 
     kind = kind_of_chunk = "text_completion"
+    is_ended_by_done = True
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
         self._job = job
+        self._opened: set[int] = set()
+        self._readers: dict[int, ToolReader] = {}
 
-    def opening(self, index: int) -> Body | None:  # noqa: ARG002
-        """Return the chunk that comes before a choice's first token, if there is one."""
-        return None
+    def _read(self, index: int, output: RequestOutput) -> tuple[str, list[Body]]:
+        """Return what an output adds to a choice's text and to its calls of tools."""
+        if self._job.tools is None:
+            return output.text, []
+        return self._readers.setdefault(index, ToolReader(self._job.tools)).feed(output.text, output.is_last)
 
-    def chunk(self, index: int, output: RequestOutput, usage: Body | None = None) -> Body:
-        """Return the chunk that adds an output to a choice."""
-        return self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
+    def _reason(self, index: int, output: RequestOutput) -> str | None:
+        """Return why a choice ended, of its own accord to have tools called."""
+        has_called = index in self._readers and self._readers[index].has_called
+        return "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
 
-    def usage_chunk(self, usage: Body) -> Body:
-        """Return the last chunk of a stream that wants its usage."""
-        return self._body(self.kind_of_chunk, [], usage)
+    def encode(self, body: Body) -> bytes:
+        """Return one event of a stream."""
+        return encode_event(body)
+
+    def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
+        """Yield what an output adds to a stream."""
+        if index not in self._opened:
+            self._opened.add(index)
+            yield from self._opening(index)
+        if output.text or output.logprobs or output.is_last:
+            usage = counter.usage() if self._job.stream_options.continuous_usage_stats else None
+            yield self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
+
+    def last_events(self, counter: UsageCounter) -> Iterator[Body]:
+        """Yield what ends a stream before its last line."""
+        if self._job.stream_options.include_usage:
+            yield self._body(self.kind_of_chunk, [], counter.usage())
+
+    def _opening(self, index: int) -> Iterator[Body]:  # noqa: ARG002
+        """Yield what comes before a choice's first token."""
+        yield from ()
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         """Return the body for all choices, each as one output.
@@ -90,9 +113,9 @@ class Shape(ABC):
         """Return what a choice has of its tokens, if they are asked for."""
         return {"token_ids": output.token_ids} if self._job.options.return_token_ids else {}
 
-    @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> Body:
         """Return a choice as a whole answer has it."""
+        raise NotImplementedError
 
     def _addition(self, index: int, output: RequestOutput) -> Body:
         """Return what an output adds to a choice, as a chunk has it."""
@@ -109,13 +132,9 @@ class ChatShape(Shape):
 
     kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> Body:
+    def _opening(self, index: int) -> Iterator[Body]:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
-
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
-        super().__init__(heading, tokenizer, job)
-        self._readers: dict[int, ToolReader] = {}
+        yield self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
         text, calls = self._read(index, output)
@@ -132,20 +151,13 @@ class ChatShape(Shape):
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         return {"index": index, "delta": delta, **self._ending(index, output), **self._token_ids(output)}
 
-    def _read(self, index: int, output: RequestOutput) -> tuple[str, list[Body]]:
-        """Return what an output adds to a choice's text and to its calls of tools."""
-        if self._job.tools is None:
-            return output.text, []
-        return self._readers.setdefault(index, ToolReader(self._job.tools)).feed(output.text, output.is_last)
-
     def _ending(self, index: int, output: RequestOutput) -> Body:
         content = [
             {**self._entry(sampled), "top_logprobs": [self._entry(entry) for entry in top]}
             for sampled, top, _ in output.logprobs
         ]
-        has_called = index in self._readers and self._readers[index].has_called
-        reason = "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
-        return {"finish_reason": reason, "logprobs": {"content": content} if content else None}
+        reason = {"finish_reason": self._reason(index, output), "stop_reason": output.stop_reason}
+        return {**reason, "logprobs": {"content": content} if content else None}
 
     def _entry(self, entry: LogprobEntry) -> Body:
         spelt = list(self._tokenizer.token_bytes(entry.token_id))
@@ -172,6 +184,7 @@ class CompletionShape(Shape):
             "index": index,
             "text": text,
             "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
             "logprobs": self._logprobs(index, first, logprobs) if has_logprobs else None,
             **self._token_ids(output),
             **self._prompt_logprobs(output),
@@ -192,6 +205,27 @@ class CompletionShape(Shape):
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(token)
         return {"tokens": tokens, "token_logprobs": sampled, "top_logprobs": tops, "text_offset": offsets}
+
+
+class TypedShape(Shape):
+    """An answer of one choice, whose stream is of events that have types, and a block of content open at a time."""
+
+    is_ended_by_done = False
+
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
+        super().__init__(heading, tokenizer, job)
+        self._is_open = False
+        self._block: str | None = None
+        self._num_blocks = self._num_events = 0
+        self._items: list[Body] = []
+        self._texts: list[str] = []
+        self._call: Body = {}
+
+    def encode(self, body: Body) -> bytes:
+        return b"event: %b\n%b" % (body["type"].encode(), encode_event(body))
+
+    def last_events(self, counter: UsageCounter) -> Iterator[Body]:  # noqa: ARG002
+        yield from ()
 
 
 class UsageCounter:
@@ -238,19 +272,16 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
 
     Nothing comes before the first token: routers take the first byte for it.
     """
-    counter, opened = UsageCounter(job), set()
+    counter = UsageCounter(job)
     async for index, output in _outputs(generation, job):
         if output.error is not None:
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break
-        if index not in opened and (opening := shape.opening(index)) is not None:
-            yield encode_event(opening)
-        opened.add(index)
         counter.add(index, output)
-        if output.text or output.logprobs or output.is_last:
-            is_counted = job.stream_options.continuous_usage_stats
-            yield encode_event(shape.chunk(index, output, counter.usage() if is_counted else None))
+        for body in shape.events(index, output, counter):
+            yield shape.encode(body)
     else:
-        if job.stream_options.include_usage:
-            yield encode_event(shape.usage_chunk(counter.usage()))
-    yield DONE
+        for body in shape.last_events(counter):
+            yield shape.encode(body)
+    if shape.is_ended_by_done:
+        yield DONE

@@ -2,6 +2,7 @@
 
 POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
 POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
+POST /v1/messages           POST /v1/responses
 POST /tokenize              POST /detokenize   GET /v1/models/{name}
 """
 
@@ -32,6 +33,8 @@ from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, Engine
 from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Intake, Job, read_body
+from kvist.engine.server.messages import MessagesShape
+from kvist.engine.server.responses import ResponsesShape
 from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.engine.server.structured import GrammarCompiler
 from kvist.errors import InvalidValueError, KvistError
@@ -149,6 +152,8 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/v1/completions", server.completion, methods=["POST"]),
+            Route("/v1/messages", server.message, methods=["POST"]),
+            Route("/v1/responses", server.response, methods=["POST"]),
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/v1/models", server.models),
@@ -200,6 +205,12 @@ class _Server:
 
     async def completion(self, request: Request) -> Response:
         return await self._answer(request, self._intake.read_completion, CompletionShape, "cmpl")
+
+    async def message(self, request: Request) -> Response:
+        return await self._answer(request, self._intake.read_messages, MessagesShape, "msg")
+
+    async def response(self, request: Request) -> Response:
+        return await self._answer(request, self._intake.read_response, ResponsesShape, "resp")
 
     async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
         body = await read_body(request, self._max_body_bytes)

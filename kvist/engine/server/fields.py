@@ -6,6 +6,7 @@ vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvist.openai.errors import RequestError
@@ -61,9 +62,24 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """What this engine cannot do, and by which values, beside null, it is not asked for."""
 
 
-def check_fields(fields: Fields) -> None:
+REFUSED_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "enable_response_messages": (False,),
+    "include": ([],),
+    "max_tool_calls": (),
+    "previous_input_messages": ([],),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_options": ({},),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""The same of responses alone."""
+
+
+def check_fields(fields: Fields, refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
     """Raise RequestError (400) that names the first field which asks for what cannot be done."""
-    for name, neutral in REFUSED.items():
+    for name, neutral in refused.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
             message = f"{name}: got {value!r:.100}, expected it left out: this engine cannot do it"

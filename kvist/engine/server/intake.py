@@ -11,10 +11,11 @@ import msgspec
 from starlette.requests import Request
 
 from kvist.engine.request import SequenceInput
-from kvist.engine.server.fields import check_fields
+from kvist.engine.server.fields import REFUSED_OF_RESPONSES, check_fields
 from kvist.engine.server.structured import Grammar, GrammarCompiler, TokenMatcher, read_grammar
 from kvist.engine.server.tools import ToolChoice, ToolRules, read_tools
 from kvist.openai import requests as api
+from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_fields, chat_of
 from kvist.openai.errors import RequestError
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -116,7 +117,27 @@ class Intake:
     async def read_chat(self, body: bytes) -> Job:
         """Return the job of a chat request."""
         fields = api.read_fields(body)
-        request = api.decode_chat_request(fields)
+        return await self._read_chat(body, fields, api.decode_chat_request(fields))
+
+    async def read_messages(self, body: bytes) -> Job:
+        """Return the job of a request to Anthropic's API."""
+        fields = api.read_fields(body)
+        if fields.get("max_tokens") is None:
+            raise RequestError(400, "max_tokens: expected how many tokens to generate at most", param="max_tokens")
+        return await self._read_as_chat(MESSAGES_PATH, body, fields)
+
+    async def read_response(self, body: bytes) -> Job:
+        """Return the job of a request to OpenAI's responses."""
+        fields = api.read_fields(body)
+        check_fields(fields, REFUSED_OF_RESPONSES)
+        return await self._read_as_chat(RESPONSES_PATH, body, fields)
+
+    async def _read_as_chat(self, path: str, body: bytes, fields: api.Fields) -> Job:
+        chat = chat_of(path, fields, self.tokenizer.template)
+        asked = msgspec.structs.replace(chat, stream=bool(fields.get("stream")))
+        return await self._read_chat(body, chat_fields(path, fields), asked)
+
+    async def _read_chat(self, body: bytes, fields: api.Fields, request: api.ChatCompletionRequest) -> Job:
         self._check_model(request)
         _check_chat(fields, request)
         params = api.decode_sampling_params(fields)

@@ -1,0 +1,126 @@
+"""Answers as OpenAI's responses spell them, whole or as events. None is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvist.engine.request import RequestOutput
+from kvist.engine.server.answers import Body, TypedShape, UsageCounter
+
+
+class ResponsesShape(TypedShape):
+    """Answers of /v1/responses: items, a message and calls, which a stream opens, fills and closes one by one."""
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
+        text, calls = self._read(0, outputs[0])
+        items = [self._text_item(text)] if text or not calls else []
+        return self._response(self._status(outputs[0]), items + [_call_item(call) for call in calls], usage)
+
+    def encode(self, body: Body) -> bytes:
+        self._num_events += 1
+        return super().encode(body | {"sequence_number": self._num_events - 1})
+
+    def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
+        if not self._is_open:
+            self._is_open = True
+            for kind in ("response.created", "response.in_progress"):
+                yield {"type": kind, "response": self._response({"status": "in_progress"}, [], None)}
+        text, calls = self._read(index, output)
+        if text:
+            if self._block != "text":
+                yield from self._open_block("text", self._text_item("") | {"content": [], "status": "in_progress"})
+                yield self._of_text("response.content_part.added") | {"part": _text_part("")}
+            self._texts.append(text)
+            yield self._of_text("response.output_text.delta") | {"delta": text, "logprobs": []}
+        for call in calls:
+            if "id" in call:
+                empty = {"name": call["function"]["name"], "arguments": ""}
+                yield from self._open_block(
+                    call["id"], _call_item(call | {"function": empty}) | {"status": "in_progress"}
+                )
+                self._call = call | {"function": empty}
+            arguments = call["function"]["arguments"]
+            self._call["function"]["arguments"] += arguments
+            yield self._of_call("response.function_call_arguments.delta") | {"delta": arguments}
+        if output.is_last:
+            yield from self._close_block()
+            status = self._status(output)
+            kind = "response.completed" if status["status"] == "completed" else "response.incomplete"
+            yield {"type": kind, "response": self._response(status, self._items, counter.usage())}
+
+    def _open_block(self, block: str, item: Body) -> Iterator[Body]:
+        yield from self._close_block()
+        self._block = block
+        yield {"type": "response.output_item.added", "output_index": len(self._items), "item": item}
+
+    def _close_block(self) -> Iterator[Body]:
+        if self._block is None:
+            return
+        if self._block == "text":
+            text = "".join(self._texts)
+            item = self._text_item(text)
+            yield self._of_text("response.output_text.done") | {"text": text, "logprobs": []}
+            yield self._of_text("response.content_part.done") | {"part": _text_part(text)}
+        else:
+            item = _call_item(self._call)
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_call("response.function_call_arguments.done") | said
+        yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
+        self._items.append(item)
+        self._texts, self._block = [], None
+
+    def _of_text(self, kind: str) -> Body:
+        return {
+            "type": kind,
+            "item_id": f"msg_{self._heading.id}",
+            "output_index": len(self._items),
+            "content_index": 0,
+        }
+
+    def _of_call(self, kind: str) -> Body:
+        return {"type": kind, "item_id": self._call["id"], "output_index": len(self._items)}
+
+    def _text_item(self, text: str) -> Body:
+        about = {"type": "message", "id": f"msg_{self._heading.id}", "role": "assistant", "status": "completed"}
+        return about | {"content": [_text_part(text)]}
+
+    def _status(self, output: RequestOutput) -> Body:
+        if output.finish_reason == "length":
+            return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {"status": "completed", "incomplete_details": None}
+
+    def _response(self, status: Body, items: list[Body], usage: Body | None) -> Body:
+        heading, job = self._heading, self._job
+        return {
+            "id": heading.id,
+            "object": "response",
+            "created_at": heading.created,
+            "model": heading.model,
+            **status,
+            "error": None,
+            "output": items,
+            "usage": None if usage is None else _usage(usage),
+            "temperature": job.params.temperature,
+            "top_p": job.params.top_p,
+            "max_output_tokens": job.params.token_limit,
+            "parallel_tool_calls": job.tools is None or job.tools.is_parallel,
+            "tool_choice": "auto",
+            "tools": [],
+            "metadata": {},
+            "instructions": None,
+        }
+
+
+def _text_part(text: str) -> Body:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: Body) -> Body:
+    about = {"type": "function_call", "id": call["id"], "call_id": call["id"], "status": "completed"}
+    return {**about, **call["function"]}
+
+
+def _usage(usage: Body) -> Body:
+    details = {"input_tokens_details": usage["prompt_tokens_details"], "output_tokens_details": {"reasoning_tokens": 0}}
+    spent = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    return spent | {"total_tokens": usage["total_tokens"], **details}
