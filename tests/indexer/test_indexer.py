@@ -326,7 +326,7 @@ async def test_a_source_that_cannot_be_bound_fails_alone(indexer, make_truth, di
         truth = make_truth(publisher)
         truth.churn(10)
         await until(lambda: digest_of("w1") == truth.digest())
-    assert "endpoint" in indexer.statistics()[0].failure
+    await until(lambda: "endpoint" in (indexer.statistics()[0].failure or ""))
     taken.close()
 
 
