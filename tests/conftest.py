@@ -94,6 +94,16 @@ def _child_processes() -> dict[int, str]:
     return found
 
 
+@pytest.fixture(scope="session")
+def checked_bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return an environment in which each index into an array is checked by machine code of its own.
+
+    Numba reads the flag when it compiles, so a cache that was filled without it would hide everything. The tests of one
+    xdist group share the one filled here.
+    """
+    return {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("checked-bounds"))}
+
+
 @pytest.fixture
 def free_ports() -> Iterator[Callable[[int], int]]:
     """Return a function that names the first of so many TCP ports in a row which nobody uses.

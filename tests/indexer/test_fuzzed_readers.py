@@ -348,9 +348,10 @@ def test_no_broken_message_leads_a_reader_beyond_what_it_may_touch(tmp_path: Pat
     run_child(tmp_path, "all", 0, ROUND)
 
 
-def test_no_broken_message_leads_a_reader_beyond_any_array(tmp_path: Path) -> None:
-    """Numba reads the flag when it compiles, and a filled cache would hide it: what is planted shows that it is on."""
-    run_child(tmp_path, "all", 0, ROUND, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+@pytest.mark.xdist_group("checked bounds")
+def test_no_broken_message_leads_a_reader_beyond_any_array(tmp_path: Path, checked_bounds: dict[str, str]) -> None:
+    """A planted overrun shows that the checks are on."""
+    run_child(tmp_path, "all", 0, ROUND, **checked_bounds)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -264,9 +263,9 @@ def test_no_reader_sees_half_a_change_for_minutes(has_cap: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_half_a_change_looks_like_leads_no_reader_beyond_any_array(tmp_path: Path) -> None:
-    """Numba reads the flag when it compiles, and a filled cache would hide it."""
-    stress(60, has_cap=False, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+@pytest.mark.xdist_group("checked bounds")
+def test_what_half_a_change_looks_like_leads_no_reader_beyond_any_array(checked_bounds: dict[str, str]) -> None:
+    stress(60, has_cap=False, **checked_bounds)
 
 
 if __name__ == "__main__":

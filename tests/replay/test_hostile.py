@@ -77,7 +77,7 @@ RECORDS = st.lists(
         st.integers(0, 2**63),
         st.builds(Message, st.binary(max_size=6), SMALL, PAYLOADS),
     ),
-    max_size=12,
+    max_size=6,
 )
 
 
