@@ -8,7 +8,8 @@
 Tokens are lost between any two of these, each with a cause (`Cause`). What one cache would have held is estimated from
 a sample of blocks, chosen by hash and bounded (SHARDS: Waldspurger and others, FAST 2015): of each it is known when it
 was last used, so that the distinct blocks used since, over the sampled share, are how large a cache had to be to hold
-it still. The other figures are counts.
+it still. It held what it did not miss: misses are of many blocks, hits mostly of few, which chance has in the sample or
+not (SHARDS-adj, there). The other figures are counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import accumulate
+from math import inf
 from secrets import token_bytes
 from typing import Any, Final
 
@@ -123,13 +125,13 @@ class Reuse:
         self._turns: list[int] = []  # of the last uses, in order
         self._turn = 0
 
-    def use(self, block: int, variant: int, now_s: float, *, is_exact: bool) -> tuple[float, _Used] | None:
-        """Return how many distinct blocks were used since, and the use before; None if there is none. Use it."""
+    def use(self, block: int, variant: int, now_s: float, *, is_exact: bool) -> tuple[float, _Used | None] | None:
+        """Return how many distinct blocks were used since, and the use before; None of no sampled block. Use it."""
         if block * int(_ODD) % (1 << 64) >= self.share * (1 << 64):
             return None
         self._turn += 1
         before, now = self._used.get(block), _Used(self._turn, now_s, is_exact, variant)
-        distance = 0.0
+        distance = inf
         if before is not None:
             idx = bisect_right(self._turns, before.turn)
             distance = (len(self._turns) - idx) / self.share
@@ -139,7 +141,7 @@ class Reuse:
         self._turns.append(self._turn)
         if len(self._used) > MAX_SAMPLED:
             self._sample_fewer()
-        return None if before is None else (distance, before)
+        return distance, before
 
     def _sample_fewer(self) -> None:
         self.share /= 2
@@ -208,6 +210,7 @@ class Regret:
             if not request.is_read:
                 row[Cause.UNREAD] += request.num_tokens
                 continue
+            row["one_cache"] += request.num_tokens // request.block_size * request.block_size
             for name in ("held", "routed", "in_flight"):
                 row[name] += getattr(request, name)
             row[Cause.ELSEWHERE] += max(0, request.held - request.routed)
@@ -227,16 +230,16 @@ class Regret:
         best, lost, deepest = max(request.held, request.routed), 0.0, None
         for number, block in np.frombuffer(request.sampled, SAMPLE).tolist():
             found = self._reuse.use(block, request.variant, now_s, is_exact=request.is_exact)
-            tokens = request.block_size / self._reuse.share
-            row["sampled"] += 1
             if found is None:
                 continue
-            distance, before = found
-            bucket.distances[int(distance).bit_length()] += 1
-            if distance > capacity_blocks:
+            (distance, before), tokens = found, request.block_size / self._reuse.share
+            row["sampled"] += 1
+            if before is not None:
+                bucket.distances[int(distance).bit_length()] += 1
+            if before is None or distance > capacity_blocks:
+                row["one_cache"] -= round(tokens)
+                row["missed"] += 1
                 continue
-            row["one_cache"] += round(tokens)
-            row["one_cache_sampled"] += 1
             if (number + 1) * request.block_size <= best:
                 continue
             if before.variant != request.variant:
@@ -284,11 +287,11 @@ class Regret:
                 prefixes[name] = (before[0] + cost, max(before[1], length), before[2] + times)
         costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_TOLD]
         stays_needed = {str(1 << power): num for power, num in sorted(stays.items())}
-        sample, hit = self._reuse.described(), total["one_cache_sampled"] / max(1, total["sampled"])
-        sample["uses"], sample["standard_error"] = (
-            total["sampled"],
-            round((hit * (1 - hit) / max(1, sample["blocks"])) ** 0.5, 4),
-        )
+        missed = 1.0 - total["one_cache"] / max(1, total["prompt_tokens"])
+        sample = self._reuse.described() | {
+            "uses": total["sampled"],
+            "standard_error": round(missed / max(1, total["missed"]) ** 0.5, 4),
+        }
         return {
             "window_s": round(now_s - min((each.began_s for each in buckets), default=now_s), 1),
             "total": _told(total),
@@ -327,4 +330,4 @@ def quantile(counts: Mapping[str, int], part: float) -> int:
 def _told(row: Counter[str]) -> dict[str, Any]:
     causes = {cause.value: row[cause] for cause in Cause if row[cause]}
     unpredicted = {name: row[name] for name in ("unpredicted", "unpredicted_as_not_known_exactly") if row[name]}
-    return {name: row[name] for name in _TOLD} | {"lost": causes} | unpredicted
+    return {name: max(0, row[name]) for name in _TOLD} | {"lost": causes} | unpredicted

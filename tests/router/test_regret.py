@@ -60,8 +60,22 @@ def test_what_one_cache_would_have_held_is_what_an_exact_one_holds(capacity: int
     exact, estimate = num_hits * BLOCK, report["total"]["one_cache"]
     error = 4 * report["sample"]["standard_error"] * report["total"]["prompt_tokens"]
     assert abs(estimate - exact) < max(error, 0.02 * report["total"]["prompt_tokens"])
-    assert report["total"]["lost"][Cause.EVICTED] == estimate  # no rank held any of it
+    evicted = report["total"]["lost"][Cause.EVICTED]  # no rank held any of it
+    assert abs(evicted - exact) < 0.05 * report["total"]["prompt_tokens"]
     assert sum(report["stay_needed_s"].values()) <= sum(report["reuse_distance_blocks"].values())
+
+
+def test_few_prefixes_that_most_prompts_begin_with_are_counted_whatever_is_sampled_of_them() -> None:
+    """Half of what is used is of 90 blocks, of which the sample may have one, none or ten."""
+    for seed in range(5):
+        numpy_random, random, regret = np.random.default_rng(seed), Random(seed), Regret()
+        prefixes = [chain(numpy_random, 30) for _ in range(3)]
+        for turn in range(2000):
+            prompt = np.concatenate([random.choice(prefixes), chain(numpy_random, 30)])
+            regret.add(turn / 100, [routed(prompt, held=30 * BLOCK)], 10**6)
+        report = regret.report(20.0, 600.0)
+        assert report["total"]["one_cache"] == pytest.approx(report["total"]["held"], rel=0.05)
+        assert 0.0 < report["sample"]["standard_error"] < 0.03
 
 
 def test_the_sample_is_bounded_and_keeps_the_order_of_uses() -> None:
