@@ -21,22 +21,40 @@ from kvist.transfer.heads import Part
 MAX_HEAD_DIM = 512  # what the attention kernels take
 
 ARCHITECTURES = (
+    "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
+    "Glm4ForCausalLM",
     "GptOssForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 """Those that tests hold equal to transformers' own attention."""
 
 _TEXT_PARTS = {
-    name.replace("CausalLM", "ConditionalGeneration"): name for name in ARCHITECTURES if name.startswith("Gemma")
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
 }
 """Models that take images or sound too: of these, what reads and writes text."""
 
+_PARTLY_TURNED = ("glm4", "phi3")
+"""Models that turn a part of each head where `partial_rotary_factor` says so."""
+_UNDIVIDED = {
+    "Gemma3nForCausalLM": "whose MLP compares all its gates",
+    "Glm4ForCausalLM": "whose MLP has gates and inputs in one weight",
+    "Olmo2ForCausalLM": "which norms all heads together",
+    "Phi3ForCausalLM": "whose weights hold several projections each",
+}
+"""Architectures that are not split over ranks, and why."""
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 _ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """Others turn a token by how long its sequence is, or will be: what a step has of many sequences does not say."""
@@ -202,7 +220,7 @@ def _check_text(text: PreTrainedConfig) -> None:
         kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         if kind not in _ROPE_TYPES:
             raise InvalidValueError("rope_type", kind, f"one of {list(_ROPE_TYPES)}")
-        if share != 1.0 and kind != "proportional":
+        if share != 1.0 and kind != "proportional" and text.model_type not in _PARTLY_TURNED:
             raise InvalidValueError("partial_rotary_factor", share, "1.0, or rope_type proportional")
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     for name in ("num_experts_per_tok", "top_k_experts"):
@@ -236,8 +254,8 @@ def _eos(raw: dict[str, Any]) -> frozenset[int]:
 
 def _check_split(config: ModelConfig, fields: dict[str, Any], num_ranks: int) -> None:
     expected = None
-    if config.architecture == "Gemma3nForCausalLM":
-        expected = f"1 for {config.architecture}, whose MLP compares all its gates"
+    if config.architecture in _UNDIVIDED:
+        expected = f"1 for {config.architecture}, {_UNDIVIDED[config.architecture]}"
     elif config.has_experts:
         expected = f"1 for {config.architecture} with experts, which are not split"
     elif fields["num_attention_heads"] % num_ranks:

@@ -74,8 +74,11 @@ def logits_of(model: CausalLM) -> torch.Tensor:
         "llama",
         "llama-tied-biased-llama3",
         "mistral",
+        "qwen2",
         "qwen3",
         "qwen3-sliding",
+        "smollm3",
+        "gemma2",
         "gemma3",
         "gemma3-capped",
         "gemma4-shared",
@@ -125,6 +128,9 @@ def test_a_part_is_the_ranks_and_shared_by_neighbours_where_parts_are_few(
         ("gpt-oss", 2, "1 for GptOssForCausalLM with experts"),
         ("gemma4-moe", 2, "1 for Gemma4ForCausalLM with experts"),
         ("gemma3n", 2, "1 for Gemma3nForCausalLM"),
+        ("glm4", 2, "1 for Glm4ForCausalLM"),
+        ("olmo2", 2, "1 for Olmo2ForCausalLM"),
+        ("phi3", 2, "1 for Phi3ForCausalLM"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(

@@ -33,9 +33,16 @@ def gemma4_without_other_parts(text: transformers.PretrainedConfig) -> nn.Module
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
+def seeing_mistral3(text: transformers.PretrainedConfig) -> nn.Module:
+    vision = transformers.PixtralVisionConfig(**VISION, image_size=28, patch_size=14)
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
 @pytest.mark.parametrize(
     ("name", "build"),
     [
+        ("mistral", seeing_mistral3),
         ("gemma3", seeing_gemma3),
         ("gemma4-moe", gemma4_without_other_parts),
         ("gemma4-shared", gemma4_without_other_parts),
