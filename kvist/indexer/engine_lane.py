@@ -36,8 +36,8 @@ _NO_TABLE: tuple[Records, Records] = (np.zeros(1, HEAD), np.zeros(0, SEGMENT))
 class Taken(NamedTuple):
     """What was done, and what is to be done in another way before the lane can go on.
 
-    With `is_stopped` that is the message at `message_idx`, before which the lane stands; else `part`, if given: some
-    of its events, as a batch of their own.
+    With `is_stopped` that is the message at `message_idx`, before which the lane stands; else `part`, if given: one of
+    its events, as a batch of its own.
     """
 
     message_idx: int
@@ -187,7 +187,7 @@ class EngineLane:
         messages = self._data, self._block.table, next_sequence, _MAX_BYTES
         with index.writing:
             reason = take_messages(held, self._streams, *messages, *self._scratch, *self._fingerprints)
-        part = self._unusual_events() if reason == layout.SOME_EVENTS else None
+        part = self._unusual_event() if reason == layout.ANOTHER_WAY else None
         self._help_out(reason)
         index.keep_to_cap()
         return Taken(
@@ -217,15 +217,12 @@ class EngineLane:
         else:
             self._fingerprints = restarts.sequences, restarts.fingerprints
 
-    def _unusual_events(self) -> bytes:
-        """Return the events before which the lane stands as a batch of their own, and stand behind them."""
+    def _unusual_event(self) -> bytes:
+        """Return the event behind which the lane stands as a batch of its own."""
         stream, buffer = self._stream, self._block.buffer
-        start, end_idx = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["stop_event_end"])
-        timestamp = bytes(buffer[start + 1 : start + 10])
-        events = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
-        num_events, rank = end_idx - int(stream["event_idx"]), int(stream["checked_rank"])
-        stream["event_idx"], stream["block_idx"] = end_idx, 0
-        return b"\x93%b\xdd%b%b\xcd%b" % (timestamp, num_events.to_bytes(4), events, rank.to_bytes(2))
+        start, rank = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["checked_rank"])
+        event = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
+        return b"\x93%b\x91%b\xcd%b" % (bytes(buffer[start + 1 : start + 10]), event, rank.to_bytes(2))
 
     def _make_room(self, size_bytes: int) -> None:
         """Have scratch for messages up to that size; what was checked is to be checked again."""

@@ -131,15 +131,15 @@ class RadixIndex:
                 runs.append(([], []))
             elif not isinstance(event, Heartbeat):
                 _note(event, *runs[-1])
-        result = ApplyResult()
-        for number, (operations, parts) in enumerate(runs):
+        done = None
+        for number, run in enumerate(runs):
             if number:
                 self.clear(*source)
-            if operations:
-                done = self._carry_out(source, b"".join(operations), b"".join(parts))
-                result = ApplyResult(*map(operator.add, result, done))
+            if run[0]:
+                more = self._carry_out(source, *run)
+                done = more if done is None else map(operator.add, done, more)
         self.keep_to_cap()
-        return result
+        return ApplyResult() if done is None else ApplyResult(*done)
 
     def set_groups(self, source: WorkerRank, rules: Sequence[GroupRule]) -> None:
         """Let matches of a rank say what several groups agree on: the one whose blocks `source` holds, then others.
@@ -293,13 +293,14 @@ class RadixIndex:
 
     # --- Inside -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, source: WorkerRank, operations: bytes, hashes: bytes) -> tuple[int, ...]:
+    def _carry_out(self, source: WorkerRank, operations: list[bytes], parts: list[bytes]) -> Iterable[int]:
         slot = self._slots.get(source)
         if slot is None:
             slot = self._slots.add(source)
-        records, words = np.frombuffer(operations, layout.OPERATION), np.frombuffer(hashes, np.uint64)
+        records = np.frombuffer(b"".join(operations), layout.OPERATION)
+        hashes = np.frombuffer(b"".join(parts), np.uint64)
         with self.writing:
-            return blocks.apply(self.core, self.segments, slot, records, words)
+            return blocks.apply(self.core, self.segments, slot, records, hashes)
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:

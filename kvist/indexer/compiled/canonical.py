@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
 from kvist.indexer.compiled.jit import BYTES, TABLE, U64S, helper, jit
 from kvist.indexer.compiled.msgpack import NIL, big_endian, read_array, read_time, read_uint, skip
-from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed, word_at
+from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, word_at
 from kvist.radix.compiled import layout
 from kvist.radix.compiled.blocks import apply
+from kvist.radix.compiled.jit import signed
 from kvist.radix.compiled.layout import Record, Records, Words
 
 RANK = np.dtype(layout.integers("slot epoch sequence"), align=True)

@@ -57,10 +57,10 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
             if row < 0:
                 return layout.DONE
             if is_marked(held.segments, row):
-                return layout.SOME_EVENTS
+                return layout.ANOTHER_WAY
             for number in range(event.num_hashes):
                 if hashes[event.first_hash + number] == event.parent:
-                    return layout.SOME_EVENTS
+                    return layout.ANOTHER_WAY
             stream.last_block, stream.last_depth = row_at(held.segments, row).hash, depth_at(held.segments, row)
     block_bytes = stream.block_size * 4
     while stream.block_idx < event.num_hashes:
@@ -122,14 +122,13 @@ def _verdict(rank: Record, key: int) -> int:
 
 @helper
 def _hand_over(stream: Record, events: Records) -> int:
-    """Stop before an event, and all those behind it that are unusual, too."""
+    """Tell where an event is, which is to be done in another way, and stand behind it."""
     stream.stop_start = events[stream.event_idx].start
-    end = stream.event_idx + 1
-    while end < stream.num_checked and events[end].kind == layout.UNUSUAL:
-        end += 1
-    stream.stop_event_end = end
-    stream.stop_end = events[end].start if end < stream.num_checked else stream.checked_end
-    return layout.SOME_EVENTS
+    stream.event_idx += 1
+    is_last = stream.event_idx == stream.num_checked
+    stream.stop_end = stream.checked_end if is_last else events[stream.event_idx].start
+    stream.block_idx = 0
+    return layout.ANOTHER_WAY
 
 
 @helper
@@ -153,7 +152,7 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
                 result = _store_event(held, stream, event, hashes, tokens)
             elif passes > 0:
                 result = _remove_event(held, stream, event, hashes)
-            if passes < 0 or result == layout.SOME_EVENTS:
+            if passes < 0 or result == layout.ANOTHER_WAY:
                 return _hand_over(stream, events)
             if result != layout.DONE:
                 return result

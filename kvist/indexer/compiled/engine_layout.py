@@ -33,8 +33,7 @@ STREAM = np.dtype(
         # What it counts in a call: batches, events, events that are never indexed, events with blocks of our size.
         *integers("num_batches num_events num_ignored num_sized"),
         ("timestamp_s", "f8"),  # of the last message
-        # Where it stopped, if for some events: the end of them, and their bytes.
-        *integers("stop_event_end stop_start stop_end"),
+        *integers("stop_start stop_end"),  # the bytes of the event before which it stopped, if for one
         # The message that was checked: its events, hashes and tokens stand in the scratch.
         *integers("num_checked num_hashes num_tokens checked_rank checked_end"),
         ("chain", "u8", SLICE_BLOCKS),  # the canonical hashes of a slice's blocks
@@ -80,7 +79,7 @@ RANK = np.dtype(
 """A rank of a stream, and the verdicts that its filter, as it is, has given."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK, TOO_LARGE = range(7)
+DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, ANOTHER_WAY, OTHER_RANK, TOO_LARGE = range(7)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof

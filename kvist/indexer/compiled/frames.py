@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, TOPIC_BYTES, TOPIC_START, Buffer
 from kvist.events.transports.zmtp import SplitResult, StopReason
 from kvist.indexer.compiled.jit import BYTES, TABLE, helper, jit
-from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed
+from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at
+from kvist.radix.compiled.jit import signed
 
 _NEED_MORE, _TABLE_FULL, _UNUSUAL = int(StopReason.NEED_MORE), int(StopReason.TABLE_FULL), int(StopReason.UNUSUAL)
 _MORE, _LONG = 1, 2

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.indexer.compiled.jit import helper, inlined
-from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed
+from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at
+from kvist.radix.compiled.jit import signed
 
 NIL, FLOAT_64 = 0xC0, 0xCB
 _MAX_CONTAINERS = 256  # in one skipped value; deeper nesting is an error for a decoder that recurses

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.indexer.compiled.jit import helper, inlined
-from kvist.indexer.compiled.words import Bytes, signed, word_at
+from kvist.indexer.compiled.words import Bytes, word_at
+from kvist.radix.compiled.jit import signed
 
 # Fields; 0 is one that nobody needs.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)

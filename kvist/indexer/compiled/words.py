@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.indexer.compiled.jit import inlined
+from kvist.radix.compiled.jit import signed
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _1, _2, _3, _4, _5, _6, _7 = (np.uint64(n) for n in range(1, 8))
 _8, _16, _24, _32, _40, _48, _56 = (np.uint64(n) for n in range(8, 64, 8))
 _LOW = np.uint64(0xFFFF_FFFF)
-
-
-@inlined
-def signed(number: np.integer[Any]) -> int:
-    """Return a number as all indices and counts are: Numba makes a float of what is half signed."""
-    return np.int64(number)  # type: ignore[return-value]  # which is what an int is when it is compiled
 
 
 @inlined
