@@ -316,7 +316,7 @@ def _losses(total: Counter[str], stays: Mapping[str, int]) -> list[dict[str, Any
     """Return what was lost by each cause, the most first, and what helps against it."""
     do = dict(_DO)
     if stays:
-        do[Cause.EVICTED] += f": nine of ten such blocks would have had to stay {quantile(stays, 0.9):,} s longer"
+        do[Cause.EVICTED] += f"; nine of ten such blocks would have had to stay {quantile(stays, 0.9):,} s longer"
     causes = sorted((cause for cause in Cause if total[cause]), key=lambda each: -total[each])
     return [{"tokens": total[cause], "cause": cause.value, "do": do[cause]} for cause in causes]
 

@@ -32,7 +32,7 @@ export class Chart {
     const axis = (format) => ({ stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, space: 70, values: (_, values) => values.map(format) });
     const series = lines.map(([label], idx) => ({ label, stroke: colour(`--line-${idx + 1}`), width: 2, dash: DASHES[idx], points: { show: isSparse }, value: told(this.format) }));
     const scales = { x: { auto: false }, y: { range: this.range ?? ((_, low, high) => [0, 1.05 * high || 1]) } };
-    const options = { width: this.width, height: this.height, scales, axes: [{ ...axis(this.moment), size: 34 }, { ...axis(this.format), size: 60, space: 30 }], series: [{ value: told(this.moment) }, ...series] };
+    const options = { width: this.width, height: this.height, scales, axes: [{ ...axis(this.moment), size: 34 }, { ...axis(this.format), size: 68, space: 30 }], series: [{ value: told(this.moment) }, ...series] };
     this.plot = new uPlot(options, null, this.element);
     this.element.style.color = "";
   }
