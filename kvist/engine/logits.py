@@ -43,26 +43,30 @@ class LogitsAdjuster:
             if params.allowed_token_ids is not None:
                 self._bias.fill_(-torch.inf)[params.allowed_token_ids] = 0.0
             for token_id, bias in (params.logit_bias or {}).items():
-                self._bias[int(token_id)] += bias
+                self._bias[token_id] += bias
         self._repetition: torch.Tensor | None = None
         if params.repetition_penalty != 1.0:
             self._repetition = torch.ones_like(like)
             self._repetition[request.token_ids] = params.repetition_penalty
-        self._counts: torch.Tensor | None = None
+        self._penalty: torch.Tensor | None = None
+        self._penalised = set(request.output_token_ids)
         if params.presence_penalty or params.frequency_penalty:
-            output = torch.tensor(request.output_token_ids, dtype=torch.int64)
-            self._counts = torch.bincount(output, minlength=len(like)).to(like)
+            counts = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=len(like))
+            penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+            self._penalty = penalty.to(like)
 
     def add(self, token_id: int) -> None:
         """Count a token of the output."""
         if self._repetition is not None:
             self._repetition[token_id] = self._request.params.repetition_penalty
-        if self._counts is not None:
-            self._counts[token_id] += 1
+        if self._penalty is not None:
+            params = self._request.params
+            once = 0.0 if token_id in self._penalised else params.presence_penalty
+            self._penalised.add(token_id)
+            self._penalty[token_id] += params.frequency_penalty + once
 
     def apply(self, row: torch.Tensor) -> None:
         """Change a row of logits, float32 `[vocab_size]`, in place."""
-        params = self._request.params
         if self._bias is not None:
             row += self._bias
         if banned := self._banned():
@@ -70,9 +74,12 @@ class LogitsAdjuster:
         if self._request.constraint is not None:
             row[~torch.from_numpy(self._request.constraint.allowed()).to(row.device)] = -torch.inf
         if self._repetition is not None:
-            row.copy_(torch.where(row > 0, row / self._repetition, row * self._repetition))
-        if self._counts is not None:
-            row -= params.presence_penalty * (self._counts > 0) + params.frequency_penalty * self._counts
+            # A positive logit is divided and a negative one multiplied: which of both is less, or with a bonus more.
+            is_penalty = self._request.params.repetition_penalty > 1
+            choose = torch.minimum if is_penalty else torch.maximum
+            choose(row / self._repetition, row * self._repetition, out=row)
+        if self._penalty is not None:
+            row -= self._penalty
 
     def _banned(self) -> list[int]:
         """Return the tokens that would end the output too early, or complete a bad word."""
