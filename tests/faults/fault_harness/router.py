@@ -10,6 +10,7 @@ from typing import Any
 from fault_harness.engine import BLOCK_SIZE, Held
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
+from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import DumpReader
 from kvist.indexer.dumps.keeper import StateKeeper
@@ -104,7 +105,11 @@ class Router:
         """Return epoch and next sequence of a stream as it is followed, None while an answer is taken."""
         source = self._source(number)
         follower: Any = source._follower
-        session = getattr(follower, "sessions", {}).get(rank) or getattr(follower, "session", None)
+        session = None
+        if isinstance(follower, CanonicalFollower):
+            session = follower._ranks[rank].session if rank in follower._ranks else None
+        elif follower is not None:
+            (session,) = follower.sessions
         if session is None or session.epoch is None or source.is_taking_answer:
             return None
         return session.epoch, session.expected_sequence
