@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # Every process that the tests start would else compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test check engines dashboard clean
+.PHONY: up test check test-gpu bench-gpu engines dashboard clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed
@@ -24,6 +24,13 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What needs a CUDA device: kernels, captured decode steps, transfers out of its memory.
+test-gpu: $(VENV)/.installed
+	$(BIN)/pytest -m gpu -n 0 $(ARGS)
+
+bench-gpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_paged_attention.py $(ARGS)
 
 # What benchmarks/verify_engines.py drives, and a few tests: the Python files of real engines. They are fetched once.
 engines: $(VENV)/.installed
