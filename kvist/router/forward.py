@@ -54,8 +54,7 @@ from kvist.router.healing import REPORT_MODE, Healer
 from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
-from kvist.router.prefill.handover import Handover, Plan
-from kvist.router.prefill.releases import Releases
+from kvist.router.prefill.handover import Handover, Plan, Releases
 from kvist.router.prompts import APIS, Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed

@@ -16,9 +16,7 @@ from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.rendering import RenderingState
 from kvist.router.fleet.replicas import Replicas
-from kvist.router.fleet.worker import CircuitState, WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.usage import ReportedUsage
@@ -167,8 +165,7 @@ class FleetGauges:
 
     def collect(self) -> Iterator[Metric | None]:
         """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
-        yield from self._states()
-        yield from self._loads()
+        yield from self._workers()
         if self.replicas is not None:
             yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", len(self.replicas))
         if self.index is not None:
@@ -182,33 +179,26 @@ class FleetGauges:
                 yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
                 yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
-    def _states(self) -> Iterator[Metric | None]:
+    def _workers(self) -> Iterator[Metric | None]:
         states = gauge_of("worker_state", "Whether a worker is so", "worker", "state")
         circuits = gauge_of("circuit_state", "Whether a worker's circuit is so", "worker", "state")
         text = "Whether a worker makes of chats the tokens that the router makes of them"
         renderings = gauge_of("worker_rendering", text, "worker", "state")
         roles = gauge_of("worker_role", "What a worker is there for", "worker", "role")
-        for worker in self.fleet.workers:
-            roles.add_metric([worker.url, worker.role.value], 1)
-            for state in WorkerState:
-                states.add_metric([worker.url, state.value], worker.state is state)
-            for circuit in CircuitState:
-                circuits.add_metric([worker.url, circuit.value], worker.breaker.state is circuit)
-            if (found := worker.rendering) is not None:
-                for rendering in RenderingState:
-                    renderings.add_metric([worker.url, rendering.value], found.state is rendering)
-            yield None
-        yield from (states, circuits, roles, renderings)
-
-    def _loads(self) -> Iterator[Metric | None]:
-        gauges = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
+        loads = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
         now_s = self.now_s()
         for worker in self.fleet.workers:
-            loads = [self.load.load(rank.target, now_s) for rank in self.fleet.ranks(worker)]
-            for name, gauge in gauges.items():
-                gauge.add_metric([worker.url], sum(getattr(load, name) for load in loads))
+            rendering = None if worker.rendering is None else worker.rendering.state
+            told = ((states, worker.state), (circuits, worker.breaker.state), (renderings, rendering))
+            for gauge, state in told:
+                for each in () if state is None else type(state):
+                    gauge.add_metric([worker.url, each.value], each is state)
+            roles.add_metric([worker.url, worker.role.value], 1)
+            of_ranks = [self.load.load(rank.target, now_s) for rank in self.fleet.ranks(worker)]
+            for name, gauge in loads.items():
+                gauge.add_metric([worker.url], sum(getattr(load, name) for load in of_ranks))
             yield None
-        yield from gauges.values()
+        yield from (states, circuits, roles, renderings, *loads.values())
 
     def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
         ranks = gauge_of("ranks", "Ranks by how well their cache is known", "worker", "state")

@@ -15,7 +15,7 @@ not (SHARDS-adj, there). The other figures are counts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -271,15 +271,13 @@ class Regret:
     def report(self, now_s: float, window_s: float) -> dict[str, Any]:
         """Return what the requests of the last `window_s` add up to, up to a minute more, and each kept minute's."""
         buckets = self._since(now_s, window_s)
-        rows: dict[tuple[str, str], Counter[str]] = {}
-        tenants: dict[str, Counter[str]] = {}
+        rows, tenants = defaultdict[tuple[str, str], Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
         total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
         prefixes: dict[str, tuple[float, int, int]] = {}
         for bucket in buckets:
-            for (tenant, *key), row in bucket.rows.items():
-                rows.setdefault((key[0], key[1]), Counter()).update(row)
-                tenants.setdefault(tenant, Counter()).update(row)
-                total.update(row)
+            for (tenant, model, worker), row in bucket.rows.items():
+                for added in (rows[model, worker], tenants[tenant], total):
+                    added.update(row)
             distances.update(bucket.distances)
             stays.update(bucket.stays)
             for name, (cost, length, times) in bucket.prefixes.items():

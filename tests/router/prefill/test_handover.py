@@ -19,8 +19,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.policy.baselines import RandomPolicy
 from kvist.router.policy.decision import Candidate, Load, Prompt, Role, decide
 from kvist.router.prefill.dialect import Local, Side
-from kvist.router.prefill.handover import DIALECTS, why_local
-from kvist.router.prefill.releases import MAX_WAITING, Releases
+from kvist.router.prefill.handover import DIALECTS, MAX_WAITING, Releases, why_local
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
 LONG = list(range(1000, 1400))
