@@ -49,7 +49,7 @@ class Index(FleetIndex):
     """A fleet's index without sockets: each worker has a stream that tells."""
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(BLOCK_SIZE, monotonic)
+        super().__init__(RouterConfig(block_size=BLOCK_SIZE), monotonic)
         self.radix, self.joined_at_s = RadixIndex(max_blocks=2 * num_blocks), 0.0
         self.counters = SourceCounters(last_event_at_s=0.0, lag_s=0.002)
         for number, url in enumerate(URLS):
@@ -62,13 +62,9 @@ class Index(FleetIndex):
         for url in URLS:
             yield self.counters.frozen(url, "tcp://10.0.0.1:5557", {0: SourceState.LIVE}, (), 0, monotonic())
 
-    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
-        if worker in self._statuses and monotonic() - self._statuses[worker][0] < max_age_s:
-            return self._statuses[worker][1]
+    def ranks(self, worker: str) -> list[RankStatus]:
         target = WorkerRank(worker, 0)
-        statuses = [self._status(self.radix, target, SourceState.LIVE, target)]
-        self._statuses[worker] = monotonic(), statuses
-        return statuses
+        return [self._status(self.radix, target, SourceState.LIVE, target)]
 
 
 def cost_s(function: Callable[[], object], number: int) -> float:

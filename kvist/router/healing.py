@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.openai.requests import with_fields
-from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
+from kvist.router.fleet.fleet import Fleet
 from kvist.router.index import Caches, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
@@ -183,7 +183,7 @@ class Healer:
         return next((status for status in self._statuses(target.worker) if status.target == target), None)
 
     def _statuses(self, worker: str) -> list[RankStatus]:
-        return [] if self._index is None else self._index.ranks(worker, RANKS_MAX_AGE_S)
+        return [] if self._index is None else self._index.ranks(worker)
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:

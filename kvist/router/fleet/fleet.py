@@ -50,6 +50,8 @@ class Fleet:
         self._index = index
         self._now_s = now_s
         self._workers: dict[str, Worker] = {}
+        self._ranks: dict[str, list[RankStatus]] = {}
+        self._ranks_known_at_s = 0.0
         self._adapters: frozenset[str | None] = frozenset()
         self._model_ids: frozenset[str | None] = frozenset()
         self._sizes_seen: Mapping[str, int] = {}
@@ -83,6 +85,7 @@ class Fleet:
     def identified(self) -> None:
         """Take in what some worker says that it serves."""
         self._sizes_of_models.clear()
+        self._ranks.clear()
         roles = {worker.role for worker in self._workers.values()}
         self.has_prefill_workers, self.has_roles = Role.PREFILL in roles, bool(roles - {Role.BOTH})
         nothing = frozenset[str | None]()
@@ -162,6 +165,12 @@ class Fleet:
         return list(found.values())
 
     def ranks(self, worker: Worker) -> list[RankStatus]:
-        """Return the worker's ranks; one that no stream tells of has one, 0."""
-        known = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else None
-        return known or [RankStatus(WorkerRank(worker.url, 0))]
+        """Return the worker's ranks, as they were a moment ago; one that no stream tells of has one, 0."""
+        now_s = self._now_s()
+        if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S:
+            self._ranks.clear()
+            self._ranks_known_at_s = now_s
+        if worker.url not in self._ranks:
+            known = [] if self._index is None else self._index.ranks(worker.url)
+            self._ranks[worker.url] = known or [RankStatus(WorkerRank(worker.url, 0))]
+        return self._ranks[worker.url]

@@ -76,12 +76,11 @@ _decode = msgspec.msgpack.Decoder(ToFront).decode
 class SharedIndex:
     """What `kvist.router.index.Caches` is, while there is a keeper; without one, nobody is known to hold anything."""
 
-    def __init__(self, tell: Callable[[Message], None], now_s: Callable[[], float]) -> None:
+    def __init__(self, tell: Callable[[Message], None]) -> None:
         """Tell the keeper what it needs to know of matches and answers."""
-        self._tell, self._now_s = tell, now_s
+        self._tell = tell
         self._reader: RadixReader | None = None
         self._ranks: dict[str, list[RankStatus]] = {}
-        self._counted: dict[str, tuple[float, list[RankStatus]]] = {}
         self._targets: dict[int, WorkerRank] = {}
         self.block_sizes: Mapping[str, int] = {}
 
@@ -98,7 +97,6 @@ class SharedIndex:
         """Know nothing of caches any more; the next index counts its givings anew."""
         self._reader = None
         self._targets.clear()
-        self._counted.clear()
         for worker, ranks in self._ranks.items():
             self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
 
@@ -109,7 +107,6 @@ class SharedIndex:
             self.block_sizes = others if block_size is None else {**others, worker: block_size}
         for status in self._ranks.pop(worker, ()):
             self._targets.pop(status.clearing or 0, None)
-        self._counted.pop(worker, None)
         if ranks:
             self._ranks[worker] = ranks
         for status in ranks:
@@ -128,20 +125,12 @@ class SharedIndex:
             self._tell(messages.Used(hashes.tobytes()))
         return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
 
-    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
-        """Return the worker's ranks, with what each held up to `max_age_s` ago."""
-        reader, now_s = self._reader, self._now_s()
-        counted_at_s, counted = self._counted.get(worker, (-max_age_s, []))
-        if now_s - counted_at_s < max_age_s:
-            return counted
-        counted = self._ranks.get(worker, [])
-        if reader is not None:
-            counted = [
-                replace(status, num_blocks=reader.num_held(status.slot or 0, status.clearing or 0))
-                for status in counted
-            ]
-        self._counted[worker] = now_s, counted
-        return counted
+    def ranks(self, worker: str) -> list[RankStatus]:
+        """Return the worker's ranks, with what each holds."""
+        ranks, reader = self._ranks.get(worker, []), self._reader
+        if reader is None:
+            return ranks
+        return [replace(rank, num_blocks=reader.num_held(rank.slot or 0, rank.clearing or 0)) for rank in ranks]
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether what the worker was given is all that is known of its cache."""
@@ -166,7 +155,7 @@ class RemoteKeeper:
     ) -> None:
         self._config, self._part, self._pool, self._metrics, self._gauges = config, part, pool, metrics, gauges
         self.load = load
-        self.index = SharedIndex(self._tell, time.monotonic) if config.policy == "kv" else None
+        self.index = SharedIndex(self._tell) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, time.monotonic, config.engines)
         self.models = Models(config, self.fleet, self.fleet.renderings.start)
         self.fleet.on_paused = lambda worker: self._tell(messages.Paused(worker.url, worker.capacity.paused_until_s))

@@ -43,7 +43,7 @@ def status_of(index: RadixIndex, rank: WorkerRank, state: SourceState = SourceSt
 
 
 def test_the_next_keepers_numbers_are_not_taken_for_those_of_the_one_before(new_index: NewIndex) -> None:
-    shared = SharedIndex(lambda _: None, lambda: 0.0)
+    shared = SharedIndex(lambda _: None)
     for ranks in ((A, B), (B, A), (A, B)):  # in the order in which they get their numbers
         index, reader = new_index()
         for rank in ranks:
@@ -59,7 +59,7 @@ def test_the_next_keepers_numbers_are_not_taken_for_those_of_the_one_before(new_
 
 
 def test_ranks_that_may_have_lost_blocks_and_workers_that_are_gone_are_in_no_answer(new_index: NewIndex) -> None:
-    shared, (index, reader) = SharedIndex(lambda _: None, lambda: 0.0), new_index()
+    shared, (index, reader) = SharedIndex(lambda _: None), new_index()
     shared.attach(reader)
     for rank in (A, B):
         index.store(rank, Tier.GPU, None, HASHES)
@@ -79,7 +79,7 @@ def test_ranks_that_may_have_lost_blocks_and_workers_that_are_gone_are_in_no_ans
 
 def test_the_keeper_is_told_what_was_matched_once_it_may_have_to_evict(new_index: NewIndex) -> None:
     told: list[Message] = []
-    shared, (index, reader) = SharedIndex(told.append, lambda: 0.0), new_index()
+    shared, (index, reader) = SharedIndex(told.append), new_index()
     shared.attach(reader)
     index.store(A, Tier.GPU, None, HASHES[:4])
     shared.match(HASHES)
