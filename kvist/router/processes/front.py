@@ -164,8 +164,6 @@ class RemoteKeeper:
         self._was_told = asyncio.Event()
         self._told_by: int | None = None
         self._bell = part.bells[part.front]
-        self._numbers = itertools.count()
-        self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._news: dict[str, WorkerNews] = {}
         self._seen: set[str] = set()
         self._ended = messages.Ended([], [])
@@ -199,19 +197,14 @@ class RemoteKeeper:
             return self._own_readiness(None, is_draining=True)
         if link is None:
             return self._own_readiness("is being started") if is_readiness else refusal(_away("is being started"))
-        number, timeout_s = next(self._numbers), READINESS_TIMEOUT_S if is_readiness else ANSWER_TIMEOUT_S
-        self._questions[number] = asked = asyncio.get_running_loop().create_future()
-        link.tell(encode(messages.Asked(number, question)))
+        timeout_s = READINESS_TIMEOUT_S if is_readiness else ANSWER_TIMEOUT_S
         try:
-            answer: Answer | None = await asyncio.wait_for(asked, timeout_s)
+            answer: Answer = await link.ask(question, timeout_s)
+            return answer
         except TimeoutError:
             away = f"does not answer for {timeout_s:g} s"
-        else:
-            if answer is not None:
-                return answer
+        except ConnectionResetError:
             away = "has ended"
-        finally:
-            del self._questions[number]
         return self._own_readiness(away) if is_readiness else refusal(_away(away))
 
     def _own_readiness(self, away: str | None, *, is_draining: bool = False) -> Answer:
@@ -273,9 +266,6 @@ class RemoteKeeper:
         self._link = None
         if self.index is not None:
             self.index.detach()
-        for asked in self._questions.values():
-            if not asked.done():
-                asked.set_result(None)
 
     def _take(self, link: Link, message: ToFront) -> None:
         match message:
@@ -291,12 +281,11 @@ class RemoteKeeper:
                     self._forget(url)
                 self._link, self._told_by = link, pid
                 self._was_told.set()
-            case messages.Answered(number, answer) if (asked := self._questions.get(number)) is not None:
-                if not asked.done():
-                    asked.set_result(answer)
-            case messages.MetricsWanted(number):
+            case messages.Answered():
+                link.on_answer(message)
+            case messages.Asked(number):
                 families = families_of(itertools.chain(self._gauges(), self._metrics.registry.collect()))
-                link.tell(encode(messages.Metrics(number, families)))
+                link.tell(encode(messages.Answered(number, families)))
             case messages.Said(response_id, worker, said):
                 if self._conversations is not None:
                     self._conversations.keep(response_id, Kept(worker, said))

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
-from kvist.router.doors.keeper import Keeper
+from kvist.router.doors.keeper import Keeper, Question
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Change, Worker
@@ -58,8 +58,6 @@ class KeeperProcess:
         self._is_due = True
         self._has_adopted = False
         self._trials: dict[str, Link] = {}
-        self._numbers = itertools.count()
-        self._pages: dict[int, asyncio.Future[None]] = {}
         self._descriptor = os.memfd_create("kvist-index")
         self._tasks = asyncio.TaskGroup()
         self._exits = AsyncExitStack()
@@ -218,12 +216,10 @@ class KeeperProcess:
                     self._keeper.on_routed(request)
                 for each in seen:
                     self._keeper.on_seen(each)
-            case messages.Asked():
-                self._tasks.create_task(self._answer(link, message), name="kvist-answer")
-            case messages.Metrics(number, families):
-                self._metrics.take(self._fronts[link], families)
-                if (page := self._pages.pop(number, None)) is not None and not page.done():
-                    page.set_result(None)
+            case messages.Asked(number, question) if question is not None:
+                self._tasks.create_task(self._answer(link, number, question), name="kvist-answer")
+            case messages.Answered():
+                link.on_answer(message)
 
     def _on_happened(self, link: Link, url: str, what: Change, now_s: float) -> None:
         if what == "begin":
@@ -260,24 +256,17 @@ class KeeperProcess:
             if each.is_draining:
                 membership.remove(worker)
 
-    async def _answer(self, link: Link, asked: messages.Asked) -> None:
-        if asked.question.path in ("/metrics", "/usage"):
-            await self._gather_metrics()
-        answer = await self._keeper.answer(asked.question)
+    async def _answer(self, link: Link, number: int, question: Question) -> None:
+        if question.path in ("/metrics", "/usage"):
+            await asyncio.gather(*(self._read_metrics(*each) for each in self._fronts.items()))
+        answer = await self._keeper.answer(question)
         self._tell_changes()  # what it has made of the fleet is so once it is answered
-        link.tell(encode(messages.Answered(asked.number, answer)))
+        link.tell(encode(messages.Answered(number, answer)))
 
-    async def _gather_metrics(self) -> None:
-        """Have every front tell its metrics; of one that does not in time, those it told last count."""
-        waiting = {}
-        for link in [*self._fronts]:
-            number = next(self._numbers)
-            self._pages[number] = waiting[number] = asyncio.get_running_loop().create_future()
-            link.tell(encode(messages.MetricsWanted(number)))
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=_METRICS_TIMEOUT_S)
-        for number in waiting:
-            self._pages.pop(number, None)
+    async def _read_metrics(self, link: Link, front: int) -> None:
+        """Have a front tell its metrics; where it does not in time, those it told last count."""
+        with suppress(TimeoutError, ConnectionResetError):
+            self._metrics.take(front, await link.ask(None, _METRICS_TIMEOUT_S))
 
 
 class FrontMetrics(Collector):

@@ -6,9 +6,10 @@ Whoever cannot be told any more, as it takes nothing, is taken for gone: what it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -77,19 +78,6 @@ class AllTold(Message, frozen=True):
     pid: int
 
 
-class Answered(Message, frozen=True):
-    """The answer to a question of this number."""
-
-    number: int
-    answer: Answer
-
-
-class MetricsWanted(Message, frozen=True):
-    """Is answered by `Metrics`."""
-
-    number: int
-
-
 # --- From a front -----------------------------------------------------------------------------------------------------
 
 
@@ -145,22 +133,25 @@ class Ended(Message, frozen=True):
     seen: list[Seen]
 
 
+# --- From either ------------------------------------------------------------------------------------------------------
+
+
 class Asked(Message, frozen=True):
-    """An operator's question, which the keeper answers by `Answered`."""
+    """An operator's question to the keeper or, without one, the wish for a front's own metrics."""
 
     number: int
-    question: Question
+    question: Question | None
 
 
-class Metrics(Message, frozen=True):
-    """The front's own metrics."""
+class Answered(Message, frozen=True):
+    """The answer to what was asked under this number."""
 
     number: int
-    families: Families
+    answer: Answer | Families
 
 
-ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | AllTold | Answered | MetricsWanted | Said
-ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Ended | Asked | Metrics
+ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | AllTold | Said | Asked | Answered
+ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Ended | Asked | Answered
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -170,12 +161,29 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
 
     def tell(self, frame: bytes) -> None:
         """Send an encoded message; a link whose other side takes nothing is closed."""
         self._writer.write(_LENGTH.pack(len(frame)) + frame)
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
+
+    async def ask(self, question: Question | None, timeout_s: float) -> Any:
+        """Return what the other side answers; raises TimeoutError, and ConnectionResetError where it is gone."""
+        number = next(self._numbers)
+        self._asked[number] = asked = asyncio.get_running_loop().create_future()
+        self.tell(encode(Asked(number, question)))
+        try:
+            return await asyncio.wait_for(asked, timeout_s)
+        finally:
+            del self._asked[number]
+
+    def on_answer(self, answered: Answered) -> None:
+        """Take the answer to what was asked, unless nobody waits for it any more."""
+        if (asked := self._asked.get(answered.number)) is not None and not asked.done():
+            asked.set_result(answered.answer)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield what comes until the other side is gone."""
@@ -194,3 +202,6 @@ class Link:
     def close(self) -> None:
         """End it at once."""
         self._writer.transport.abort()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ConnectionResetError("the other side is gone"))
