@@ -101,10 +101,10 @@ class Membership:
                 self._renderings.on_health_check(worker, self._tasks)
 
     def add(self, worker: WantedWorker) -> Worker:
-        """Take a worker in that an administrator wants; raises InvalidValueError, or RequestError (409)
-        where it is already there, or still draining.
+        """Take a worker in that an administrator wants.
 
-        Event sources and a role given here count whatever the worker announces.
+        Event sources and a role given here count whatever the worker announces. Raises InvalidValueError, and
+        RequestError (409) for one that is already there, or still draining.
         """
         if (present := self._fleet.get(worker.url)) is not None:
             raise RequestError(HTTPStatus.CONFLICT, f"worker {worker.url} is already there and {present.state}")
@@ -258,11 +258,8 @@ class Membership:
             else:
                 report = read_report(page) if status == HTTPStatus.OK else None
                 if report is not None:
-                    in_flight, num_ended = (
-                        self._load.running_requests(worker.url),
-                        self._load.ended_requests(worker.url),
-                    )
-                    worker.capacity.learn(report, in_flight, num_ended)
+                    num_in_flight = self._load.running_requests(worker.url)
+                    worker.capacity.learn(report, num_in_flight, self._load.ended_requests(worker.url))
                     if worker.capacity.max_requests is not None:
                         self._fleet.bounded.add(worker.url)
                     self._fleet.on_room()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
@@ -121,45 +121,37 @@ class Renderings:
         """Return how many tokens of a request are surely the same at workers that render some part of it otherwise."""
         if not self.differing:
             return {}
-        kinds = set(self._kinds_of(chat, fields))
+        kinds = self._kinds_of(chat, fields)
         same = {
             url: [num_same for kind, num_same in differences.items() if kind in kinds]
             for url, differences in self.differing.items()
         }
         return {url: min(numbers) for url, numbers in same.items() if numbers}
 
-    def _kinds_of(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> Iterator[Kind]:
+    def _kinds_of(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> set[Kind]:
         if chat is None:
             prompt = fields.get("prompt")
-            if isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str):
-                yield Kind.PROMPT
-            return
-        roles = [message.get("role") for message in chat.messages]
-        texts = [text for message in chat.messages for text in _texts_of(message.get("content"))]
-        yield Kind.PLAIN
-        if "system" in roles:
-            yield Kind.SYSTEM
-        if "developer" in roles:
-            yield Kind.DEVELOPER
-        if any(isinstance(message.get("content"), list) for message in chat.messages):
-            yield Kind.PARTS
-        if chat.tools:
-            yield Kind.TOOLS
-            functions = [tool.get("function") for tool in chat.tools]
-            if any(not isinstance(each, dict) or [*each][:3] != _USUAL_FIELDS for each in functions):
-                yield Kind.ODD_TOOLS
-        if "tool" in roles or any(message.get("tool_calls") for message in chat.messages):
-            yield Kind.TOOL_RESULTS
-        if "assistant" in roles or roles.count("user") > 1:
-            yield Kind.TURNS
-        if any(message.get("reasoning") or message.get("reasoning_content") for message in chat.messages):
-            yield Kind.REASONING
-        if not all(map(str.isascii, texts)):
-            yield Kind.UNICODE
-        if any(start in text for text in texts for start in self._special_starts):
-            yield Kind.SPECIAL_TOKENS
-        if any(text != text.strip() for text in texts):
-            yield Kind.SPACES
+            first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+            return {Kind.PROMPT} if isinstance(first, str) else set()
+        messages, roles = chat.messages, [message.get("role") for message in chat.messages]
+        contents = [message.get("content") for message in messages]
+        texts = [text for content in contents for text in _texts_of(content)]
+        functions = [tool.get("function") for tool in chat.tools or ()]
+        found = {
+            Kind.PLAIN: True,
+            Kind.SYSTEM: "system" in roles,
+            Kind.DEVELOPER: "developer" in roles,
+            Kind.PARTS: any(isinstance(content, list) for content in contents),
+            Kind.TOOLS: bool(functions),
+            Kind.ODD_TOOLS: any(not isinstance(each, dict) or [*each][:3] != _USUAL_FIELDS for each in functions),
+            Kind.TOOL_RESULTS: "tool" in roles or any(message.get("tool_calls") for message in messages),
+            Kind.TURNS: "assistant" in roles or roles.count("user") > 1,
+            Kind.REASONING: any(each.get("reasoning") or each.get("reasoning_content") for each in messages),
+            Kind.UNICODE: not all(map(str.isascii, texts)),
+            Kind.SPECIAL_TOKENS: any(start in text for text in texts for start in self._special_starts),
+            Kind.SPACES: any(text != text.strip() for text in texts),
+        }
+        return {kind for kind, is_so in found.items() if is_so}
 
 
 class RenderingChecks:
