@@ -110,12 +110,7 @@ class LoadTracker:
         """Is called when a worker has less to do than it had, as far as this process knows."""
 
     def begin(
-        self,
-        target: WorkerRank,
-        prompt: Prompt,
-        overlap_tokens: int,
-        now_s: float,
-        priced: Dispatched | None = None,
+        self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float, priced: Dispatched | None = None
     ) -> ActiveRequest:
         """Count a request from its dispatch on."""
         cells = self._cells_of(target)
