@@ -231,7 +231,6 @@ class KvEventPublisher:
         self._thread.join()
         if is_first:
             self.num_lost_events += self._inbox.drop()  # what came while the thread ended
-            self._answers.close()
             self._publication.close(self._limits.close_timeout_s * 0.25)
             if self.failure is not None:
                 raise self.failure

@@ -1,7 +1,7 @@
 """Answers to subscribers that missed something: what is kept, or a snapshot of what is held and what followed it.
 
-A snapshot is copied by the publisher's thread between two batches, a slice at a time, and encoded by a thread of its
-own, a part at a time: an engine may share the interpreter. One is made at a time, and shared by all who ask in a while.
+What is held is copied by the publisher's thread between two batches, a slice at a time, and encoded by who answers, a
+part at a time: an engine may share the interpreter. All who ask in a while share a copy.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvist.events import WorkerRank
+from kvist.events import Batch, WorkerRank
 from kvist.events.codec import encode_snapshot_part
 from kvist.events.snapshot import HeldBlocks, cut
 from kvist.events.transports import Message, ReplayRequest
@@ -42,13 +41,24 @@ SIGN_OF_LIFE_S = 0.5
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A snapshot as messages, and until when it is kept."""
+@dataclass(slots=True)
+class _Copy:
+    """What a rank held before the batch that `state`, a heartbeat, tells of; there once `is_done`."""
 
-    sequence: int
-    messages: list[Message]
-    kept_until_s: float
+    begun_at_s: float
+    slices: list[HeldBlocks] = field(default_factory=list)
+    state: Batch | None = None
+    is_done: Future[None] = field(default_factory=Future)
+
+    def take(self, stream: Stream) -> None:
+        self.state = stream.heartbeat(time.time())
+        for held in held_blocks(stream.residency.slices()):
+            self.slices.append(held)
+            time.sleep(0)
+
+    def joined(self) -> HeldBlocks:
+        empty = HeldBlocks(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.uint8))
+        return HeldBlocks(*map(np.concatenate, zip(empty, *self.slices, strict=True)))
 
 
 class Answers:
@@ -62,9 +72,8 @@ class Answers:
         self._streams = streams
         self._buffer = buffer
         self._between_events = between_events
-        self._executor = ThreadPoolExecutor(1, "kvist-snapshot")
         self._lock = threading.Lock()
-        self._snapshots: dict[int, Future[_Made | None]] = {}
+        self._copies: dict[int, _Copy] = {}
         self.num_snapshots = 0
 
     def replay(self, request: ReplayRequest) -> Iterator[Message]:
@@ -75,103 +84,61 @@ class Answers:
             return
         start_sequence = request.start_sequence if request.epoch == self._epoch else 0
         for rank, stream in with_companions(self._streams).items():
-            topic = self._topic(rank)
+            topic = topic_of(WorkerRank(self._worker, rank))
             if request.topic in (None, b"", topic):
                 yield from self._answer(rank, stream, topic, start_sequence)
 
     def tidy(self, now_s: float) -> None:
-        """Forget snapshots that were kept long enough; called now and then."""
+        """Forget copies that were kept long enough; called now and then."""
         with self._lock:
-            for rank, made in tuple(self._snapshots.items()):
-                if made.done() and not self._is_of_use(rank, made, now_s):
-                    del self._snapshots[rank]
-
-    def close(self) -> None:
-        """Make no more snapshots; whoever waits for one gets what is kept. The publisher's thread has ended."""
-        self._executor.shutdown(cancel_futures=True)
+            for rank, copy in tuple(self._copies.items()):
+                if copy.is_done.done() and now_s > copy.begun_at_s + KEPT_S:
+                    del self._copies[rank]
 
     def _answer(self, rank: int, stream: Stream, topic: bytes, start_sequence: int) -> Iterator[Message]:
         kept = self._buffer.kept(topic, start_sequence)
         is_whole = start_sequence == stream.next_sequence if kept is None else kept.first_sequence <= start_sequence
         if not is_whole or (kept is not None and _is_dear(kept.size_bytes, stream.num_blocks, start_sequence)):
-            made = yield from self._snapshot(rank, topic)
-            if made is not None:
-                yield from made.messages
-                start_sequence = made.sequence
+            state = yield from self._snapshot(rank, topic)
+            if state is not None:
+                start_sequence = state.sequence
         yield from self._buffer.replay(ReplayRequest(topic, start_sequence))
 
-    def _snapshot(self, rank: int, topic: bytes) -> Generator[Message, None, _Made | None]:
-        """Yield signs of life until there is a snapshot; return it, or None if there is none to be had."""
+    def _snapshot(self, rank: int, topic: bytes) -> Generator[Message, None, Batch | None]:
+        """Yield signs of life, then a snapshot; return its state, or None if there is none to be had."""
         with self._lock:
-            making = self._snapshots.get(rank)
-            if making is None or not self._is_of_use(rank, making, time.monotonic()):
-                try:
-                    making = self._snapshots[rank] = self._executor.submit(self._make, rank, topic)
-                except RuntimeError:  # closed
-                    return None
-        while True:
-            try:
-                return making.result(SIGN_OF_LIFE_S)
-            except FutureTimeoutError:
-                yield from self._buffer.heartbeats(topic)
-            except CancelledError:
+            copy = self._copies.get(rank)
+            if copy is None or not self._is_of_use(copy, topic):
+                copy = self._copies[rank] = self._begin(rank)
+        while not wait([copy.is_done], SIGN_OF_LIFE_S).done:
+            if time.monotonic() > copy.begun_at_s + COPY_TIMEOUT_S:
                 return None
+            yield from self._buffer.heartbeats(topic)
+        if copy.state is not None:  # else the publisher has ended
+            for part in cut(copy.state, copy.joined()):
+                yield Message(topic, part.sequence, encode_snapshot_part(part))
+        return copy.state
 
-    def _is_of_use(self, rank: int, making: Future[_Made | None], now_s: float) -> bool:
-        """Return whether a snapshot is being made, or what followed it is still kept."""
-        if not making.done():
+    def _begin(self, rank: int) -> _Copy:
+        copy = _Copy(time.monotonic())
+
+        def take(streams: Streams) -> None:
+            copy.take(with_companions(streams)[rank])
+            self.num_snapshots += 1
+            made = rank, sum(len(held.hashes) for held in copy.slices), time.monotonic() - copy.begun_at_s
+            _logger.info("snapshot made rank=%d blocks=%d seconds=%.3f", *made)
+
+        copy.is_done = self._between_events(take)
+        return copy
+
+    def _is_of_use(self, copy: _Copy, topic: bytes) -> bool:
+        """Return whether a copy is being made, or is fresh, and what followed it is still kept."""
+        if not copy.is_done.done():
             return True
-        made = None if making.cancelled() or making.exception() is not None else making.result()
-        if made is None or now_s > made.kept_until_s:
+        if copy.state is None or time.monotonic() > copy.begun_at_s + KEPT_S:
             return False
-        kept = self._buffer.kept(self._topic(rank), made.sequence)
-        return kept is None or kept.first_sequence <= made.sequence
-
-    def _make(self, rank: int, topic: bytes) -> _Made | None:
-        begun_at_s = time.monotonic()
-        copied: list[tuple[list[int], list[int]]] = []
-        batches = []
-
-        def copy(streams: Streams) -> None:
-            stream = with_companions(streams)[rank]
-            batches.append(stream.heartbeat(time.time()))
-            for piece in stream.residency.slices():
-                copied.append(piece)
-                time.sleep(0)
-
-        try:
-            self._between_events(copy).result(COPY_TIMEOUT_S)
-        except (FutureTimeoutError, CancelledError):
-            return None
-        held = _joined(copied)
-        copied.clear()
-        (state,) = batches
-        messages = []
-        for part in cut(state, held):
-            messages.append(Message(topic, state.sequence, encode_snapshot_part(part)))
-            time.sleep(0)
-        self.num_snapshots += 1
-        now_s = time.monotonic()
-        made = topic.decode(), state.sequence, len(held.hashes), len(messages), now_s - begun_at_s
-        _logger.info("snapshot made topic=%s sequence=%d blocks=%d parts=%d seconds=%.3f", *made)
-        return _Made(state.sequence, messages, now_s + KEPT_S)
-
-    def _topic(self, rank: int) -> bytes:
-        return topic_of(WorkerRank(self._worker, rank))
-
-
-def _joined(copied: list[tuple[list[int], list[int]]]) -> HeldBlocks:
-    num_blocks = sum(len(blocks) for blocks, _ in copied)
-    joined = HeldBlocks(
-        np.empty(num_blocks, np.uint64), np.empty(num_blocks, np.uint32), np.empty(num_blocks, np.uint8)
-    )
-    start = 0
-    for piece in held_blocks(copied):
-        end = start + len(piece.hashes)
-        joined.hashes[start:end], joined.depths[start:end], joined.tiers[start:end] = piece
-        start = end
-        time.sleep(0)
-    return joined
+        kept = self._buffer.kept(topic, copy.state.sequence)
+        return kept is None or kept.first_sequence <= copy.state.sequence
 
 
 def _is_dear(range_bytes: int, num_blocks: int, start_sequence: int) -> bool:

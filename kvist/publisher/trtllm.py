@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeAlias
 
 from kvist.events import EngineCleared
@@ -33,15 +34,29 @@ def next_idle_s(idle_s: float, num_events: int) -> float:
     return min(MAX_IDLE_S, max(MIN_IDLE_S, idle_s * IDLE_GROWTH))
 
 
-class _Reporter:
-    """Reports what the engine hands out, in order; a gap in its numbers clears the rank it is in."""
+class AsyncTrtllmPoller:
+    """Reports everything that a TensorRT-LLM engine hands out, in order, to a publisher that nobody else reports to.
 
-    def __init__(self, publisher: KvEventPublisher, block_size: int) -> None:
+        async with AsyncTrtllmPoller(lambda: llm.get_kv_cache_events_async(timeout=0.1), publisher, block_size=32):
+            await serve(llm)
+
+    Each event is reported as it comes, in the engine's own event loop. The engine's iterator ends when nothing came for
+    its timeout, and is asked for anew; that timeout is how long closing may take. Events that the engine dropped, which
+    its numbering tells, clear their rank: one of them may have been a removal.
+    """
+
+    def __init__(
+        self, poll: Callable[[], AsyncIterable[_Raw | Iterable[_Raw]]], publisher: KvEventPublisher, *, block_size: int
+    ) -> None:
+        """Poll from `async with` on; `poll` returns an iterator of events, or of lists of them."""
+        self._poll = poll
         self._publisher = publisher
         self._block_size = block_size
         self._tracker = trtllm.EventIdTracker()
         self._ranks: set[int] = set()
         self._has_waited = False
+        self._is_closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
         self.num_malformed = 0
 
     @property
@@ -49,8 +64,71 @@ class _Reporter:
         """Return how many events did not have the number after the one before."""
         return self._tracker.num_gaps
 
-    def _report(self, raw: Iterable[_Raw]) -> int:
-        raw = list(raw)
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self.run(), name="kvist-trtllm")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def stop(self) -> None:
+        """Let `run` report what the engine still has to hand out, and return."""
+        self._is_closing.set()
+
+    async def close(self) -> None:
+        """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self.stop()
+        try:
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    async def run(self) -> None:
+        """Poll until stopped; what ends polling before clears every rank, and is raised."""
+        try:
+            idle_s = 0.0
+            while not self._is_closing.is_set():
+                idle_s = next_idle_s(idle_s, await self._report_all(is_last=False))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(idle_s):
+                        await self._is_closing.wait()
+            await self._report_all(is_last=True)
+        except Exception as error:
+            _logger.error("polling stopped, and every rank is cleared: %r", error)
+            for rank in self._ranks:
+                self._publisher.report(EngineCleared(rank))
+            raise
+
+    async def _report_all(self, *, is_last: bool) -> int:
+        """Report events until the iterator ends or, unless it is the last one, closing begins; return how many."""
+        num_events = 0
+        try:
+            events = self._poll()
+            try:
+                async for item in events:
+                    num_events += self._report([item] if isinstance(item, Mapping) else list(item))
+                    if self._is_closing.is_set() and not is_last:
+                        break
+            finally:
+                if isinstance(events, AsyncGenerator):
+                    await events.aclose()
+        except _EMPTY_ERRORS:
+            pass
+        except _NOT_READY_ERRORS as error:
+            if _NOT_READY_TEXT not in str(error):
+                raise
+            if not self._has_waited:
+                self._has_waited = True
+                _logger.info("the engine has no events before its first request: %s", error)
+        return num_events
+
+    def _report(self, raw: Sequence[_Raw]) -> int:
         batch = trtllm.decode(raw, self._block_size, self._tracker)
         for event in batch.events:
             self._ranks.add(event.rank)
@@ -61,44 +139,39 @@ class _Reporter:
             self.num_malformed += batch.num_malformed_events
         return len(raw)
 
-    def _wait_for(self, error: Exception) -> None:
-        """Take an error for "nothing yet", or raise it."""
-        if isinstance(error, _EMPTY_ERRORS):
-            return
-        if _NOT_READY_TEXT not in str(error):
-            raise error
-        if not self._has_waited:
-            self._has_waited = True
-            _logger.info("the engine has no events before its first request: %s", error)
 
-    def _fail(self, error: BaseException) -> None:
-        _logger.error("polling stopped, and every rank is cleared: %r", error)
-        for rank in self._ranks:
-            self._publisher.report(EngineCleared(rank))
+class TrtllmPoller:
+    """Does what `AsyncTrtllmPoller` does from a thread, for an engine that hands out what there is at once.
 
-
-class TrtllmPoller(_Reporter):
-    """Reports everything that a TensorRT-LLM engine hands out, in order, to a publisher that nobody else reports to.
-
-        with KvEventPublisher("tcp://*:5567", worker="pod-1", block_size=32) as publisher:
-            with TrtllmPoller(lambda: llm.get_kv_cache_events(timeout=0), publisher, block_size=32):
-                serve(llm)
-
-    Events that the engine dropped, which its numbering tells, clear their rank: one of them may have been a removal.
+    with KvEventPublisher("tcp://*:5567", worker="pod-1", block_size=32) as publisher:
+        with TrtllmPoller(lambda: llm.get_kv_cache_events(timeout=0), publisher, block_size=32):
+            serve(llm)
     """
 
     def __init__(self, poll: Callable[[], Iterable[_Raw]], publisher: KvEventPublisher, *, block_size: int) -> None:
         """Start polling; `poll` returns the events since its last call, without waiting, and raises to end it all."""
-        super().__init__(publisher, block_size)
-        self._poll = poll
+
+        async def events() -> AsyncGenerator[Iterable[_Raw], None]:
+            yield poll()
+
+        self._poller = AsyncTrtllmPoller(events, publisher, block_size=block_size)
         self._failure: BaseException | None = None
-        self._is_closing = threading.Event()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvist-trtllm", daemon=True)
         self._thread.start()
 
+    @property
+    def num_gaps(self) -> int:
+        return self._poller.num_gaps
+
+    @property
+    def num_malformed(self) -> int:
+        return self._poller.num_malformed
+
     def close(self) -> None:
         """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
-        self._is_closing.set()
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._poller.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -112,96 +185,9 @@ class TrtllmPoller(_Reporter):
 
     def _run(self) -> None:
         try:
-            idle_s = 0.0
-            while not self._is_closing.wait(idle_s):
-                idle_s = next_idle_s(idle_s, self._report_all())
-            self._report_all()
+            self._loop.run_until_complete(self._poller.run())
         except BaseException as error:
             self._failure = error
-            self._fail(error)
             raise
-
-    def _report_all(self) -> int:
-        try:
-            return self._report(self._poll())
-        except (*_EMPTY_ERRORS, *_NOT_READY_ERRORS) as error:
-            self._wait_for(error)
-            return 0
-
-
-class AsyncTrtllmPoller(_Reporter):
-    """Does what `TrtllmPoller` does in the engine's own event loop, for an engine that hands out events there.
-
-        async with AsyncTrtllmPoller(lambda: llm.get_kv_cache_events_async(timeout=0.1), publisher, block_size=32):
-            await serve(llm)
-
-    Each event is reported as it comes. The engine's iterator ends when nothing came for its timeout, and is asked for
-    anew; that timeout is how long closing may take.
-    """
-
-    def __init__(
-        self, poll: Callable[[], AsyncIterable[_Raw | Iterable[_Raw]]], publisher: KvEventPublisher, *, block_size: int
-    ) -> None:
-        """Poll from `async with` on; `poll` returns an iterator of events, or of lists of them."""
-        super().__init__(publisher, block_size)
-        self._poll = poll
-        self._is_closing = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="kvist-trtllm")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        self._is_closing.set()
-        try:
-            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
         finally:
-            task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
-            task.result()
-
-    async def _run(self) -> None:
-        try:
-            idle_s = 0.0
-            while not self._is_closing.is_set():
-                idle_s = next_idle_s(idle_s, await self._report_all(is_last=False))
-                await self._wait(idle_s)
-            await self._report_all(is_last=True)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    async def _wait(self, idle_s: float) -> None:
-        try:
-            async with asyncio.timeout(idle_s):
-                await self._is_closing.wait()
-        except TimeoutError:
-            pass
-
-    async def _report_all(self, *, is_last: bool) -> int:
-        """Report events until the iterator ends or, unless it is the last one, closing begins; return how many."""
-        num_events = 0
-        try:
-            events = self._poll()
-            try:
-                async for item in events:
-                    num_events += self._report([item] if isinstance(item, Mapping) else item)
-                    if self._is_closing.is_set() and not is_last:
-                        break
-            finally:
-                if isinstance(events, AsyncGenerator):
-                    await events.aclose()
-        except (*_EMPTY_ERRORS, *_NOT_READY_ERRORS) as error:
-            self._wait_for(error)
-        return num_events
+            self._loop.close()
