@@ -18,13 +18,22 @@ import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
-from kvist.events.engine_events import KnownWindow, Place, StoredFacts, Window
+from kvist.events.engine_events import Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.snapshot import Answers
-from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of, with_companions
+from kvist.publisher.stream import (
+    RankState,
+    RankStream,
+    StreamOptions,
+    Streams,
+    message_of,
+    new_epoch,
+    topic_of,
+    with_companions,
+)
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
@@ -57,44 +66,25 @@ class KvEventPublisher:
         *,
         worker: str,
         block_size: int | None,
-        window: KnownWindow | None = None,
-        lora_names: Mapping[int, str] | None = None,
         num_ranks: int = 1,
-        counts_copies: bool = False,
-        has_full_reports: bool = False,
-        has_all_groups: bool = False,
-        num_ahead: int = 0,
         limits: buffers.PublisherLimits | None = None,
+        **options: Unpack[StreamOptions],
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
-        `block_size` must be the engine's; without one, `learn_block_size` comes before all reports. `window` is the
-        one to publish, for engines that do not report theirs.
-        Ranks below `num_ranks` send heartbeats from the start; others from their first event on. With `counts_copies`,
-        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy; with
-        `has_full_reports` it may be reported once more because somebody asked. With
-        `has_all_groups` a second stream of each rank has what its other groups hold of the published one's blocks, and
-        how many blocks behind a hit the engine must have as well, `num_ahead`: with EAGLE vLLM may compute one again.
+        `block_size` must be the engine's; without one, `learn_block_size` comes before all reports. Ranks below
+        `num_ranks` send heartbeats from the start; others from their first event on.
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
         topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry, as this does for a wrong window
-        WindowFilter(configured_window=window)
+        WindowFilter(configured_window=options.get("window"))
         self._worker = worker
         self.block_size = block_size
         """The engine's, None while it is neither given nor learnt."""
         self._limits = buffers.PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
-        self._new_stream = partial(
-            RankStream,
-            epoch=self._epoch,
-            window=window,
-            lora_names=lora_names,
-            counts_copies=counts_copies,
-            has_full_reports=has_full_reports,
-            has_all_groups=has_all_groups,
-            num_ahead=num_ahead,
-        )
+        self._new_stream = partial(RankStream, epoch=self._epoch, **options)
         self._streams: dict[int, RankStream] = {}
         for rank in range(num_ranks):
             self._stream(rank)

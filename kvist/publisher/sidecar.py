@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window
 from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.engine_events import KnownWindow
 from kvist.events.follow import Question, Ticker, follow
 from kvist.events.session import NO_REPLAY, SourceState
 from kvist.events.transports import Endpoint, Message, open_subscription
@@ -28,7 +27,7 @@ from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
-from kvist.publisher.stream import RankState, RankStream
+from kvist.publisher.stream import RankState, RankStream, StreamOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -284,23 +283,21 @@ class Sidecar:
         to: str,
         worker: str,
         block_size: int | None = None,
-        window: KnownWindow | None = None,
-        lora_names: Mapping[int, str] | None = None,
         limits: PublisherLimits = LIMITS,
         state_dir: Path | None = None,
-        has_full_reports: bool = False,
-        has_all_groups: bool = False,
+        **options: Unpack[StreamOptions],
     ) -> None:
         """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
 
         Copies of a block are counted of vLLM, which reports each; not if it `has_full_reports`: if others than Kvist's
-        router have it report what it holds anew. With `has_all_groups` a second stream of each rank has what its other
-        groups hold. Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
+        router have it report what it holds anew. Raises InvalidValueError when a value is wrong, the port taken, or the
+        folder unusable.
         """
-        counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
-        counted = f"counts_copies={counts_copies} has_all_groups={has_all_groups}"
+        has_full_reports = options.get("has_full_reports", False)
+        options["counts_copies"] = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
+        options["num_ahead"] = int(any(each.drops_last_block for each in engine_endpoints))
         # What a saved state depends on beside the block size.
-        self._settings = f"window={window} lora_names={sorted((lora_names or {}).items())} {counted}"
+        self._settings = " ".join(f"{name}={options.get(name)}" for name in sorted(StreamOptions.__annotations__))
         self._ticker = Ticker()
         with ExitStack() as exits:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
@@ -309,14 +306,9 @@ class Sidecar:
                 to,
                 worker=worker,
                 block_size=block_size if saved is None else saved.block_size,
-                window=window,
-                lora_names=lora_names,
                 num_ranks=0,  # which ranks there are, the engine's events tell
-                counts_copies=counts_copies,
-                has_full_reports=has_full_reports,
-                has_all_groups=has_all_groups,
-                num_ahead=int(any(each.drops_last_block for each in engine_endpoints)),
                 limits=limits,
+                **options,
             )
             self.endpoint = self._publisher.endpoint
             self._exits = exits.pop_all()

@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
@@ -31,6 +31,23 @@ MAX_BATCH_HASH_BYTES = 64 << 10
 """Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
 
 _HASH_BYTES = 8
+
+
+class StreamOptions(TypedDict, total=False):
+    """How the streams of ranks come to be; left out with their defaults."""
+
+    window: KnownWindow | None
+    """The one to publish, for engines that do not report theirs."""
+    lora_names: Mapping[int, str] | None
+    """The adapters' names, for engines that send only their numbers."""
+    counts_copies: bool
+    """Whether a block that is stored again is held until it is removed as often: vLLM reports each copy."""
+    has_full_reports: bool
+    """Whether a block may be reported once more because somebody asked."""
+    has_all_groups: bool
+    """Whether a second stream of each rank has what its other groups hold of the published one's blocks."""
+    num_ahead: int
+    """How many blocks behind a hit the engine must have as well: with EAGLE vLLM may compute one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,24 +203,15 @@ class RankStream(Stream):
         source: WorkerRank,
         block_size: int,
         epoch: int,
-        *,
-        window: KnownWindow | None = None,
-        lora_names: Mapping[int, str] | None = None,
-        counts_copies: bool = False,
-        has_full_reports: bool = False,
-        has_all_groups: bool = False,
-        num_ahead: int = 0,
+        **options: Unpack[StreamOptions],
     ) -> None:
-        """Publish one rank's stream; the options are as in `KvEventPublisher`."""
         super().__init__(source, block_size, epoch)
-        self._lora_names = lora_names
-        self._filter = WindowFilter(source.rank, window)
-        self._counts_copies, self._has_full_reports = counts_copies, has_full_reports
+        self._options = options
+        self._filter = WindowFilter(source.rank, options.get("window"))
         self._hold(self.residency)
         self._num_events = 0
         self._num_malformed = 0
-        self.companion = Companion(source, block_size, epoch, self) if has_all_groups else None
-        self._num_ahead = num_ahead
+        self.companion = Companion(source, block_size, epoch, self) if options.get("has_all_groups") else None
         self._split()
 
     def set_complete(self, is_complete: bool) -> None:
@@ -262,24 +270,27 @@ class RankStream(Stream):
     @property
     def counts_copies(self) -> bool:
         """Whether what is stored again has one more copy, rather than being reported once more."""
-        return self._counts_copies and self.is_complete
+        return self._options.get("counts_copies", False) and self.is_complete
 
     @property
     def believes_all(self) -> bool:
         """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
-        return not self._has_full_reports and (self.is_complete or not self._counts_copies)
+        is_doubtful = self._options.get("counts_copies", False) and not self.is_complete
+        return not (is_doubtful or self._options.get("has_full_reports", False))
 
     def _split(self) -> None:
         """Learn from here on which groups there are, if they are followed."""
         self._splitter = None
         if self.companion is not None:
-            self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, self._num_ahead)
+            num_ahead = self._options.get("num_ahead", 0)
+            self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, num_ahead)
 
     def _hold(self, residency: Residency) -> None:
         self.residency = residency
         residency.counts_copies = self.counts_copies
+        lora_names = self._options.get("lora_names")
         self._normaliser = Normaliser(
-            self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
+            self._block_size, rank=self._source.rank, lora_names=lora_names, holdings=residency
         )
 
     def _clear_for(self, error: Exception) -> None:
