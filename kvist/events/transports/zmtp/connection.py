@@ -62,12 +62,12 @@ class Connection:
             pass
 
     def _greet(self) -> bool:
-        half = self._inbox.filling
-        received = half.buffer[half.begin : min(half.begin + wire.GREETING_BYTES, half.end)]
+        inbox = self._inbox
+        received = inbox.buffer[inbox.begin : min(inbox.begin + wire.GREETING_BYTES, inbox.end)]
         minor_version = wire.read_greeting(received)
         if minor_version is None:
             return False
-        half.begin += wire.GREETING_BYTES
+        inbox.begin += wire.GREETING_BYTES
         self._minor_version = minor_version
         self.has_pong = minor_version >= 1
         self._outgoing += wire.ready(b"SUB")
@@ -75,8 +75,8 @@ class Connection:
         return True
 
     def _shake_hands(self) -> bool:
-        half = self._inbox.filling
-        header = wire.read_frame_header(half.buffer, half.begin, half.end)
+        inbox = self._inbox
+        header = wire.read_frame_header(inbox.buffer, inbox.begin, inbox.end)
         if header is None:
             return False
         if not header.flags & COMMAND:
@@ -84,7 +84,7 @@ class Connection:
         body = self._command_body(header)
         if body is None:
             return False
-        half.begin = header.end
+        inbox.begin = header.end
         name, rest = wire.read_command(body)
         if name != b"READY":
             raise PeerError(f"it answers the handshake with {name!r} {rest[:100]!r}, not with READY")
@@ -96,16 +96,16 @@ class Connection:
         return True
 
     def _read_traffic(self) -> bool:
-        half = self._inbox.filling
+        inbox = self._inbox
         if self._num_skip_bytes:
-            num_bytes = min(self._num_skip_bytes, half.end - half.begin)
-            half.begin += num_bytes
+            num_bytes = min(self._num_skip_bytes, inbox.end - inbox.begin)
+            inbox.begin += num_bytes
             self._num_skip_bytes -= num_bytes
-        if half.begin == half.end or half.num_messages == base.MAX_DRAIN:
+        if inbox.begin == inbox.end or inbox.num_messages == base.MAX_DRAIN:
             return False
         if self._splitter is not None and not self._num_refused_frames:
             num_messages, begin, reason = self._splitter(
-                half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
+                inbox.buffer, inbox.begin, inbox.end, inbox.free_rows, base.MAX_MESSAGE_BYTES
             )
             if num_messages:
                 self._add(num_messages, begin)
@@ -115,11 +115,11 @@ class Connection:
 
     def _read_frames(self) -> bool:
         """Take a command, a message frame by frame, or a frame of one that is none; return whether it was all there."""
-        half = self._inbox.filling
+        inbox = self._inbox
         frames: list[FrameHeader] = []
-        at = half.begin
+        at = inbox.begin
         while len(frames) < 3:
-            header = wire.read_frame_header(half.buffer, at, half.end)
+            header = wire.read_frame_header(inbox.buffer, at, inbox.end)
             if header is None:
                 return False
             if header.flags & COMMAND:
@@ -127,18 +127,18 @@ class Connection:
             if self._num_refused_frames or not _is_expected(frames, header):
                 self._refuse_frame(frames, header)
                 return True
-            if header.end > half.end:
+            if header.end > inbox.end:
                 return False
             frames.append(header)
             at = header.end
         topic, sequence, payload = frames
-        number = int.from_bytes(half.buffer[sequence.start : sequence.end], "big", signed=True)
-        half.free_rows[0] = topic.start, topic.num_bytes, number, payload.start, payload.num_bytes
+        number = int.from_bytes(inbox.buffer[sequence.start : sequence.end], "big", signed=True)
+        inbox.free_rows[0] = topic.start, topic.num_bytes, number, payload.start, payload.num_bytes
         self._add(1, at)
         return True
 
     def _add(self, num_messages: int, end: int) -> None:
-        self._inbox.filling.add(num_messages, end)
+        self._inbox.add(num_messages, end)
         self.num_messages += num_messages
         self._num_commands_within = 0
 
@@ -148,12 +148,12 @@ class Connection:
         if body is None:
             return False
         self._on_command(*wire.read_command(body))
-        half, num_bytes = self._inbox.filling, header.end - at
-        self._num_commands_within += at > half.begin
+        inbox, num_bytes = self._inbox, header.end - at
+        self._num_commands_within += at > inbox.begin
         if self._num_commands_within > MAX_COMMANDS_WITHIN:
             raise PeerError(f"a message has more than {MAX_COMMANDS_WITHIN} commands between its frames")
-        half.buffer.move(half.begin + num_bytes, half.begin, at - half.begin)
-        half.begin += num_bytes
+        inbox.buffer.move(inbox.begin + num_bytes, inbox.begin, at - inbox.begin)
+        inbox.begin += num_bytes
         return True
 
     def _refuse_frame(self, before: list[FrameHeader], header: FrameHeader) -> None:
@@ -164,7 +164,7 @@ class Connection:
         self._num_refused_frames += 1
         if self._num_refused_frames > MAX_FRAMES:
             raise PeerError(f"a message has more than {MAX_FRAMES} frames")
-        self._inbox.filling.begin = header.start
+        self._inbox.begin = header.start
         self._num_skip_bytes = header.num_bytes
         if not header.flags & MORE:
             self._num_refused_frames = 0
@@ -173,8 +173,8 @@ class Connection:
         """Return a command's body, None while it is not whole."""
         if header.num_bytes > wire.MAX_COMMAND_BYTES:
             raise PeerError(f"a command has {header.num_bytes} bytes")
-        half = self._inbox.filling
-        return half.buffer[header.start : header.end] if header.end <= half.end else None
+        inbox = self._inbox
+        return inbox.buffer[header.start : header.end] if header.end <= inbox.end else None
 
     def _on_command(self, name: bytes, body: bytes) -> None:
         """Do what a command says; one that nobody knows says nothing."""

@@ -201,7 +201,7 @@ class Link:
         now_s = self._loop.time()
         since_s, self._heard_at_s, self._num_silent_looks = now_s - self._heard_at_s, now_s, 0
         num_before = self._connection.num_messages
-        self._inbox.filling.end += num_bytes
+        self._inbox.end += num_bytes
         self._advance()
         if not self._ended.done():
             num_messages = self._connection.num_messages - num_before

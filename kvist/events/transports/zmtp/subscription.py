@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 class ZmtpSubscription:
     """A subscriber's end for all topics.
 
-    It holds two halves of an inbox, and reads no further until they are taken: then the publisher queues, and at its
-    high-water mark loses what is for this subscriber. No receive brings messages of two connections.
+    It reads no further than its inbox holds until that is taken: then the publisher queues, and at its high-water mark
+    loses what is for this subscriber. No receive brings messages of two connections.
     """
 
     is_peer_gone = False
@@ -119,11 +119,10 @@ class ZmtpSubscription:
         if deliver is None:
             waiter.set_result(True)
             return False
-        half = self._inbox.filling
-        if deliver(half.block()):
-            half.drop()
+        if deliver(self._inbox.block()):
+            self._inbox.drop()
         else:
-            self._inbox.take()  # which leaves them where they are, while the other half is filled
+            self._inbox.take()  # which leaves them where they are
             if not waiter.done():  # but for a receive that was cancelled meanwhile
                 waiter.set_result(False)
         return True

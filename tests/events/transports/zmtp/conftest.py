@@ -64,7 +64,7 @@ class Fed:
             num_bytes = min(len(space), len(data), chunk_bytes)
             space[:num_bytes] = data[:num_bytes]
             data = data[num_bytes:]
-            self.inbox.filling.end += num_bytes
+            self.inbox.end += num_bytes
             self._advance()
             while (self.inbox.is_full or not data) and self.inbox.num_messages:
                 self.messages += self.inbox.take()

@@ -18,7 +18,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.zmtp import ZmtpSubscription
-from kvist.events.transports.zmtp.inbox import HALF_BYTES
+from kvist.events.transports.zmtp.inbox import CAPACITY_BYTES
 from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
 
 
@@ -256,16 +256,16 @@ async def test_a_consumer_that_does_not_take_stops_the_reading_and_loses_nothing
         _, writer = await peer.accept(say.hello())
         writer.write(b"".join(map(say.message, sent)))
         await until(lambda: subscription._inbox.is_full)
-        assert subscription._inbox.filling.capacity == HALF_BYTES
+        assert subscription._inbox.capacity == CAPACITY_BYTES
         received = []
         while len(received) < len(sent):
             received += await receive(subscription)
-            assert subscription._inbox.filling.capacity == HALF_BYTES
+            assert subscription._inbox.capacity == CAPACITY_BYTES
     assert received == sent
 
 
 async def test_what_waited_for_room_is_read_when_there_is_some_and_not_a_turn_later(peer, say, until):
-    sent = numbered(3 * HALF_BYTES // 2000, num_bytes=1000)
+    sent = numbered(3 * CAPACITY_BYTES // 2000, num_bytes=1000)
     async with open_subscription(peer.endpoint, split) as subscription:
         _, writer = await peer.accept(say.hello())
         writer.write(b"".join(map(say.message, sent)))
@@ -286,16 +286,16 @@ async def test_the_memory_of_a_large_message_is_given_back(peer, say):
         for sequence in range(2):
             writer.write(say.message(Message(b"t", sequence, b"")))
             await receive(subscription)
-        assert subscription._inbox.filling.capacity == subscription._inbox._spare.capacity == HALF_BYTES
+        assert subscription._inbox.capacity == CAPACITY_BYTES
 
 
 async def test_the_memory_of_a_large_message_is_given_back_when_its_peer_goes_amid_it(peer, say, until):
     async with ZmtpSubscription(peer.endpoint) as subscription:
         _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, bytes(3 << 20)))[:-1])
-        await until(lambda: subscription._inbox.filling.capacity > HALF_BYTES)
+        await until(lambda: subscription._inbox.capacity > CAPACITY_BYTES)
         writer.close()
         await peer.accept()
-        assert subscription._inbox.filling.capacity == subscription._inbox._spare.capacity == HALF_BYTES
+        assert subscription._inbox.capacity == CAPACITY_BYTES
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 1 << 20])
@@ -305,8 +305,8 @@ async def test_leaving_gives_all_memory_back_at_once_but_for_a_block_that_is_out
         block = await subscription.receive()
         writer.write(say.message(Message(b"t", 1, bytes(2 << 20)))[:num_bytes])
         inbox = subscription._inbox
-        await until(lambda: inbox.filling.end >= min(num_bytes, 1))
-        held = [weakref.ref(half.buffer) for half in (inbox.filling, inbox._spare)]
+        await until(lambda: inbox.end >= min(num_bytes, 1))
+        held = [weakref.ref(buffer) for buffer in (inbox.buffer, block.buffer)]
         subscription_held = weakref.ref(subscription)
         gc.disable()
     try:
@@ -465,7 +465,7 @@ async def test_whatever_a_peer_sends_nothing_is_raised_and_the_next_one_is_heard
 
         async def take():
             while (await subscription.receive())[-1].topic != b"the end":
-                assert subscription._inbox.filling.capacity == HALF_BYTES
+                assert subscription._inbox.capacity == CAPACITY_BYTES
 
         taking = asyncio.create_task(take())
         for _ in range(150):
