@@ -157,7 +157,9 @@ def show_page(args: argparse.Namespace, script: Script) -> None:
     collectors = {name: HistoryCollector() for name in scripts}
     with ExitStack() as damages:
         for name, each in scripts.items():
-            damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))
+            damage = damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))
+            if damage is not None:  # it is raised in the end
+                print(f"kvist replay: {damage}", file=sys.stderr)
         server = HttpServer(RecordingPage(collectors).handle, port=args.port)
         asyncio.run(serve(server, lambda server: f"kvist replay: http://127.0.0.1:{server.port}/ui"))
 
@@ -169,8 +171,8 @@ def _count(collector: StatisticsCollector, lines: list[Line]) -> None:
 
 
 @contextmanager
-def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -> Iterator[None]:
-    """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
+def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -> Iterator[RecordingError | None]:
+    """Read the script to its end, with a line of progress; yield damage, raised once what came before it was used."""
     show_at_s = 0.0
     damage: RecordingError | None = None
     with progress_line() as show:
@@ -188,7 +190,7 @@ def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -
                 raise
             damage = error
     _print_end(file, script)
-    yield
+    yield damage
     if damage is not None:
         raise damage
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from kvist.errors import InvalidValueError
+from kvist.events import Tier
 from kvist.http import Request, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.replay.history import History, HistoryCollector
@@ -60,6 +61,7 @@ class RecordingPage:
 
 def _described(name: str, statistics: RecordingStatistics, history: History, at_ms: int) -> dict[str, Any]:
     counts, num_distinct, num_placed = history.blocks(at_ms)
+    tiers = [tier.name.lower() for tier in Tier]
     return {
         "name": name,
         "began_at": statistics.first_ns / 1e9,
@@ -67,8 +69,13 @@ def _described(name: str, statistics: RecordingStatistics, history: History, at_
         "curves": curves(statistics.spans),
         "distinct": num_distinct,
         "placed": num_placed,
+        "tiers": tiers,
         "ranks": [
-            {"worker": rank.worker, "rank": rank.rank, "tiers": tiers, "peak": statistics.ranks[rank].num_live_peak}
-            for (rank, _), tiers in zip(history.ranks, counts, strict=True)
+            {
+                **rank._asdict(),
+                "tiers": dict(zip(tiers, held, strict=True)),
+                "peak": statistics.ranks[rank].num_live_peak,
+            }
+            for (rank, _), held in zip(history.ranks, counts, strict=True)
         ],
     }

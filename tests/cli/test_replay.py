@@ -150,6 +150,17 @@ def test_statistics_are_printed_with_a_plot_and_as_json(recorded, capsys, tmp_pa
     assert (code, figures["num_messages"], figures["num_events"]) == (0, 40, 40)
 
 
+def test_the_page_shows_what_comes_before_damage_and_says_what_is_damaged(recorded):
+    data = bytearray(recorded.read_bytes())
+    data[-36] ^= 0x20  # the length of the footer, which ends 8 bytes before the end
+    recorded.write_bytes(data)
+    with kvist(recorded, "--ui") as process:
+        assert re.search(rf"{recorded}: byte \d+: found", process.stderr.readline())
+        assert process.stdout.readline().startswith("kvist replay: http://127.0.0.1:")
+        process.terminate()
+    assert process.returncode == 1
+
+
 def test_a_torn_recording_is_used_and_what_is_torn_is_told(recorded, capsys):
     data = recorded.read_bytes()
     recorded.write_bytes(data[:-5])

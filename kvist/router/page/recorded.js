@@ -4,16 +4,13 @@ import { follow, state } from "/ui/app.js";
 import { Chart } from "/ui/chart.js";
 import { Table, field, fill, h, number, seconds, share, short, tile } from "/ui/dom.js";
 
-const CURVES = ["live blocks", "events a second"];
 const STEPS = 200; // of playing it all
-const TIERS = ["gpu", "host", "disk", "external"];
-const sum = (counts) => counts.reduce((total, each) => total + each, 0);
+const sum = (counts) => Object.values(counts).reduce((total, each) => total + each, 0);
 
 const COLUMNS = [
   { name: "Worker", value: (r) => r.key, text: (r) => [r.worker, r.rank ? `rank ${r.rank}` : null] },
   { name: "Recording", value: (r) => r.recording, text: (r) => r.recording },
   { name: "Blocks", class: "number", value: (r) => sum(r.tiers), text: (r) => [number(sum(r.tiers)), `of ${number(r.peak)} at most`], bar: (r) => [[["fill", sum(r.tiers)]], r.peak || 1] },
-  ...TIERS.map((tier, idx) => ({ name: tier, class: "number", value: (r) => r.tiers[idx], text: (r) => number(r.tiers[idx]) })),
 ];
 
 let slider, told, timer, table, tiles, charts;
@@ -50,10 +47,12 @@ export default {
   title: "Fleet",
   source: "fleet",
   build() {
-    table = new Table("Ranks", COLUMNS, (rank) => rank.key, { sort: "Worker" });
+    const [{ curves, tiers: names }] = state.fleet.recordings;
+    const counts = names.map((tier) => ({ name: tier, class: "number", value: (r) => r.tiers[tier], text: (r) => number(r.tiers[tier]) }));
+    table = new Table("Ranks", [...COLUMNS, ...counts], (rank) => rank.key, { sort: "Worker" });
     tiles = h("dl", { class: "tiles" });
-    charts = CURVES.map((name) => new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 }));
-    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map((chart, idx) => [h("h2", {}, CURVES[idx]), chart.element]), h("h2", {}, "Held then"), table.element];
+    charts = Object.keys(curves).map((name) => [name, new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 })]);
+    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map(([name, chart]) => [h("h2", {}, name), chart.element]), h("h2", {}, "Held then"), table.element];
   },
   update({ fleet: { recordings, end_ms }, at }) {
     const held = (recording) => sum(recording.ranks.map((rank) => sum(rank.tiers)));
@@ -65,11 +64,11 @@ export default {
         tile("Distinct", number(each.distinct), `${share(each.placed, each.distinct)} with a place in the tree`),
       ]),
     );
-    charts.forEach((chart, idx) => {
-      const curves = recordings.map((each) => new Map(each.curves[CURVES[idx]]));
+    for (const [name, chart] of charts) {
+      const curves = recordings.map((each) => new Map(each.curves[name]));
       const times = [...new Set(curves.flatMap((curve) => [...curve.keys()]))].toSorted((a, b) => a - b);
       chart.update(times, curves.map((curve, place) => [recordings[place].name, times.map((time) => curve.get(time))]), 0, end_ms / 1000, at / 1000);
-    });
+    }
     table.update(recordings.flatMap((each) => each.ranks.map((rank) => ({ ...rank, recording: each.name, key: `${rank.worker} ${rank.rank} ${each.name}` }))));
   },
 };
