@@ -173,6 +173,9 @@ async def routing(*flags: object, processes: object = 2) -> AsyncIterator[Router
         router = Router(await group.start("router", *map(str, arguments)))
         yield router
         router.close()
+        with suppress(ProcessLookupError):
+            router.child.process.terminate()
+        await router.child.process.wait()  # however long that takes: one that is killed leaves its directory behind
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
