@@ -61,14 +61,6 @@ def test_a_wrong_value_ends_with_code_2_and_names_flag_value_and_expectation(
     assert "--kv-transfer-bounce-mib: got 32, expected at least 0 MiB, and 0 without" in capsys.readouterr().err
 
 
-@needs_torch
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["up"]) == 2
-    assert "pip install 'kvist[router]'" in capsys.readouterr().err
-
-
 WITHOUT = """
 import contextlib, importlib.abc, io, json, sys
 from kvist.cli import main

@@ -289,8 +289,15 @@ def fronts_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[list[
 
 
 @pytest.fixture
-def worker() -> type[ScriptedWorker]:
-    return ScriptedWorker
+def worker(free_ports: Callable[[int], int]) -> type[ScriptedWorker]:
+    class Worker(ScriptedWorker):
+        """Keeps its port for when it starts again."""
+
+        async def start(self) -> None:
+            self.port = self.port or free_ports(1)
+            await super().start()
+
+    return Worker
 
 
 @pytest.fixture
