@@ -86,10 +86,12 @@ class HistoryCollector(StatisticsCollector):
         firsts = np.flatnonzero(is_other)
         comes = (np.arange(len(blocks)) - np.repeat(firsts, np.diff(np.append(firsts, len(blocks))))) % 2 == 0
         leaves_ms = np.where(np.roll(comes, -1), _FOREVER, np.roll(times_ms, -1))
-        indices = dict(zip(hashes.tolist(), range(len(hashes)), strict=True))
+        after, num = self.parents.values(), len(self.parents)
+        places = _places(hashes, np.fromiter(self.parents, np.uint64, num))
+        above = _places(hashes, np.fromiter((parent or 0 for parent in after), np.uint64, num))
+        above[np.fromiter((parent is None for parent in after), bool, num)] = _ROOT
         parents = np.full(len(hashes), _NOT_TOLD)
-        for block, parent in self.parents.items():
-            parents[indices[block]] = _ROOT if parent is None else indices.get(parent, _NOT_TOLD)
+        parents[places[places >= 0]] = above[places >= 0]
         ranks = {}
         for source in self._sources.values():
             for rank, known in source.ranks.items():
@@ -101,6 +103,13 @@ class HistoryCollector(StatisticsCollector):
             parents,
             (blocks[comes], holders[comes], times_ms[comes], leaves_ms[comes]),
         )
+
+
+def _places(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return where each is among hashes that are in order, _NOT_TOLD for those that are not there."""
+    places = np.searchsorted(hashes, wanted)
+    is_there = np.append(hashes, np.uint64(0))[places] == wanted
+    return np.where(is_there & (places < len(hashes)), places, _NOT_TOLD)
 
 
 class History:

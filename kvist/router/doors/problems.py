@@ -18,12 +18,10 @@ _STREAMS = ("live", "unheard", "partial", "resyncing", "gone", "failed")
 
 def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
     """Return how a worker is, and how well its cache is known: each as a word, why, and good, warn or bad."""
-    state, why, events = worker["state"], worker["takes_nothing_as"], worker["kv_events"]
-    if state == "healthy":
-        is_given = why is None
-        state, kind = ("warming" if worker["warming"] else state, "good") if is_given else ("spared", "warn")
-    else:
-        kind = "bad" if state == "unhealthy" else "warn"
+    why, events = worker["takes_nothing_as"], worker["kv_events"]
+    state = worker["state"], why, "bad" if worker["state"] == "unhealthy" else "warn"
+    if worker["state"] == "healthy":
+        state = ("spared", why, "warn") if why else ("warming" if worker["warming"] else "healthy", None, "good")
     streams = sorted(events["sources"], key=lambda each: _STREAMS.index(each["condition"]))
     known: tuple[str, str | None, str] = ("none", None, "")
     if any(rank["state"] == APPROXIMATE for rank in events["ranks"]):
@@ -33,7 +31,7 @@ def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
     elif streams:
         condition, lags = streams[-1]["condition"], [each["lag_s"] or 0.0 for each in streams]
         known = condition, streams[-1]["reason"] or f"lag {1e3 * max(lags):.1f} ms", _KINDS.get(condition, "warn")
-    return {"state": (state, why, kind), "events": known}
+    return {"state": state, "events": known}
 
 
 def problems_of(workers: list[dict[str, Any]], readiness: dict[str, Any]) -> dict[str, dict[str, Any]]:
