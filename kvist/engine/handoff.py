@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvist.engine.request import Request
 from kvist.errors import InvalidValueError
-from kvist.kvcache import KvCacheManager, SequenceBlocks
+from kvist.kvcache import ABSENT, KvCacheManager, SequenceBlocks
 from kvist.openai.requests import RemotePrefill
 from kvist.transfer import commands
 
@@ -82,8 +82,11 @@ class Handoffs:
         assert isinstance(source, RemotePrefill)
         self._receiving[request.request_id] = request
         remote = (source.remote_endpoints, source.remote_request_id)
-        counts = (blocks.num_tokens, blocks.num_final_tokens)
-        self._command(commands.Fetch(request.request_id, *remote, *counts, _lists(blocks)))
+        missing = []
+        for table in blocks.tables:
+            num_held = table.first_held + len(table.adopted)
+            missing.append((ABSENT,) * num_held + tuple(table.block_ids[num_held:]))
+        self._command(commands.Fetch(request.request_id, *remote, blocks.num_tokens, tuple(missing)))
 
     def fetch_completed(self, request_id: str) -> Request | None:
         """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""

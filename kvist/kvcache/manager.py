@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EventSink
@@ -139,15 +140,19 @@ class KvCacheManager:
     ) -> SequenceBlocks | None:
         """Return a sequence with room for what a query at position `num_tokens` sees, or None, with nothing changed.
 
-        It holds what the hit has of that; the other blocks are the caller's to fill, then to `accept` or `close`. A
-        window's table begins at what the query sees: what the prefix needed before that is not asked for. `hit` and
-        `chain` are those of `match`. None means that some group has too few free blocks now.
+        Each group's table begins at what the query sees, with all that is cached from there on: also where the hit,
+        which every group can serve, ends before. Those blocks are `adopted`; the others are the caller's to fill, then
+        to `accept` or `close`. `hit` and `chain` are those of `match`. None means that some group has too few free
+        blocks now.
         """
         assert hit.num_tokens <= num_tokens <= len(token_ids), "reserve less than the hit, or more than there is"
         size, tables = self.block_size, []
-        for pool, block_ids, hit_first in zip(self.pools, hit.block_ids, hit.first_held, strict=True):
+        for pool in self.pools:
             first = num_stale_blocks(num_tokens, pool.group.window, size)
-            tables.append(BlockTable(array("i", [ABSENT] * first + block_ids[first - hit_first :]), first))
+            wanted = chain.digests[first : num_tokens // size] if self._has_prefix_cache else ()
+            cached = list(takewhile(pool.__contains__, wanted))
+            adopted = list(range(first, first + len(cached)))
+            tables.append(BlockTable(array("i", [ABSENT] * first + pool.find_all(cached)), first, adopted))
         missing = [num_blocks_for(num_tokens, size) - len(table.block_ids) for table in tables]
         for pool, table, num_missing in zip(self.pools, tables, missing, strict=True):
             if sum(map(pool.is_free, table.held())) + num_missing > pool.num_free:

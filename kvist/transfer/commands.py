@@ -37,7 +37,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Have a prompt's blocks filled, which are as an offer's; those of the first `num_cached_tokens` tokens are filled.
+    """Have a prompt's blocks filled, which are as an offer's, without those that a group has already: they come first.
 
     `endpoints` are those of the ranks that hold the prompt, by rank. Either `FetchCompleted` follows, or `FetchFailed`
     and then `FetchReleased`.
@@ -47,7 +47,6 @@ class Fetch:
     endpoints: tuple[str, ...]
     remote_request_id: str
     num_tokens: int
-    num_cached_tokens: int
     block_ids_per_group: BlockLists
 
 

@@ -42,12 +42,9 @@ class BlockPairs(NamedTuple):
     destination_ids: tuple[int, ...]
 
 
-def prompt_blocks(
-    table: Sequence[int], num_tokens: int, block_size: int, num_cached_tokens: int = 0
-) -> tuple[int, ...]:
-    """Return the blocks of a prompt behind its cached tokens, without holes; one cached in part is not cached."""
-    wanted = table[num_cached_tokens // block_size : num_blocks_for(num_tokens, block_size)]
-    return tuple(block_id for block_id in wanted if block_id != ABSENT)
+def prompt_blocks(table: Sequence[int], num_tokens: int, block_size: int) -> tuple[int, ...]:
+    """Return the blocks of a prompt, without holes."""
+    return tuple(block_id for block_id in table[: num_blocks_for(num_tokens, block_size)] if block_id != ABSENT)
 
 
 def pair_blocks(
@@ -98,10 +95,9 @@ class KvMemory:
 
     hello: Hello
 
-    def missing(self, tables: BlockIds, num_tokens: int, num_cached_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Return the blocks to fill of a prompt whose first tokens are cached, a list a group."""
-        size = self.hello.block_size
-        return tuple(prompt_blocks(table, num_tokens, size, num_cached_tokens) for table in tables)
+    def missing(self, tables: BlockIds, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of a prompt to fill, a list a group."""
+        return tuple(prompt_blocks(table, num_tokens, self.hello.block_size) for table in tables)
 
     def num_bytes(self, block_ids_per_group: BlockIds) -> int:
         """Return the bytes of these blocks, a list a group."""

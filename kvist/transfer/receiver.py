@@ -206,7 +206,7 @@ class Receiver:
 
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
         """Ask every rank that holds the prompt; what comes of it is reported."""
-        block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens, fetch.num_cached_tokens)
+        block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens)
         busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)

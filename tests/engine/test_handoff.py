@@ -17,6 +17,7 @@ from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
+from kvist.events import FULL
 from kvist.kvcache import ABSENT
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.transfer.commands import (
@@ -108,20 +109,23 @@ def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> 
 
 
 def copy(source: Worker, target: Worker, wanted: Fetch) -> int:
-    """Copy the wanted blocks; return how many there were. The rest of them must be held already."""
+    """Copy the wanted blocks; return how many there were. Those that are not wanted come first."""
     offered = next(o for o in source.notes.offered if o.remote_request_id == wanted.remote_request_id)
+    blocks = target.core._requests[wanted.request_id].blocks
+    assert blocks is not None
     num_copied = 0
-    for group_id, (theirs, ours) in enumerate(
-        zip(offered.block_ids_per_group, wanted.block_ids_per_group, strict=True)
+    for group_id, (theirs, ours, table) in enumerate(
+        zip(offered.block_ids_per_group, wanted.block_ids_per_group, blocks.tables, strict=True)
     ):
-        assert [each == ABSENT for each in theirs] == [each == ABSENT for each in ours], "the two see different blocks"
+        held = list(table.block_ids)
+        assert [each == ABSENT for each in theirs] == [each == ABSENT for each in held], "the two see different blocks"
         from_pool, to_pool = source.loaded.tensors.pools[group_id], target.loaded.tensors.pools[group_id]
-        for ordinal, (from_id, to_id) in enumerate(zip(theirs, ours, strict=True)):
-            if to_id != ABSENT and ordinal >= wanted.num_cached_tokens // B:
+        for from_id, to_id, held_id in zip(theirs, ours, held, strict=True):
+            if to_id != ABSENT:
                 to_pool[to_id] = from_pool[from_id]
                 num_copied += 1
-            elif to_id != ABSENT:
-                assert to_pool[to_id].equal(from_pool[from_id]), "a cached block differs"
+            elif held_id != ABSENT:
+                assert to_pool[held_id].equal(from_pool[from_id]), "a cached block differs"
     return num_copied
 
 
@@ -148,7 +152,7 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         target.run()
         wanted = target.notes.wanted[-1]
         num_copied += copy(source, target, wanted)
-        num_wanted += sum(each != ABSENT for ids in wanted.block_ids_per_group for each in ids)
+        num_wanted += sum(each != ABSENT for ids in source.notes.offered[-1].block_ids_per_group for each in ids)
         target.core.on_report(FetchCompleted(str(i)))
         source.core.on_report(OfferReleased(remote.remote_request_id, True))
         target.run()
@@ -157,6 +161,32 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         assert target.outputs[str(i)][-1].finish_reason == "length"
     assert source.num_used == target.num_used == 0
     assert (num_copied < num_wanted) == (variant != "no prefix cache"), "a prefix that is there is not fetched again"
+
+
+def test_each_group_is_given_what_it_lacks_itself(make_worker, greedy) -> None:
+    source, target, alone = (make_worker("gemma3") for _ in range(3))
+    prompt = make_prompt(30)
+    full = next(pool.group.group_id for pool in target.core.kv_cache.pools if pool.group.window is FULL)
+    for name in ("0", "1"):
+        alone.core.add_request(name, SequenceInput(prompt, greedy(12)))
+        remote = prefill(source, name, prompt, greedy(12))
+        target.core.add_request(name, SequenceInput(prompt, greedy(12), handoff=remote))
+        target.run()
+        wanted = target.notes.wanted[-1]
+        copy(source, target, wanted)
+        target.core.on_report(FetchCompleted(name))
+        target.run()
+        alone.run()
+        assert target.tokens(name) == alone.tokens(name)
+        assert target.outputs[name][-1].num_cached_tokens == 0
+        for pool in target.core.kv_cache.pools:  # windows are forgotten before what full attention needs
+            if pool.group.group_id != full:
+                pool.forget_free()
+    missing = [sum(block_id != ABSENT for block_id in ids) for ids in wanted.block_ids_per_group]
+    whole = [sum(block_id != ABSENT for block_id in ids) for ids in source.notes.offered[-1].block_ids_per_group]
+    assert missing == [1 if group_id == full else count for group_id, count in enumerate(whole)], (
+        "all but the last block"
+    )
 
 
 def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:

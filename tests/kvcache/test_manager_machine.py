@@ -224,6 +224,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         for table, window in zip(blocks.tables, WINDOWS, strict=True):
             assert table.first_held == num_stale_blocks(len(tokens), window, B)
             assert len(table.held()) == len(table.block_ids) - table.first_held
+            assert (table.first_held + len(table.adopted)) * B >= min(hit.num_tokens, table.first_held * B)
         self.reserved.append(Life(tokens.copy(), tokens, chain, blocks, hit.num_tokens))
 
     @precondition(lambda self: self.reserved)
@@ -236,7 +237,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         for group_id, num_layers in enumerate(NUM_LAYERS):
             table = life.blocks.tables[group_id]
             for layer in range(num_layers):
-                for position in range(max(life.computed, table.first_held * B), len(life.tokens)):
+                for position in range((table.first_held + len(table.adopted)) * B, len(life.tokens)):
                     place = self.place(table, group_id, layer, position)
                     self.content[group_id][place] = (layer, self.prefix_id(life, position))
         self.manager.accept(life.blocks, life.tokens)

@@ -178,7 +178,7 @@ class Worker:
     def fetch_by(self, rank: Rank, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
         """Have one rank alone fetch its part."""
         block_ids = tuple(map(tuple, tables))
-        rank.service.command(Fetch(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, block_ids))
+        rank.service.command(Fetch(prompt.name, endpoints, prompt.name, prompt.num_tokens, block_ids))
 
     def hand_over(self, target: Worker, prompt: Prompt) -> list[list[int]]:
         """Have a prompt offered and fetched; return where it is."""

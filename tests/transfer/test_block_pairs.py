@@ -41,15 +41,9 @@ def test_stale_blocks_at_the_head_of_either_list_are_left_out() -> None:
     assert pair_blocks(1, 128, 128, 1225 * 128, [10], [20, 21]) == ((10,), (21,))
 
 
-@pytest.mark.parametrize(
-    ("num_cached", "expected"),
-    [(0, (13, 14, 15, 16)), (32, (13, 14, 15, 16)), (64, (14, 15, 16)), (79, (14, 15, 16)), (112, ())],
-)
-def test_a_table_gives_what_lies_between_the_cached_tokens_and_the_prompts_end(
-    num_cached: int, expected: tuple[int, ...]
-) -> None:
+def test_a_table_gives_what_lies_before_the_prompts_end() -> None:
     table = [ABSENT, ABSENT, ABSENT, 13, 14, 15, 16, 17]
-    assert prompt_blocks(table, PROMPT_LEN, BLOCK_SIZE, num_cached) == expected
+    assert prompt_blocks(table, PROMPT_LEN, BLOCK_SIZE) == (13, 14, 15, 16)
 
 
 def test_speculative_tokens_lie_behind_the_prompt_and_are_not_sent() -> None:
@@ -83,8 +77,9 @@ def test_lists_and_tables_agree_in_twenty_thousand_shapes() -> None:
         num_stale = min(num_stale_blocks(prompt_len, window, block_size), total)
         num_held_stale = rng.randint(0, num_stale)  # a sender may hold some that are stale by the end of the prompt
         held = [ABSENT] * (num_stale - num_held_stale) + list(range(100, 100 + total - num_stale + num_held_stale))
-        exact = [ABSENT] * num_stale + held[num_stale:]
-        wanted = prompt_blocks([*exact, *range(900, 900 + rng.randint(0, 3))], prompt_len, block_size, num_cached)
+        num_left = max(num_stale, num_cached // block_size)
+        exact = [ABSENT] * num_left + held[num_left:]
+        wanted = prompt_blocks([*exact, *range(900, 900 + rng.randint(0, 3))], prompt_len, block_size)
         pairs = pair_blocks(0, window, block_size, prompt_len, prompt_blocks(held, prompt_len, block_size), wanted)
         assert pairs == (wanted, wanted)
 
@@ -109,7 +104,7 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     """Two memories token by token: the sender's holds positions, the receiver's is filled by the pairs."""
     total = num_blocks_for(prompt_len, block_size)
     num_reserved = num_blocks_for(prompt_len + num_guessed, block_size)
-    num_cached = min(num_cached_blocks, total) * block_size
+    num_cached = min(num_cached_blocks, total)
     is_read = [window is FULL or prompt_len - position < window for position in range(prompt_len)]
     is_block_read = [any(is_read[block * block_size : (block + 1) * block_size]) for block in range(total)]
     first_read = is_block_read.index(True) if True in is_block_read else total
@@ -117,13 +112,14 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     source = [ABSENT] * first_held + [1000 + block for block in range(first_held, num_reserved)]
     destination = [ABSENT] * first_read + [2000 + block for block in range(first_read, num_reserved)]
 
-    lists = (prompt_blocks(table, prompt_len, block_size, n) for table, n in ((source, 0), (destination, num_cached)))
+    missing = [ABSENT] * num_cached + destination[num_cached:]
+    lists = (prompt_blocks(table, prompt_len, block_size) for table in (source, missing))
     pairs = pair_blocks(0, window, block_size, prompt_len, *lists)
     landed = dict(zip(pairs.destination_ids, pairs.source_ids, strict=True))
 
     expected = {
         destination[position // block_size]: source[position // block_size]
-        for position in range(num_cached, prompt_len)
+        for position in range(num_cached * block_size, prompt_len)
         if is_block_read[position // block_size]
     }
     assert landed == expected

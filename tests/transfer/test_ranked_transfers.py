@@ -30,7 +30,7 @@ from kvist.transfer.ranks import RankedTransfers
 from kvist.transfer.service import FollowerInlet, TransferStatistics
 
 OFFER = Offer("held", 5, ((0, 1),))
-WANT = Fetch("r", ("tcp://p:1",), "held", 5, 0, ((7, 8),))
+WANT = Fetch("r", ("tcp://p:1",), "held", 5, ((7, 8),))
 
 
 @dataclass

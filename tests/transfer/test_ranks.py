@@ -18,7 +18,7 @@ from kvist.transfer.commands import (
 from kvist.transfer.ranks import PromptStatistics, Ranks, RanksAction, Tell
 
 OFFER = Offer("held", 5, ((0, 1),))
-WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, 0, ((7, 8),))
+WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, ((7, 8),))
 GIVE_UP = WithdrawOffer("held")
 CANCEL = CancelFetch("r")
 DONE, FREE = FetchCompleted("r"), FetchReleased("r")
