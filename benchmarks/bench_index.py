@@ -2,7 +2,7 @@
 
 Bounds: a hot match by instructions per block and by the call from Python, a cold one by how many cache misses the
 processor has under way at once; applying by the encoding of events when they are short, by cache misses, page faults
-and growth when they are long; memory by buckets of five rows in 84 bytes, at most 0.81 full. The peer is compiled Rust,
+and growth when they are long; memory by rows of 16 bytes in segments at most 0.72 full. The peer is compiled Rust,
 called as its Python API has it: a list of ints to match, one event as JSON bytes to apply. Its scores can only be read
 as a dict, so a match is timed with its answer read on both sides (ours: the arrays a policy reads), and once more
 without; answers are checked to be equal. Repetitions alternate; CPU time counts the peer's own thread too, and does not
