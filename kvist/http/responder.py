@@ -112,21 +112,12 @@ class Responder:
         self.is_finished = True
         self._connection.cut()
 
-    # For coroutines, which wait while the client's buffer is over its high-water mark.
-
     async def write(self, chunk: bytes) -> None:
-        """As `send`; raises ClientDisconnectedError once the client is gone."""
+        """As `send`, for coroutines: waits while the client's buffer is over its high-water mark.
+
+        Raises ClientDisconnectedError once the client is gone.
+        """
         self.send(chunk)
-        await self._connection.drained()
-
-    async def finish(self) -> None:
-        """As `end`; raises ClientDisconnectedError once the client is gone."""
-        self.end()
-        await self._connection.drained()
-
-    async def send_response(self, status: int, headers: Headers, body: bytes = b"") -> None:
-        """As `answer`; raises ClientDisconnectedError once the client is gone."""
-        self.answer(status, headers, body)
         await self._connection.drained()
 
     def _render(self, status: int, headers: Headers) -> bytes:

@@ -38,7 +38,7 @@ class Worker:
 
     async def handle(self, request: Request, responder: Responder) -> None:
         if request.path == "/v1/models":
-            await responder.send_response(200, [], b'{"data": [{"id": "m", "object": "model"}]}')
+            responder.answer(200, [], b'{"data": [{"id": "m", "object": "model"}]}')
         elif request.path == "/v1/completions":
             self.num_completions += 1
             asked = json.loads(request.body)
@@ -47,12 +47,12 @@ class Worker:
                 await responder.write(asked["prompt"].encode())
                 await self.go_on.wait()
                 await responder.write(EVENT + DONE)
-                await responder.finish()
+                responder.end()
             else:
                 await (self.go_on.wait() if asked["prompt"] == "wait" else asyncio.sleep(0))
-                await responder.send_response(200, [], b"{}")
+                responder.answer(200, [], b"{}")
         else:
-            await responder.send_response(200 if request.path == "/health" else 404, [])
+            responder.answer(200 if request.path == "/health" else 404, [])
 
 
 @dataclass

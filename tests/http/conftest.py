@@ -214,7 +214,7 @@ def echo() -> Handler:
     """A handler that answers with what it was asked."""
 
     async def handler(request: Request, responder: Responder) -> None:
-        await responder.send_response(200, [], f"{request.method} {request.target} ".encode() + request.body)
+        responder.answer(200, [], f"{request.method} {request.target} ".encode() + request.body)
 
     return handler
 
@@ -273,7 +273,7 @@ def forward_to(request: pytest.FixtureRequest) -> Callable[[UpstreamPool, str], 
                 responder.flush()
                 async for piece in response.body():
                     await responder.write(piece)
-                await responder.finish()
+                responder.end()
 
         return relay if request.param == "callbacks" else handler
 

@@ -34,7 +34,7 @@ class Served:
 
     async def slow(self, asked, responder) -> None:
         self.num_slow += 1
-        await responder.send_response(200, [(b"content-type", TEXT)], b"slow:" + asked.body)
+        responder.answer(200, [(b"content-type", TEXT)], b"slow:" + asked.body)
 
 
 @pytest.fixture

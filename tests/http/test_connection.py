@@ -35,7 +35,7 @@ async def test_pipelined_requests_are_handled_one_at_a_time_and_answered_in_orde
         running.add(request.path)
         await asyncio.sleep(0)
         running.remove(request.path)
-        await responder.send_response(200, [], request.path.encode())
+        responder.answer(200, [], request.path.encode())
 
     client = await connect(await serve(handler))
     client.send(b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % i for i in range(20)))
@@ -49,7 +49,7 @@ async def test_reading_pauses_while_a_client_pipelines_more_than_it_may(
 
     async def handler(_: Request, responder: Responder) -> None:
         await release.wait()
-        await responder.send_response(200, [])
+        responder.answer(200, [])
 
     server = await serve(handler, max_pipelined_bytes=1000)
     client = await connect(server)
@@ -203,7 +203,7 @@ async def test_an_answer_that_is_never_read_does_not_hold_the_connection(
     serve: Serve, connect: Connect, until: Until
 ) -> None:
     async def handler(_: Request, responder: Responder) -> None:
-        await responder.send_response(200, [], b"x" * 16 * 1024 * 1024)
+        responder.answer(200, [], b"x" * 16 * 1024 * 1024)
 
     server = await serve(handler, write_timeout_s=0.05, linger_timeout_s=0.05)
     client = await connect(server)
@@ -254,7 +254,7 @@ async def test_a_client_that_leaves_with_its_response_does_not_cancel_what_the_h
     answered, release, ended = asyncio.Event(), asyncio.Event(), []
 
     async def handler(_: Request, responder: Responder) -> None:
-        await responder.send_response(200, [])
+        responder.answer(200, [])
         answered.set()
         await release.wait()
         ended.append("in peace")
@@ -328,7 +328,7 @@ class Work:
         if request.path != "/health":
             self.num_begun += 1
             await self.may_end.wait()
-        await responder.send_response(200, [], b"done")
+        responder.answer(200, [], b"done")
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
@@ -399,7 +399,7 @@ async def test_a_client_that_has_not_read_its_answer_is_not_taken_for_idle(
     serve: Serve, connect: Connect, until: Until
 ) -> None:
     async def answer_at_length(_: Request, responder: Responder) -> None:
-        await responder.send_response(200, [], b"x" * 32 * 1024 * 1024)
+        responder.answer(200, [], b"x" * 32 * 1024 * 1024)
 
     server = await serve(answer_at_length, max_connections=1, write_buffer_bytes=64 * 1024 * 1024)
     slow = await connect(server)
@@ -441,7 +441,7 @@ async def test_bodies_held_by_all_connections_are_bounded_and_given_back(
 
     async def handler(_: Request, responder: Responder) -> None:
         await release.wait()
-        await responder.send_response(200, [])
+        responder.answer(200, [])
 
     server = await serve(handler, max_buffered_body_bytes=150, linger_timeout_s=0.05)
     first, second = await connect(server), await connect(server)

@@ -60,7 +60,7 @@ async def test_every_framing_is_read_back_by_h11(method: str, status: int, heade
     responder.start(status, headers)
     for _ in range(2):
         await responder.write(b"hello")
-    await responder.finish()
+    responder.end()
     has_body = method == "GET" and status not in (204, 304)
     read_status, read_headers, body = read_back(wire, method)
     assert read_status == status
@@ -72,7 +72,7 @@ async def test_every_framing_is_read_back_by_h11(method: str, status: int, heade
 
 async def test_a_whole_response_goes_out_in_one_piece_with_its_length() -> None:
     wire, responder = respond_to()
-    await responder.send_response(200, [(b"content-type", b"text/plain"), (b"content-length", b"999")], b"hello")
+    responder.answer(200, [(b"content-type", b"text/plain"), (b"content-length", b"999")], b"hello")
     assert wire.sent == [b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"]
 
 
@@ -95,7 +95,7 @@ async def test_an_empty_piece_does_not_end_a_chunked_body() -> None:
     responder.start(200, [])
     await responder.write(b"")
     await responder.write(b"x")
-    await responder.finish()
+    responder.end()
     assert read_back(wire, "GET")[2] == b"x"
 
 
@@ -116,7 +116,7 @@ async def test_a_response_that_is_refused_leaves_room_for_another() -> None:
         assert not responder.has_started
     responder.start(200, [])
     await responder.write(b"ok")
-    await responder.finish()
+    responder.end()
     assert read_back(wire, "GET")[2] == b"ok"
 
 
@@ -127,7 +127,7 @@ async def test_a_body_longer_or_shorter_than_its_length_is_refused() -> None:
         await responder.write(b"four")
     await responder.write(b"no")
     with pytest.raises(ValueError, match="1 bytes short"):
-        await responder.finish()
+        responder.end()
     assert not responder.is_finished
 
 
@@ -136,29 +136,20 @@ async def test_steps_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match="send"):
         await responder.write(b"x")
     with pytest.raises(RuntimeError, match="end"):
-        await responder.finish()
-    await responder.send_response(200, [])
+        responder.end()
+    responder.answer(200, [])
     with pytest.raises(RuntimeError, match="already started"):
         responder.start(200, [])
     with pytest.raises(RuntimeError, match="send"):
         await responder.write(b"x")
 
 
-@pytest.mark.parametrize("step", ["write", "finish", "send_response"])
-async def test_each_waiting_step_waits_for_room_and_can_be_cancelled(step: str) -> None:
+async def test_writing_waits_for_room_and_can_be_cancelled() -> None:
     wire, responder = respond_to()
     wire.has_room.clear()
-
-    async def respond() -> None:
-        if step == "send_response":
-            await responder.send_response(200, [], b"x")
-        else:
-            responder.start(200, [])
-            await (responder.write(b"x") if step == "write" else responder.finish())
-
-    waiting = asyncio.create_task(respond())
-    for _ in range(3):
-        await asyncio.sleep(0)
+    responder.start(200, [])
+    waiting = asyncio.create_task(responder.write(b"x"))
+    await asyncio.sleep(0)
     assert not waiting.done()
     assert len(wire.sent) == 1, "it waits behind what it has sent, not before"
     waiting.cancel()

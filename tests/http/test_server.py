@@ -34,7 +34,7 @@ async def test_a_running_request_is_answered_before_the_server_has_closed(connec
     async def handler(_: Request, responder: Responder) -> None:
         started.set()
         await release.wait()
-        await responder.send_response(200, [], b"done")
+        responder.answer(200, [], b"done")
 
     async with HttpServer(handler) as server:
         client = await connect(server)

@@ -120,7 +120,7 @@ class Api:
                 headers.append((b"allow", _METHODS[path].encode()))
             elif error.status == HTTPStatus.UNAUTHORIZED:
                 headers.append((b"www-authenticate", b"Bearer"))
-            await responder.send_response(error.status, headers, error.body())
+            responder.answer(error.status, headers, error.body())
         self._counters.count(path if path in _METHODS else "other", responder.status or 0, perf_counter() - started_s)
 
     def _route(self, request: Request, path: str) -> Endpoint:
@@ -160,19 +160,19 @@ class Api:
         body = read_register(request.body)
         stream = Stream(body.endpoint, self._rules.url(body.endpoint, body.replay_endpoint))
         await self._registry.register(body.namespace, body.block_size, body.instance_id, body.dp_rank, stream)
-        await _send_json(responder, {"status": "ok"}, HTTPStatus.CREATED)
+        _send_json(responder, {"status": "ok"}, HTTPStatus.CREATED)
 
     async def _unregister(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
         _require_json(request)
         body = read_unregister(request.body)
         self._registry.unregister(body.namespace, body.instance_id, body.dp_rank)
-        await _send_json(responder, {"status": "ok"})
+        _send_json(responder, {"status": "ok"})
 
     async def _workers(self, request: Request, responder: Responder) -> None:
         (model, *_) = parse_qs(request.query).get("model_name", [None])
         members = [each for each in self._registry if model in (None, each.namespace.model_name)]
-        await _send_json(responder, [instance for member in members for instance in _instances(member)])
+        _send_json(responder, [instance for member in members for instance in _instances(member)])
 
     async def _dump(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
@@ -182,14 +182,14 @@ class Api:
         health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
         if self._keeper is not None:
             health["state"] = self._keeper.statistics().described()
-        await _send_json(responder, health)
+        _send_json(responder, health)
 
     async def _readiness(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
-        await _send_json(responder, {"ready": True, "index": "joined"})
+        _send_json(responder, {"ready": True, "index": "joined"})
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
-        await responder.send_response(HTTPStatus.OK, headers, await self._page.text())
+        responder.answer(HTTPStatus.OK, headers, await self._page.text())
 
     def _require_administrator(self, request: Request) -> None:
         if self._admin_key is None:
@@ -206,11 +206,11 @@ async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Respon
     async with asyncio.timeout(DUMP_TIMEOUT_S):
         responder.start(HTTPStatus.OK, [(b"content-type", b"application/octet-stream")])
         await dumper.dump(members, responder.write)
-        await responder.finish()
+        responder.end()
 
 
-async def _send_json(responder: Responder, value: object, status: HTTPStatus = HTTPStatus.OK) -> None:
-    await responder.send_response(status, [_JSON], msgspec.json.encode(value))
+def _send_json(responder: Responder, value: object, status: HTTPStatus = HTTPStatus.OK) -> None:
+    responder.answer(status, [_JSON], msgspec.json.encode(value))
 
 
 def _require_json(request: Request) -> None:

@@ -101,4 +101,4 @@ async def stream(
             check()
         except RequestError:
             break
-    await responder.finish()
+    responder.end()

@@ -360,7 +360,7 @@ class RouterService:
                 responder.flush()
                 async for piece in response.body():
                     await responder.write(piece)
-            await responder.finish()
+            responder.end()
         except UpstreamError as error:
             if responder.has_started:
                 raise

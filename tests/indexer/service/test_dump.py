@@ -25,7 +25,7 @@ class ChangingMeanwhile:
 
     def __init__(self, responder, index):
         self._responder, self._index, self._num_writes = responder, index, 0
-        self.start, self.finish = responder.start, responder.finish
+        self.start, self.end = responder.start, responder.end
 
     async def write(self, chunk):
         self._num_writes += 1

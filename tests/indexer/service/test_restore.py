@@ -258,7 +258,7 @@ class FakePeer:
 
     async def _handle(self, request, responder):
         body = self._dump if request.path == "/dump" else self._workers
-        await responder.send_response(200, [], body)
+        responder.answer(200, [], body)
 
 
 def dumps_gone_wrong(dump):

@@ -40,7 +40,7 @@ async def test_both_doors_can_ask_for_certificates(certificate) -> None:
 
     async def answer(request: Request, responder: Responder) -> None:
         body = b'{"data": [{"id": "m", "object": "model"}]}' if request.path == "/v1/models" else b"{}"
-        await responder.send_response(404 if request.path == "/server_info" else 200, [], body)
+        responder.answer(404 if request.path == "/server_info" else 200, [], body)
 
     async with HttpServer(answer, tls=door) as worker:
         url = f"https://127.0.0.1:{worker.port}"
