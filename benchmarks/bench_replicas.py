@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Hashable
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -30,7 +31,7 @@ from kvist.router.fleet.replicas import MAX_REPLICAS, TICK_S, WHOLE_S, Listener,
 from kvist.router.policy.settings import PriceSettings
 from kvist.simulate.driver import PricedDriver
 from kvist.simulate.fleet import at_load, measure
-from kvist.simulate.trace import conversations, tool_agents
+from kvist.simulate.trace import Trace, conversations, tool_agents
 from kvist.simulate.worker import Machine
 
 TRACES = {"conversations": conversations, "tool agents": tool_agents}
@@ -53,38 +54,52 @@ class Replicas:
         self._tellers = [Teller(board) for board in boards]
         self._listeners = [Listener(board, lambda _: True) for board in boards]
         self._is_told, self._workers = is_told, range(num_workers)
-        self._random, self._driver_of = Random(seed), dict[Hashable, PricedDriver]()
+        self._random, self._replica_of = Random(seed), dict[Hashable, int]()
         self._tick_at_s = self._whole_at_s = 0.0
+        self._changed: set[int] = set()
 
     def _tick(self, now_s: float) -> None:
         if now_s < self._tick_at_s or not self._is_told:
             return
         self._tick_at_s, is_whole = now_s + TICK_S, now_s >= self._whole_at_s
         self._whole_at_s = now_s + WHOLE_S if is_whole else self._whole_at_s
-        for idx, teller in enumerate(self._tellers):
-            summary = teller.summary(now_s, is_whole=is_whole)
+        for idx in range(len(self._tellers)) if is_whole else self._changed:
+            summary = self._tellers[idx].summary(now_s, is_whole=is_whole)
             for other, listener in enumerate(self._listeners):
-                if other != idx and (is_whole or summary.ranks):
+                if other != idx:
                     listener.take(str(idx), summary, now_s)
+        self._changed = set()
+
+    def _driver_of(self, request_id: Hashable) -> PricedDriver:
+        """Return whose the request is; what changes there is told with the next tick."""
+        idx = self._replica_of.setdefault(request_id, self._random.randrange(len(self._drivers)))
+        self._changed.add(idx)
+        return self._drivers[idx]
 
     def route(self, now_s: float, request_id: Hashable, *asked: Any, **named: Any) -> int:
         self._tick(now_s)
-        driver = self._driver_of.setdefault(request_id, self._random.choice(self._drivers))
         *known, among = asked
-        return driver.route(now_s, request_id, *known, among or self._workers, **named)
+        return self._driver_of(request_id).route(now_s, request_id, *known, among or self._workers, **named)
 
     def prefer(self, now_s: float, *asked: Any) -> int:
         return self._drivers[0].prefer(now_s, *asked)
 
     def answered(self, now_s: float, request_id: Hashable) -> None:
         self._tick(now_s)
-        self._driver_of[request_id].answered(now_s, request_id)
+        self._driver_of(request_id).answered(now_s, request_id)
 
     def tokens(self, now_s: float, request_id: Hashable, num: int) -> None:
-        self._driver_of[request_id].tokens(now_s, request_id, num)
+        """Take note of it; that alone is told each second."""
+        self._drivers[self._replica_of[request_id]].tokens(now_s, request_id, num)
 
     def finished(self, now_s: float, request_id: Hashable) -> None:
-        self._driver_of[request_id].finished(now_s, request_id)
+        self._driver_of(request_id).finished(now_s, request_id)
+
+
+@cache
+def trace_of(name: str, num_requests: int) -> Trace:
+    """Return the trace of this name, made once a process."""
+    return TRACES[name](num_requests)
 
 
 def run(cell: tuple[str, float, int, bool, int], num_requests: int) -> tuple[float, float, float]:
@@ -92,7 +107,7 @@ def run(cell: tuple[str, float, int, bool, int], num_requests: int) -> tuple[flo
     name, load, number, is_told, seed = cell
     import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
     machines = [Machine()] * NUM_WORKERS
-    trace = at_load(TRACES[name](num_requests), machines, load, seed)
+    trace = at_load(trace_of(name, num_requests), machines, load, seed)
     outcome = measure(trace, lambda **given: Replicas(number, is_told=is_told, **given), machines, seed)
     return outcome.ttft_mean_s, outcome.ttft_p99_s, outcome.cached
 
