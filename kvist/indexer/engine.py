@@ -112,7 +112,7 @@ class EngineFollower:
                     rank.filter.state,
                     number in self._whole and not rank.is_keeping and rank.residency.is_told_by_names,
                     rank.residency.told_copies(),
-                    dict(rank.others.rules),
+                    dict(rank.splitter.others),
                     rank.is_offloading,
                 )
                 for number, rank in self._ranks.items()

@@ -66,11 +66,11 @@ class EngineRank:
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
-        before = self.filter.state, self._splitter.rules
-        passes, group = self._splitter.admit(event, self._normaliser.normalise)
-        if before != (self.filter.state, self._splitter.rules):
+        before = self.filter.state, self.splitter.rules
+        passes, group = self.splitter.admit(event, self._normaliser.normalise)
+        if before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
-        elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.others.is_expressible):
+        elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.splitter.is_expressible):
             self._note_verdict(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
 
     def clear(self) -> None:
@@ -91,17 +91,16 @@ class EngineRank:
     @property
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
-        return self.is_keeping or not self.others.is_expressible or len(self.residency.counts) >= MAX_ROWS
+        return self.is_keeping or not self.splitter.is_expressible or len(self.residency.counts) >= MAX_ROWS
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
         self.residency.resume_copies(copies)
-        self._splitter.resume(state, others)
+        self.splitter.resume(state, others)
         self._forget_verdicts()
 
     def _begin(self) -> None:
         self.filter = WindowFilter(self._source.rank)
-        self._splitter = GroupSplitter(self.filter, self._block_size, self.residency, self._num_ahead)
-        self.others = self._splitter.others
+        self.splitter = GroupSplitter(self.filter, self._block_size, self.residency, self._num_ahead)
         self._forget_verdicts()
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
         self._normaliser = Normaliser(self._block_size, rank=self._source.rank, holdings=self.residency)

@@ -9,7 +9,6 @@ what all of them hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvist.events import FULL, UNKNOWN, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, Window
@@ -18,38 +17,6 @@ from kvist.events.types import MAX_KINDS, MAX_NEEDED, MAX_STRIDE, GroupRule, Tie
 from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
 
 MAX_GROUPS, MAX_COUNTED = 32, 1 << 22
-
-
-@dataclass(slots=True)
-class OtherGroups:
-    """What one rank's stores said of its other groups, numbered as they turned up."""
-
-    block_size: int
-    num_ahead: int = 0
-    """Blocks behind a hit that the engine must have as well."""
-    rules: dict[int, GroupRule] = field(default_factory=dict)
-    is_expressible: bool = True
-    """Whether all groups are known by these rules."""
-
-    def note(self, event: EngineStored, published: FilterState) -> bool:
-        """Take note of a store of another group than the published one; return whether it is the group's first."""
-        key, published_key = group_key(event.group, event.window), group_key(published.group, published.window)
-        if key is None or published_key in (None, key) or event.window is UNKNOWN or key in self.rules:
-            return False
-        return self.add(key, event.window, event.block_size)
-
-    def add(self, group: int, window: Window, block_size: int) -> bool:
-        """Take note of a group, by its key; return whether what it holds can be accounted for."""
-        rule = rule_of(window, block_size, self.block_size, self.num_ahead)
-        if rule is None or len(self.rules) == MAX_GROUPS or len({*self.rules.values(), rule}) > MAX_KINDS:
-            self.is_expressible = False
-            return False
-        self.rules[group] = rule
-        return True
-
-    def number_of(self, key: int | None) -> int | None:
-        """Return a group's number, None if it is not one of these."""
-        return [*self.rules].index(key) if key in self.rules else None
 
 
 class GroupHolder(Protocol):
@@ -80,12 +47,16 @@ class GroupHolder(Protocol):
 class GroupSplitter:
     """Passes the published group's events, as the window filter does, and counts those of the others.
 
-    Whatever a filter clears a rank for, a larger window, leaves what was published before as another group's.
+    The others are numbered as they turned up. Whatever a filter clears a rank for, a larger window, leaves what was
+    published before as another group's. `num_ahead` blocks behind a hit the engine must have as well.
     """
 
     def __init__(self, window_filter: WindowFilter, block_size: int, holder: GroupHolder, num_ahead: int = 0) -> None:
-        self._filter, self._block_size, self._holder = window_filter, block_size, holder
-        self.others = OtherGroups(block_size, num_ahead)
+        self._filter, self._block_size, self._holder, self._num_ahead = window_filter, block_size, holder, num_ahead
+        self.others: dict[int, GroupRule] = {}
+        """What each of the other groups must hold, by its key."""
+        self.is_expressible = True
+        """Whether all groups are known by these rules."""
         self.rules: list[GroupRule] = []
         """What the published group must hold, then each of the others."""
         self.show()
@@ -106,22 +77,26 @@ class GroupSplitter:
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule]) -> None:
         self._filter.resume(state)
-        self.others.rules.update(others)
+        self.others.update(others)
         self.show()
 
     def show(self) -> None:
         """Let the holder know which groups there are, if that has changed."""
-        published = published_rule(self._filter.state.window, self._block_size, self.others.num_ahead)
-        rules = [published, *self.others.rules.values()]
+        published = published_rule(self._filter.state.window, self._block_size, self._num_ahead)
+        rules = [published, *self.others.values()]
         if rules != self.rules:
             self.rules = rules
             self._holder.set_groups(rules[0], rules[1:])
 
     def _count(self, event: EngineStored | EngineRemoved) -> int | None:
         """Count an event of one of the other groups; return which that is, None if it is none of them."""
-        if isinstance(event, EngineStored) and self.others.note(event, self._filter.state):
-            self.show()
-        group = self.others.number_of(group_key(event.group, event.window))
+        key = group_key(event.group, event.window)
+        if isinstance(event, EngineStored) and key is not None and key not in self.others:
+            published = group_key(self._filter.state.group, self._filter.state.window)
+            if event.window is not UNKNOWN and published not in (None, key):
+                self._add(key, event.window, event.block_size)
+                self.show()
+        group = self._number_of(key)
         if group is None or event.tier not in (Tier.GPU, None):
             return group
         if isinstance(event, EngineStored):
@@ -138,10 +113,21 @@ class GroupSplitter:
             publish(each)
         key = group_key(before.group, before.window)
         if key is not None and before.window is not None:
-            self.others.add(key, before.window, self._block_size)
-            group = self.others.number_of(key)
+            self._add(key, before.window, self._block_size)
+            group = self._number_of(key)
             counted += [] if group is None else [(name, group, 1) for name in names]
         self._holder.count_again(counted)
+
+    def _add(self, key: int, window: Window, block_size: int) -> None:
+        """Take note of a group, by its key, if what it holds can be accounted for."""
+        rule = rule_of(window, block_size, self._block_size, self._num_ahead)
+        if rule is None or len(self.others) == MAX_GROUPS or len({*self.others.values(), rule}) > MAX_KINDS:
+            self.is_expressible = False
+        else:
+            self.others[key] = rule
+
+    def _number_of(self, key: int | None) -> int | None:
+        return [*self.others].index(key) if key in self.others else None
 
 
 def group_key(group: int | None, window: Window | None) -> int | None:

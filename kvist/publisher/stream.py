@@ -226,7 +226,7 @@ class RankStream(Stream):
     @property
     def is_expressible(self) -> bool:
         """Return whether what hits need of all groups that are followed can be told."""
-        return self._splitter is None or self._splitter.others.is_expressible
+        return self._splitter is None or self._splitter.is_expressible
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event, never raising: for one whose values are of wrong types the rank is cleared."""
@@ -246,7 +246,7 @@ class RankStream(Stream):
         """Return a copy of what is held, O(blocks), and how events are filtered."""
         if self.companion is None or self._splitter is None:
             return RankState(self._filter.state, self.residency.copy())
-        others, counted = dict(self._splitter.others.rules), self.companion.counted()
+        others, counted = dict(self._splitter.others), self.companion.counted()
         return RankState(self._filter.state, self.residency.copy(), others, counted)
 
     def resume(self, state: RankState) -> None:

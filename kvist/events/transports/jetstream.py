@@ -129,14 +129,13 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
     except nats.js.errors.NotFoundError:
         return None
     newest = unpack(topic, last.data or b"", malformed)
-    first = await _first_sequence(client, stream, subject)
-    if newest is None or first is None:
+    if newest is None or last.seq is None:
         return None
 
     def is_wanted(unpacked: tuple[int, Message] | None) -> bool:
         return unpacked is not None and unpacked[0] == newest[0] and unpacked[1].sequence >= start_sequence
 
-    low, high = first, last.seq or first
+    low, high = 1, last.seq
     while low < high:  # the messages that are wanted are the subject's last ones
         middle = (low + high) // 2
         found = await client.jsm().get_msg(stream, seq=middle, subject=subject, next=True)
@@ -150,10 +149,3 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
                 if unpacked is not None and is_wanted(unpacked) and not answer.add(unpacked[1]):
                     return None
     return answer
-
-
-async def _first_sequence(client: Client, stream: str, subject: str) -> int | None:
-    try:
-        return (await client.jsm().get_msg(stream, seq=1, subject=subject, next=True)).seq
-    except nats.js.errors.NotFoundError:
-        return None
