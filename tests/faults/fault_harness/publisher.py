@@ -57,7 +57,6 @@ class SteppedPublisher(KvEventPublisher):
         self._closing.set()
         self._wake.set()
         self._thread.join()
-        self._answers.close()
         self._publication.close(0)
 
     def close(self) -> None:
