@@ -107,7 +107,7 @@ def summary(
     if handing_over:
         totals |= {
             "bytes_transferred": "kvist_transfer_received_bytes_total",
-            "transfers": "kvist_transfer_received_total",
+            "transfers": "kvist_engine_prompts_fetched_total",
             "fallbacks": "kvist_engine_fallbacks_total",
         }
     facts |= {fact: int(sum(metric(url, name) for url in worker_urls)) for fact, name in totals.items()}

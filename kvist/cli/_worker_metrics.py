@@ -43,13 +43,9 @@ class TransferCollector(Collector):
         self._transfers = transfers
 
     def collect(self) -> Iterator[Metric]:
-        now, prompts = self._transfers.statistics(), self._transfers.prompts()
+        now = self._transfers.statistics()
         agent, bounce, num_refused = now.agent, now.bounce, now.num_refused_greetings
         num_used_bytes = bounce.receive_bytes + bounce.send_bytes
-        yield _counter("transfer_sent", "Prompts that another worker has fetched.", prompts.num_sent)
-        yield _counter("transfer_given_up", "Prompts that were held and not fetched.", prompts.num_given_up)
-        yield _counter("transfer_received", "Prompts fetched.", prompts.num_received)
-        yield _counter("transfer_failed", "Prompts that could not be fetched.", prompts.num_failed)
         yield _counter("transfer_sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written)
         yield _counter("transfer_sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
         yield _counter("transfer_bounced_bytes", "Those of them that went through a bounce region.", bounce.bytes_sent)
@@ -63,9 +59,7 @@ class TransferCollector(Collector):
         yield _gauge(
             "transfer_bounce_quarantined_bytes", "Those that may be written to late.", bounce.quarantined_bytes
         )
-        yield _gauge("transfer_held", "Prompts that wait to be fetched.", prompts.num_held)
         yield _gauge("transfer_writing", "Writes under way, each from one rank to one.", now.num_writing)
-        yield _gauge("transfer_active", "Fetches under way.", prompts.num_active)
         yield _gauge(
             "transfer_quarantined_bytes",
             "Bytes of failed fetches that may be written to.",

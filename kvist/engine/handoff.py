@@ -33,6 +33,8 @@ class HandoffStatistics:
     num_receiving: int = 0
     num_abandoned: int = 0
     num_offered: int = 0
+    num_sent: int = 0
+    num_given_up: int = 0
     num_fetched: int = 0
     num_failed: int = 0
     num_fallbacks: int = 0
@@ -67,6 +69,8 @@ class Handoffs:
     def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
         if not is_fetched:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
+        self._counts.num_sent += is_fetched
+        self._counts.num_given_up += not is_fetched
         self._kv_cache.close(self._held.pop(remote_request_id))
 
     def withdraw(self, remote_request_id: str) -> bool:

@@ -44,18 +44,6 @@ class _Shared:
     has_failed: bool = False
 
 
-@dataclass(slots=True)
-class PromptStatistics:
-    """What a worker has under way with others, and has done since its start: each prompt counts once."""
-
-    num_held: int = 0
-    num_active: int = 0
-    num_sent: int = 0
-    num_given_up: int = 0
-    num_received: int = 0
-    num_failed: int = 0
-
-
 class Ranks:
     """What is offered and fetched by all ranks; each ends once, for all of them. No I/O.
 
@@ -68,13 +56,6 @@ class Ranks:
         self._lost: list[int] = []
         self._offers: dict[str, _Shared] = {}
         self._fetches: dict[str, _Shared] = {}
-        self._num_quarantined = 0
-        self._counts = PromptStatistics()
-
-    def statistics(self) -> PromptStatistics:
-        """Return the counts. Any thread may ask."""
-        num_active = len(self._fetches) - self._num_quarantined
-        return replace(self._counts, num_held=len(self._offers), num_active=num_active)
 
     def command(self, command: commands.Command) -> list[RanksAction]:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
@@ -118,24 +99,16 @@ class Ranks:
         others = _fail(self._fetches.get(name), rank)
         if others is None:
             return []
-        self._counts.num_failed += 1
-        self._num_quarantined += 1
         return [commands.FetchFailed(name, reason), *self._tell(others, commands.CancelFetch(name))]
 
     def _offer_ended(self, rank: int, name: str) -> list[RanksAction]:
         offer = _pop_ended(self._offers, rank, name)
-        if offer is None:
-            return []
-        self._counts.num_sent += not offer.has_failed
-        self._counts.num_given_up += offer.has_failed
-        return [commands.OfferReleased(name, not offer.has_failed)]
+        return [] if offer is None else [commands.OfferReleased(name, not offer.has_failed)]
 
     def _fetch_ended(self, rank: int, name: str) -> list[RanksAction]:
         fetch = _pop_ended(self._fetches, rank, name)
         if fetch is None:
             return []
-        self._counts.num_received += not fetch.has_failed
-        self._num_quarantined -= fetch.has_failed
         return [commands.FetchReleased(name) if fetch.has_failed else commands.FetchCompleted(name)]
 
     def _tell(self, ranks: set[int] | None, command: commands.Command) -> list[RanksAction]:
@@ -207,9 +180,6 @@ class RankedTransfers:
         """Return sums over all ranks, followers' a second old; seconds of fetches are rank 0's."""
         own = self._service.statistics()
         return replace(_sum([own, *self._followers.values()]), fetch_seconds=own.fetch_seconds)
-
-    def prompts(self) -> PromptStatistics:
-        return self._ranks.statistics()
 
     def _on_report(self, rank: int, report: commands.Report) -> None:
         """Take a rank's report, on any thread."""

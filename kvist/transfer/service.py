@@ -44,9 +44,7 @@ Channel: TypeAlias = "Connection[Any, Any]"
 class TransferStatistics:
     """What a rank has sent and received, and what it has under way; seconds are summed over transfers."""
 
-    num_held: int
     num_writing: int
-    num_active: int
     agent: AgentStatistics
     bounce: BounceStatistics
     bytes_received: int
@@ -163,9 +161,7 @@ class KvTransferService:
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
-            self._sender.protocol.num_held,
             self._sender.protocol.num_writing,
-            self._receiver.protocol.num_active,
             self._agent.statistics(),
             BounceStatistics() if self._bounce is None else self._bounce.statistics(),
             self._receiver.bytes_received,

@@ -15,7 +15,7 @@ from kvist.transfer.commands import (
     Report,
     WithdrawOffer,
 )
-from kvist.transfer.ranks import PromptStatistics, Ranks, RanksAction, Tell
+from kvist.transfer.ranks import Ranks, RanksAction, Tell
 
 OFFER = Offer("held", 5, ((0, 1),))
 WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, ((7, 8),))
@@ -160,18 +160,6 @@ def test_one_rank_speaks_for_itself() -> None:
     assert ranks.reported(0, released(True)) == [released(True)]
 
 
-def test_prompts_are_counted_once() -> None:
-    ranks = asked(2)
-    assert ranks.statistics() == PromptStatistics(num_held=1, num_active=1)
-    for report in (failed(), released(True)):
-        ranks.reported(0, report)
-    assert ranks.statistics() == PromptStatistics(num_held=1, num_failed=1)
-    ranks.reported(1, released(False))
-    for rank in range(2):
-        ranks.reported(rank, FREE)
-    assert ranks.statistics() == PromptStatistics(num_given_up=1, num_failed=1)
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_in_any_order_everything_ends_once_when_all_ranks_have_ended(seed: int) -> None:
     rng = random.Random(seed)
@@ -198,4 +186,3 @@ def test_in_any_order_everything_ends_once_when_all_ranks_have_ended(seed: int) 
     ]
     ends = [type(each) for each in seen if not isinstance(each, OfferReleased)]
     assert ends == ([FetchFailed, FetchReleased] if repr(failed()) in all_reports else [FetchCompleted])
-    assert (ranks.statistics().num_held, ranks.statistics().num_active) == (0, 0)

@@ -82,6 +82,8 @@ class EngineCollector(Collector):
         yield _gauge("requests_receiving", "Requests whose blocks are being fetched.", handoffs.num_receiving)
         yield _gauge("fetches_abandoned", "Fetches whose blocks may still be written to.", handoffs.num_abandoned)
         yield _counter("prompts_offered", "Prompts held for another worker.", handoffs.num_offered)
+        yield _counter("prompts_sent", "Those of them that another worker has fetched.", handoffs.num_sent)
+        yield _counter("prompts_given_up", "Those of them that nobody has fetched.", handoffs.num_given_up)
         yield _counter("prompts_fetched", "Prompts fetched from another worker.", handoffs.num_fetched)
         yield _counter("fetches_failed", "Prompts that could not be fetched.", handoffs.num_failed)
         yield _counter("fallbacks", "Those of them that were computed here instead.", handoffs.num_fallbacks)

@@ -190,7 +190,7 @@ async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_bloc
         asking = asyncio.create_task(target.post(body | {"kv_transfer_params": params}))
         other = await source.prefill(make_prompt(80, 2))
         target.resume()
-        await source.reaches("transfer_sent", 1)
+        await source.reaches("engine_prompts_sent", 1)
         asking_too = asyncio.create_task(
             target.post({"prompt": make_prompt(80, 2), "max_tokens": 200, "kv_transfer_params": other})
         )

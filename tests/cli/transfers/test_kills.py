@@ -74,7 +74,7 @@ async def held(scene: Scene) -> None:
     """P holds the prompt, and nobody has asked for it."""
     await scene.hold()
     counts = await scene.source.metrics()
-    assert (counts["transfer_held"], counts["engine_kv_blocks_used"]) == (1, scene.num_blocks)
+    assert (counts["engine_prompts_held"], counts["engine_kv_blocks_used"]) == (1, scene.num_blocks)
 
 
 async def first(scene: Scene) -> None:
@@ -83,7 +83,7 @@ async def first(scene: Scene) -> None:
     await scene.source.stop()
     scene.ask()
     await under_way(scene)
-    assert await scene.target.metric("transfer_received") == 0
+    assert await scene.target.metric("engine_prompts_fetched") == 0
 
 
 async def greeted(scene: Scene) -> None:
@@ -102,13 +102,13 @@ async def asked(scene: Scene) -> None:
     written = scene.target.shared_bytes()
     scene.ask()
     await under_way(scene)
-    assert await scene.target.metric("transfer_received") == 1
+    assert await scene.target.metric("engine_prompts_fetched") == 1
     assert scene.target.shared_bytes() == written
 
 
 async def under_way(scene: Scene) -> None:
     """D waits for P, which does not run, and its message is out."""
-    await scene.target.reaches("transfer_active", 1)
+    await scene.target.reaches("engine_requests_receiving", 1)
     while not scene.source.unread_bytes():
         await scene.target.metrics()
     counts = await scene.target.metrics()
@@ -126,12 +126,12 @@ async def copying(scene: Scene) -> None:
         await scene.target.stop()
         scene.source.resume()
         await scene.source.reaches("transfer_writing", 1)
-        assert await scene.source.metric("transfer_sent") == 1, "more than the greeting"
+        assert await scene.source.metric("engine_prompts_sent") == 1, "more than the greeting"
     else:
         scene.source.resume()
         await scene.source.stops()
         assert before < scene.target.shared_bytes() < before + scene.num_bytes
-        assert await scene.target.metric("transfer_active") == 1
+        assert await scene.target.metric("engine_requests_receiving") == 1
 
 
 async def reported(scene: Scene) -> None:
@@ -139,7 +139,7 @@ async def reported(scene: Scene) -> None:
     await asked(scene)
     await scene.target.stop()
     scene.source.resume()
-    await scene.source.reaches("transfer_sent", 2)
+    await scene.source.reaches("engine_prompts_sent", 2)
     await scene.source.is_idle()
     assert scene.target.is_stopped
 
@@ -152,7 +152,7 @@ async def scattering(scene: Scene) -> None:
         await scene.target.metrics()
     assert await scene.source.metric("transfer_bounced_bytes") == scene.num_bytes
     counts = await scene.target.metrics()
-    assert (counts["transfer_active"], counts["transfer_bounce_used_bytes"]) == (1, scene.num_bytes)
+    assert (counts["engine_requests_receiving"], counts["transfer_bounce_used_bytes"]) == (1, scene.num_bytes)
 
 
 async def quarantined(scene: Scene) -> None:
@@ -246,7 +246,7 @@ async def test_when_the_sender_is_killed_the_receiver_answers_all_the_same(
         if scene.asking is None:
             scene.ask()
         if state.reach is scattering:
-            assert await scene.target.metric("transfer_active") == 1
+            assert await scene.target.metric("engine_requests_receiving") == 1
             scene.scatter_gate.write_bytes(b"")
         text = await scene.answer()
         await scene.target.is_idle()
