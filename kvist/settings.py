@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -55,6 +56,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InvalidValueError("config", str(path), f"a readable file ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidValueError("config", str(path), f"valid TOML ({error})") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a model's directory; raises InvalidValueError."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InvalidValueError("model path", str(path.parent), f"a directory with {path.name}") from None
+    except ValueError as error:
+        raise InvalidValueError(path.name, str(path), f"valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidValueError(path.name, str(path), "a JSON object")
+    return value
 
 
 def read_struct(path: Path, kind: type[T]) -> T:

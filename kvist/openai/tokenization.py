@@ -7,7 +7,6 @@ compared with those of `tokenizers` at load, and `tokenizers` makes them where t
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from kvist.errors import InvalidValueError
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
+from kvist.settings import read_json_object
 
 if TYPE_CHECKING:
     import fastokens
@@ -78,7 +78,8 @@ class ChatTokenizer:
             raise InvalidValueError("tokenizer.json", str(path), f"a tokenizers file ({error})") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(model_dir / "tokenizer_config.json")
+        path = model_dir / "tokenizer_config.json"
+        config = read_json_object(path) if path.is_file() else {}
         source = _template_source(model_dir, config)
         return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source else None)
 
@@ -163,18 +164,6 @@ class Detokenizer:
     def flush(self) -> str:
         """Return what is left at the end: the replacement characters of an unfinished sequence."""
         return self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)[self._num_chars :]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InvalidValueError(path.name, str(path), f"valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InvalidValueError(path.name, str(path), "a JSON object")
-    return value
 
 
 def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:

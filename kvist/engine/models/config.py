@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import PreTrainedConfig
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
+from kvist.settings import read_json_object
 from kvist.transfer.heads import Part
 
 MAX_HEAD_DIM = 512  # what the attention kernels take
@@ -127,19 +127,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     text = _made(kind, raw)
     _check_text(text)
     return ModelConfig(architecture, text, _layers(text), _eos(raw) | _eos(extra), is_text_part)
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a model directory; raises InvalidValueError."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InvalidValueError("model path", str(path.parent), f"a directory with {path.name}") from None
-    except ValueError as error:
-        raise InvalidValueError(path.name, str(path), f"valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InvalidValueError(path.name, str(path), "a JSON object")
-    return value
 
 
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:

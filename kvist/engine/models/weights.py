@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvist.engine.models.config import ModelConfig, rank_config, rank_slices, read_json_object
+from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
+from kvist.settings import read_json_object
 from kvist.transfer.heads import Part
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
