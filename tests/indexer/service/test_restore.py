@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 
@@ -218,15 +219,21 @@ async def test_a_peers_registrations_are_followed_only_where_endpoints_may_be(st
     assert await second.workers() == {}
 
 
-async def test_a_peer_asks_for_the_key_that_the_service_has(start_index, free_port):
+async def test_a_peer_asks_for_the_key_that_the_service_has(start_index, free_port, caplog, eventually):
+    caplog.set_level(logging.INFO, "kvist.indexer.service.restore")
     first = await start_index(admin_key="secret")
     headers = {"authorization": "Bearer secret"}
     body = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{free_port()}", "model_name": "m", "block_size": 4}
     assert (await first.post("/register", body, headers=headers)).status_code == 201
-    for key, is_restored in (("secret", True), ("wrong", False)):
+    for key, outcome in (("secret", "restored peer="), ("wrong", "GET /dump answered 401")):
+        caplog.clear()
         second = await start_index(peers=(first.service.url,), admin_key=key)
-        assert bool(await second.workers()) == is_restored or key == "wrong"
         assert (await second.get("/health")).status_code == 200
+
+        async def is_told(outcome: str = outcome) -> bool:
+            return outcome in caplog.text
+
+        await eventually(is_told)
 
 
 async def test_without_a_peer_that_answers_the_index_starts_empty(start_index, free_port):
