@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -30,18 +31,32 @@ class Heading:
     kv_transfer_endpoints: tuple[str, ...] = ()
 
 
-class Shape:
+class Shape(ABC):
     """How one endpoint spells an answer."""
 
-    kind = kind_of_chunk = "text_completion"
     is_ended_by_done = True
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
         self._job = job
-        self._opened: set[int] = set()
         self._readers: dict[int, ToolReader] = {}
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
+        """Return the body for all choices, each as one output."""
+
+    @abstractmethod
+    def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
+        """Yield what an output adds to a stream."""
+
+    def last_events(self, counter: UsageCounter) -> Iterator[Body]:  # noqa: ARG002
+        """Yield what ends a stream before its last line."""
+        yield from ()
+
+    def encode(self, body: Body) -> bytes:
+        """Return one event of a stream."""
+        return encode_event(body)
 
     def _read(self, index: int, output: RequestOutput) -> tuple[str, list[Body]]:
         """Return what an output adds to a choice's text and to its calls of tools."""
@@ -54,12 +69,26 @@ class Shape:
         has_called = index in self._readers and self._readers[index].has_called
         return "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
 
-    def encode(self, body: Body) -> bytes:
-        """Return one event of a stream."""
-        return encode_event(body)
+
+class ChoicesShape(Shape):
+    """An answer of any number of choices, of one kind whole and of another in pieces."""
+
+    kind = kind_of_chunk = "text_completion"
+
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
+        super().__init__(heading, tokenizer, job)
+        self._opened: set[int] = set()
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
+        """Return the body for all choices, with what another worker needs to go on, if the blocks are kept for one."""
+        body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
+        if outputs[0].remote_request_id is not None:
+            places = (self._heading.kv_transfer_endpoints, outputs[0].remote_request_id)
+            remote = RemotePrefill(*places, usage["prompt_tokens"], outputs[0].token_ids)
+            body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
+        return body
 
     def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
-        """Yield what an output adds to a stream."""
         if index not in self._opened:
             self._opened.add(index)
             yield from self._opening(index)
@@ -68,7 +97,6 @@ class Shape:
             yield self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
 
     def last_events(self, counter: UsageCounter) -> Iterator[Body]:
-        """Yield what ends a stream before its last line."""
         if self._job.stream_options.include_usage:
             yield self._body(self.kind_of_chunk, [], counter.usage())
 
@@ -76,17 +104,9 @@ class Shape:
         """Yield what comes before a choice's first token."""
         yield from ()
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
-        """Return the body for all choices, each as one output.
-
-        It has what another worker needs to go on, if its blocks are kept for one.
-        """
-        body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
-        if outputs[0].remote_request_id is not None:
-            places = (self._heading.kv_transfer_endpoints, outputs[0].remote_request_id)
-            remote = RemotePrefill(*places, usage["prompt_tokens"], outputs[0].token_ids)
-            body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
-        return body
+    @abstractmethod
+    def _choice(self, index: int, output: RequestOutput) -> Body:
+        """Return a choice as a whole answer has it."""
 
     def _prompt_logprobs(self, output: RequestOutput) -> Body:
         """Return what an answer has of its prompt's log probabilities, as vLLM spells them, if they are asked for."""
@@ -113,10 +133,6 @@ class Shape:
         """Return what a choice has of its tokens, if they are asked for."""
         return {"token_ids": output.token_ids} if self._job.options.return_token_ids else {}
 
-    def _choice(self, index: int, output: RequestOutput) -> Body:
-        """Return a choice as a whole answer has it."""
-        raise NotImplementedError
-
     def _addition(self, index: int, output: RequestOutput) -> Body:
         """Return what an output adds to a choice, as a chunk has it."""
         return self._choice(index, output)
@@ -127,7 +143,7 @@ class Shape:
         return {**ids, "choices": choices, "usage": usage, "object": kind}
 
 
-class ChatShape(Shape):
+class ChatShape(ChoicesShape):
     """Answers of /v1/chat/completions."""
 
     kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
@@ -164,7 +180,7 @@ class ChatShape(Shape):
         return {"token": self._token_text(entry.token_id), "logprob": entry.logprob, "bytes": spelt}
 
 
-class CompletionShape(Shape):
+class CompletionShape(ChoicesShape):
     """Answers of /v1/completions."""
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
@@ -216,16 +232,9 @@ class TypedShape(Shape):
         super().__init__(heading, tokenizer, job)
         self._is_open = False
         self._block: str | None = None
-        self._num_blocks = self._num_events = 0
-        self._items: list[Body] = []
-        self._texts: list[str] = []
-        self._call: Body = {}
 
     def encode(self, body: Body) -> bytes:
         return b"event: %b\n%b" % (body["type"].encode(), encode_event(body))
-
-    def last_events(self, counter: UsageCounter) -> Iterator[Body]:  # noqa: ARG002
-        yield from ()
 
 
 class UsageCounter:

@@ -133,6 +133,9 @@ class Intake:
         return await self._read_as_chat(RESPONSES_PATH, body, fields)
 
     async def _read_as_chat(self, path: str, body: bytes, fields: api.Fields) -> Job:
+        if fields.get("kv_transfer_params") is not None:
+            message = "kv_transfer_params: expected it left out: only chats and completions are handed over"
+            raise RequestError(400, message, param="kv_transfer_params")
         chat = chat_of(path, fields, self.tokenizer.template)
         asked = msgspec.structs.replace(chat, stream=bool(fields.get("stream")))
         return await self._read_chat(body, chat_fields(path, fields), asked)

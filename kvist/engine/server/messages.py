@@ -14,6 +14,8 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessagesShape(TypedShape):
     """Answers of /v1/messages: one message of text and calls, which a stream opens and closes one by one."""
 
+    _num_blocks = 0
+
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         text, calls = self._read(0, outputs[0])
         content: list[Body] = [{"type": "text", "text": text}] if text or not calls else []

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvist.engine.request import RequestOutput
-from kvist.engine.server.answers import Body, TypedShape, UsageCounter
+from kvist.engine.server.answers import Body, Heading, TypedShape, UsageCounter
+from kvist.engine.server.intake import Job
+from kvist.openai.tokenization import ChatTokenizer
 
 
 class ResponsesShape(TypedShape):
     """Answers of /v1/responses: items, a message and calls, which a stream opens, fills and closes one by one."""
+
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
+        super().__init__(heading, tokenizer, job)
+        self._items: list[Body] = []
+        self._texts: list[str] = []
+        self._call: Body = {}
+        self._num_events = 0
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         text, calls = self._read(0, outputs[0])

@@ -123,6 +123,7 @@ def test_a_response_calls_a_tool_and_follows_a_schema(gpt) -> None:
         (RESPONSES, {"input": "x", "background": True}, "background"),
         (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
         (RESPONSES, {}, "input"),
+        (RESPONSES, {"input": "x", "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(path: str, body: dict[str, Any], named: str, post) -> None:
