@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvist.engine.request import RequestOutput
 from kvist.engine.server.answers import Body, TypedShape, UsageCounter
@@ -19,7 +20,7 @@ class MessagesShape(TypedShape):
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         text, calls = self._read(0, outputs[0])
         content: list[Body] = [{"type": "text", "text": text}] if text or not calls else []
-        content += [_tool_use(call) | {"input": json.loads(call["function"]["arguments"])} for call in calls]
+        content += [_tool_use(call) | {"input": _input(call)} for call in calls]
         return self._message(usage) | {"content": content, **self._stop(outputs[0])}
 
     def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
@@ -63,8 +64,17 @@ class MessagesShape(TypedShape):
 
     def _stop(self, output: RequestOutput) -> Body:
         reason = self._reason(0, output)
-        kind = "end_turn" if output.stop_reason is None else "stop_sequence"
-        return {"stop_reason": _STOP_REASONS.get(str(reason), kind), "stop_sequence": output.stop_reason}
+        sequence = output.stop_reason if isinstance(output.stop_reason, str) else None
+        kind = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": _STOP_REASONS.get(str(reason), kind), "stop_sequence": sequence}
+
+
+def _input(call: Body) -> Any:
+    """Return what a tool is called with, nothing where that was cut off."""
+    try:
+        return json.loads(call["function"]["arguments"])
+    except ValueError:
+        return {}
 
 
 def _tool_use(call: Body) -> Body:

@@ -78,6 +78,8 @@ def test_a_message_calls_the_tool_it_has_to(claude) -> None:
             (use,) = message.content
             assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Oslo"})
             assert use.id
+    cut = claude.messages.create(**asked | {"max_tokens": 1}, tool_choice=choice)
+    assert (cut.stop_reason, cut.content[0].input) == ("max_tokens", {})
 
 
 def test_a_response_says_what_a_chat_says_whole_and_streamed(gpt, chat) -> None:
