@@ -6,8 +6,8 @@ import ast
 from typing import Any
 
 import pytest
+from _engine_files import FOLDER, MISSING, versions
 
-from benchmarks._engine_files import FOLDER, MISSING, versions
 from kvist.engine.server.fields import LABELS, REFUSED
 from kvist.engine.server.intake import AnswerOptions
 from kvist.engine.server.tools import ToolChoice

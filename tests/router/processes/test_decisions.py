@@ -101,15 +101,20 @@ async def test_four_fronts_decide_as_one_process_does(
         urls = [alone.url, *(front.url for front in fronts)]
         client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
         conversations = [[random.randrange(1000) for _ in range(random.randrange(20, 200))] for _ in range(8)]
+        stored: dict[str, int] = {}
         if policy == "kv":
-            for each in engines:
-                each.store(conversations[random.randrange(8)] * 3)
+            for each, held_by in zip(engines, workers[2:], strict=True):
+                tokens = conversations[random.randrange(8)] * 3
+                each.store(tokens)
+                stored[held_by.url] = len(tokens) // 16
         chosen: list[list[str]] = []
 
         def is_settled() -> bool:
             if policy == "kv":
                 expected = known_to(alone)
-                return len(expected) == len(workers) and all(known_to(front) == expected for front in fronts)
+                held = {target.worker: num_blocks for target, _, num_blocks, *_ in expected}
+                has_heard_all = len(held) == len(workers) and held.items() >= stored.items()
+                return has_heard_all and all(known_to(front) == expected for front in fronts)
             loads = [front.known.load for front in (alone, *fronts)]
             return all(
                 [load.running_requests(url) for load in loads].count(loads[0].running_requests(url)) == 5
