@@ -107,6 +107,7 @@ class EngineCore:
             ("prompt", wanted.prompt_token_ids),
             ("allowed_token_ids", params.allowed_token_ids),
             ("logit_bias", params.logit_bias),
+            ("bad_words", [token_id for word in wanted.bad_words for token_id in word]),
         ):
             if token_ids and max(token_ids) >= self.limits.vocab_size:
                 raise InvalidValueError(name, max(token_ids), f"token ids below {self.limits.vocab_size}")

@@ -315,3 +315,9 @@ def test_events_always_add_up_to_what_the_pools_hold(
     core.flush_cache()
     assert follower.num_clears == 1
     follower.assert_equals(core.kv_cache)
+
+
+def test_a_bad_word_of_tokens_that_the_model_has_not_is_refused(make_core, greedy) -> None:
+    wanted = SequenceInput([5], greedy(1), bad_words=((7, 99_999),))
+    with pytest.raises(InvalidValueError, match="bad_words: got 99999, expected token ids below 512"):
+        make_core().check(wanted)

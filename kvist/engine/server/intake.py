@@ -251,6 +251,8 @@ class Intake:
         """Yield the tokens of each as it stands at a text's beginning and, where these differ, within a text."""
         for word in words:
             first = self._tokens(word.lstrip(), False)
+            if not first:
+                raise RequestError(400, f"bad_words: got {word!r:.100}, expected more than spaces", param="bad_words")
             yield tuple(first)
             within = self._tokens(" " + word.lstrip(), False)
             if within[0] != first[0] and len(within) == len(first):

@@ -66,8 +66,9 @@ def read_tools(
     wanted = choice.tool_choice
     functions = {function["name"]: function for function in map(_function, request.tools or [])}
     if isinstance(wanted, dict):
-        name = (wanted.get("function") or {}).get("name")
-        if name not in functions:
+        function = wanted.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in functions:
             message = f"tool_choice: got {wanted!r:.100}, expected one of the tools, {sorted(functions)!r:.200}"
             raise RequestError(400, message, param="tool_choice")
         return ToolRules(None, name, False), _grammar(_parameters(functions[name]))

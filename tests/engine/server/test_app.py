@@ -326,6 +326,7 @@ def test_the_openai_client_understands_it(served) -> None:
         ),
         (TEXT, {"prompt": "x", "structured_outputs": {"choice": "a"}}, 400, "choice: got 'a', expected a list"),
         (TEXT, {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice: expected one"),
+        (TEXT, {"prompt": "x", "bad_words": ["b", " "]}, 400, "bad_words: got ' ', expected more than spaces"),
         (TEXT, {"prompt": "x", "guided_regex": "a", "bad_words": ["b"]}, 400, "bad_words: .*beside guided_regex"),
     ],
 )

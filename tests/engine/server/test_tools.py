@@ -116,6 +116,8 @@ def test_a_named_call_streams_its_arguments(served) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "expected one of the tools"),
         ({"tools": [{"type": "function"}]}, "tools: got .*expected a function with a name"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex: .*beside tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": "weather"}}, "expected one of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": ["weather"]}}}, "expected one of the tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: got 'any'"),
     ],
 )
