@@ -98,19 +98,18 @@ class EngineFollower:
         session, restarts = self._session, self._feed.restarts
         if session.epoch is None:
             return None
-        is_told = all(rank.residency.is_told_by_names for rank in self._ranks.values())
+        is_told = all(rank.is_told for rank in self._ranks.values())
         is_short = any(self._index.evicted_from(source) for source in self._sources())
-        is_keeping = any(rank.is_keeping for rank in self._ranks.values())
         return EngineProgress(
             session.expected_sequence,
-            session.is_complete and is_told and not is_short and not is_keeping,
+            session.is_complete and is_told and not is_short,
             session.state is SourceState.RESYNCING or session.is_unproven or not is_caught_up,
             tuple(restarts.remembered()),
             tuple(
                 EngineRankProgress(
                     number,
                     rank.filter.state,
-                    number in self._whole and not rank.is_keeping and rank.residency.is_told_by_names,
+                    number in self._whole and rank.is_told,
                     rank.residency.told_copies(),
                     dict(rank.splitter.others),
                     rank.is_offloading,
@@ -259,7 +258,8 @@ class EngineFollower:
         """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
         is_complete = self._session.is_complete
         for number, rank in self._ranks.items():
-            is_known = (is_complete or number in self._whole) and not rank.is_keeping
+            has_lost = rank.is_keeping or self._index.evicted_from(WorkerRank(self._worker, number))
+            is_known = (is_complete or number in self._whole) and not has_lost
             rank.residency.counts_copies = self._counts_copies and is_known
 
     def _note_state(self) -> None:

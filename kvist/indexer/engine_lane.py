@@ -93,6 +93,11 @@ class EngineRank:
         """Return whether hits need what is not accounted for."""
         return self.is_keeping or not self.splitter.is_expressible or len(self.residency.counts) >= MAX_ROWS
 
+    @property
+    def is_told(self) -> bool:
+        """Return whether a dump tells all that another process must know to go on."""
+        return not self.is_short and self.residency.is_told_by_names
+
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
         self.residency.resume_copies(copies)
         self.splitter.resume(state, others)

@@ -11,6 +11,7 @@ import pytest
 from index_invariants import check_invariants
 
 from kvist.events import EngineStored, Tier, WorkerRank
+from kvist.events.hashing import block_hashes
 from kvist.events.session import MAX_SEQUENCE, SourceState
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
@@ -549,6 +550,20 @@ def test_an_index_that_evicts_goes_on_beside_the_lane():
     assert index.statistics().num_blocks < 3000
     follower.clear()
     assert follower.states() == {0: SourceState.LIVE}
+
+
+@pytest.mark.parametrize("has_evicted", [False, True])
+def test_copies_are_counted_until_the_index_evicts_for_then_the_engine_is_asked_to_report_anew(has_evicted):
+    index = RadixIndex(seed=1, max_blocks=1000)
+    follower = EngineFollower("w", BLOCK_SIZE, "vllm", index, set(), SourceCounters())
+    events = [stored([number], [number, number]) for number in range(3000 if has_evicted else 500)]
+    copied = stored([9000], [9000, 9000])
+    for sequence, batch in enumerate([events, [], [copied], [copied], [removed(9000)]]):
+        for _ in follower.receive_all(MessageBlock.of([Message(b"", sequence, encode([1.5, batch, 0]))]), 0.0):
+            pass
+        index.sweep()
+    assert (index.statistics().num_evicted > 0) == has_evicted
+    assert bool(index.match(block_hashes([9000, 9000], BLOCK_SIZE))) == (not has_evicted)
 
 
 def test_a_message_with_several_malformed_events_counts_once_live_or_replayed(pair):
