@@ -8,8 +8,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, is_snapshot_part
@@ -27,7 +25,6 @@ from kvist.events.session import (
 )
 from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message, ReplayRequest
-from kvist.events.transports.block import MessageBlock
 from kvist.events.types import MAX_RANKS, GroupRule, Holding, SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.statistics import RankBound, SourceCounters
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_NUMBERS_END = 1 << 62
-"""Of epochs and sequences that compiled code can count."""
 NUM_BLOCKS_A_SLICE = 512
 """Blocks of a snapshot put into the index at a time: some 0.15 ms."""
 
@@ -85,9 +80,6 @@ class CanonicalFollower:
         bound: RankBound | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
-        from kvist.indexer.compiled import canonical as compiled  # as the index is: not for who only imports this
-        from kvist.radix.compiled.layout import OPERATION
-
         self._worker = worker
         self._block_size = block_size
         self._index = index
@@ -96,9 +88,6 @@ class CanonicalFollower:
         self._limits = limits
         self._bound = bound or RankBound()
         self._ranks: dict[int, _Rank] = {}
-        self._take_ordinary = compiled.take
-        self._nexts = np.zeros(2 * MAX_RANKS, compiled.RANK)  # memory of ranks that never occur is not touched
-        self._scratch = np.zeros(compiled.MAX_OPERATIONS, OPERATION), np.zeros(compiled.MAX_HASHES, np.uint64)
 
     @property
     def sessions(self) -> tuple[Session[Batch], ...]:
@@ -126,7 +115,12 @@ class CanonicalFollower:
             rank.session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
             self._note_state(rank)
 
-    def receive(self, message: Message, now_s: float) -> None:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        for message in messages:
+            self._receive(message, now_s)
+            yield
+
+    def _receive(self, message: Message, now_s: float) -> None:
         batch = self._decode(message)
         if batch is None:
             return
@@ -144,44 +138,6 @@ class CanonicalFollower:
         else:
             steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
         self._take_all(rank, steps, now_s)
-
-    def receive_all(self, block: MessageBlock, now_s: float) -> Iterator[None]:
-        position = 0
-        while position < len(block):
-            is_stopped, position = self._receive_ordinary(block, position, now_s)
-            if is_stopped:
-                self.receive(block[position], now_s)
-                position += 1
-            yield
-
-    def _receive_ordinary(self, block: MessageBlock, start: int, now_s: float) -> tuple[bool, int]:
-        """Have compiled code take messages from `start` on, as `receive` would; return whether and where it stopped.
-
-        It takes those that are next in sequence, well-formed, and of blocks stored and removed, of ranks known before.
-        """
-        index, nexts, described = self._index, self._nexts, []
-        for number, rank in self._ranks.items():
-            session, slot = rank.session, index.slot_of(rank.source)
-            is_small = session.is_in_step and max(session.epoch or 0, session.expected_sequence) < _NUMBERS_END
-            if is_small and slot is not None and rank.topic is not None:
-                nexts[number] = slot + 1, session.epoch, session.expected_sequence
-                described.append((number, rank))
-        data = np.frombuffer(block.buffer, np.uint8)
-        arrays = index.core, index.segments, nexts, self._block_size, data, block.table, start, *self._scratch
-        with index.writing:
-            is_stopped, end, num_events, num_refused, timestamp_s = self._take_ordinary(*arrays)
-        index.keep_to_cap()
-        for number, rank in described:
-            num_taken = int(nexts[number]["sequence"]) - rank.session.expected_sequence
-            nexts[number]["slot"] = 0
-            if num_taken:
-                rank.session.on_applied(num_taken, now_s)
-                self._note_state(rank)
-        if end > start:
-            self._counters.failure = None
-            self._counters.num_refused_events += num_refused
-            self._counters.applied(num_events, timestamp_s, now_s, time.time(), end - start)
-        return is_stopped, end
 
     def on_reconnect(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""

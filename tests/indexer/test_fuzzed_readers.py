@@ -2,7 +2,7 @@
 
 Input lies right before a page that nobody may touch, or right behind one, and so does what is written for it, so that
 one byte too far ends the process: a child, which has noted the case it was at. By itself, from the first case of a
-round on: `python tests/indexer/test_fuzzed_readers.py canonical 4096 8192`
+round on: `python tests/indexer/test_fuzzed_readers.py vllm 4096 8192`
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ import xxhash
 from numpy.typing import NDArray
 from zmtp_splitter import split as split_in_python
 
-from kvist.events import Batch, EngineEvent, Stored, WorkerRank
-from kvist.events.codec import decode_batch
+from kvist.events import EngineEvent, WorkerRank
 from kvist.events.dialects import decode_block_events
 from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.transports.block import PADDING_BYTES, MessageBlock
-from kvist.indexer.compiled.canonical import MAX_HASHES, MAX_OPERATIONS, RANK, take
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import read_token_ids
 from kvist.indexer.engine_lane import EngineLane
 from kvist.radix import RadixIndex
-from kvist.radix.compiled.layout import OPERATION
 
 ROUND = 4096
 """Cases that begin with a new reader: what one of them does depends on none but those before it."""
@@ -71,42 +68,6 @@ class Guarded:
         place = self.put(content, rng, PADDING_BYTES)
         start = place.ctypes.data - self.all.ctypes.data
         return MessageBlock(self.memory, np.array([[start, 0, 0, start, len(content)]], np.int64))
-
-
-class Canonical:
-    """Batches of Kvist's own, and the compiled code that takes them."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.input = Guarded()
-        self.index = RadixIndex(seed=rng.getrandbits(32), segment_bits=1)
-        self.index.apply(WorkerRank("w", 0), [Stored(struct.pack("<3Q", 1, 300, 1 << 40))])
-        self.nexts = np.zeros(2, RANK)
-        self.scratch = np.zeros(MAX_OPERATIONS, OPERATION), np.zeros(MAX_HASHES, np.uint64)
-
-    def message(self) -> bytes:
-        rng = self.rng
-        events = [self._event() for _ in range(rng.choice([0, 1, 1, 2, 5, 20]))]
-        more = [junk(rng) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
-        return encode(["kvist1", "w" * rng.choice([1, 8, 31, 40]), 0, 1, 0, 16, 1.5, events, *more])
-
-    def _event(self) -> list[Any]:
-        rng = self.rng
-        hashes = rng.randbytes(8 * rng.choice([0, 1, 1, 8, 8, 40, 300]))
-        more = [junk(rng) for _ in range(rng.choice([0, 0, 0, 0, 1, 2]))]
-        if rng.random() < 0.6:
-            return ["stored", hashes, rng.choice([None, 1, 300, 1 << 20, 1 << 40]), rng.randrange(4), *more]
-        return rng.choice([["removed", hashes, rng.randrange(4), *more], ["cleared"], ["heartbeat", 3, 4, True]])
-
-    def read(self, content: bytes) -> None:
-        index, block = self.index, self.input.block(content, self.rng)
-        self.nexts[0] = 1, 1, 0  # every case is next in sequence
-        messages = np.frombuffer(block.buffer, np.uint8), block.table, 0
-        is_stopped, end, num_events, *_ = take(index.core, index.segments, self.nexts, 16, *messages, *self.scratch)
-        assert is_stopped == (end == 0)
-        if not is_stopped:
-            batch: Batch = decode_batch(content, "w").batch
-            assert (batch.rank, batch.epoch, batch.sequence, len(batch.events)) == (0, 1, 0, num_events)
 
 
 class Engine:
@@ -261,7 +222,6 @@ class Hashes:
 
 
 READERS = {
-    "canonical": Canonical,
     "vllm": lambda rng: Engine(rng, "vllm"),
     "sglang": lambda rng: Engine(rng, "sglang"),
     "frames": Frames,

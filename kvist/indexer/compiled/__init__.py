@@ -2,6 +2,6 @@
 
 As in `kvist.radix.compiled`, on which it builds, functions take arrays; nothing here knows a socket, a session or a
 Python object. `words` reads bytes, `hashing` names blocks, `json_tokens` reads prompts; `frames` splits a stream into
-messages, which `canonical` takes if they are Kvist's own, and `engine` if they are an engine's: `engine_events` says
-what is in one, `engine_blocks` what an engine's hash stands for.
+messages, and `engine` takes those that an engine sent: `engine_events` says what is in one, `engine_blocks` what an
+engine's hash stands for.
 """
