@@ -45,6 +45,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+SHORT, LONG = MAX_LEN, 4  # what a model was trained on, so that LongRoPE stays short, or no prompt is
+
+
+def longrope(trained_length: int, num_turned: int = 16) -> dict[str, Any]:
+    """Return a LongRoPE for heads of which so many numbers are turned."""
+    factors = {"short_factor": [1.0, 0.7] * (num_turned // 4), "long_factor": [1.0, 3.0] * (num_turned // 4)}
+    stretch = {"original_max_position_embeddings": trained_length, **factors}
+    return {"rope_type": "longrope", "rope_theta": 1_000.0, **stretch}
+
+
 GEMMA: dict[str, Any] = {
     "num_hidden_layers": 6,
     "sliding_window": WINDOW,
@@ -81,7 +91,8 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
         sliding_window=WINDOW,
     ),
     "qwen2": transformers.Qwen2Config(
-        **BASE,
+        **{key: value for key, value in BASE.items() if key != "head_dim"} | {"max_position_embeddings": LONG},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1_000.0, "factor": MAX_LEN / LONG},
         num_hidden_layers=4,
         use_sliding_window=True,
         sliding_window=WINDOW,
@@ -95,11 +106,28 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
     ),
-    "phi3": transformers.Phi3Config(**BASE, num_hidden_layers=2, sliding_window=WINDOW, partial_rotary_factor=0.5),
+    "phi3": transformers.Phi3Config(
+        **BASE,
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=LONG,
+        rope_parameters=longrope(LONG, num_turned=8),
+    ),
     "glm4": transformers.Glm4Config(**BASE, num_hidden_layers=2, attention_bias=True),
     "olmo2": transformers.Olmo2Config(**BASE, num_hidden_layers=2),
-    "smollm3": transformers.SmolLM3Config(**BASE, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0]),
-    "mistral": transformers.MistralConfig(**BASE, num_hidden_layers=2, sliding_window=WINDOW),
+    "smollm3": transformers.SmolLM3Config(
+        **BASE,
+        num_hidden_layers=4,
+        no_rope_layers=[1, 1, 1, 0],
+        rope_parameters={"rope_type": "linear", "rope_theta": 1_000.0, "factor": 4.0},
+    ),
+    "mistral": transformers.MistralConfig(
+        **BASE | {"max_position_embeddings": 2 * SHORT},
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        rope_parameters=longrope(SHORT),
+    ),
     "gemma3": transformers.Gemma3TextConfig(**BASE, **GEMMA),
     "gemma3-capped": transformers.Gemma3TextConfig(
         **BASE,
@@ -107,7 +135,7 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
         rope_parameters={
-            S: {"rope_type": "default", "rope_theta": 500.0},
+            S: longrope(LONG),
             F: {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0},
         },
     ),
@@ -229,7 +257,10 @@ def oracle(checkpoint: Callable[[str], Path]) -> Callable[..., torch.Tensor]:
     @cache
     def load(name: str, dtype: torch.dtype) -> nn.Module:
         eager = {"attn_implementation": "eager"}
-        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype, **eager)
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype, **eager)
+        if (model.config.rope_parameters or {}).get("rope_type") == "dynamic":
+            model(torch.zeros(1, MAX_LEN, dtype=torch.int64))  # it keeps the frequencies of the longest sequence
+        return model
 
     def logits(name: str, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         model = load(name, dtype)

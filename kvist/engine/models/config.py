@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,7 @@ _UNDIVIDED = {
 }
 """Architectures that are not split over ranks, and why."""
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
-_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
-"""Others turn a token by how long its sequence is, or will be: what a step has of many sequences does not say."""
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,13 @@ class ModelConfig:
 
     @property
     def max_position(self) -> int:
+        """Return how long a sequence can be, as vLLM takes it: some ropes stretch the length that is said."""
         length: int = self.text.max_position_embeddings
-        return length
+        rope = self.text.rope_parameters or {}
+        kind, factor = rope.get("rope_type"), rope.get("factor") or 1
+        if kind == "yarn":
+            return max(length, int(rope["original_max_position_embeddings"] * factor))
+        return int(length * factor) if kind in ("dynamic", "linear") else length
 
     @property
     def vocab_size(self) -> int:
@@ -142,6 +147,8 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         return config
     fields = config.text.to_dict()
     _check_split(config, fields, num_ranks)
+    if fields.get("head_dim") is None:  # else it would be the hidden size by the rank's number of heads
+        fields["head_dim"] = config.layers[0].head_dim
     fields["num_attention_heads"] //= num_ranks
     for sizes in (fields, *fields.get("per_layer_config", {}).values()):
         for name, least in (("num_key_value_heads", 1), ("intermediate_size", 0)):
@@ -160,7 +167,7 @@ def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple
 def _made(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTrainedConfig:
     try:
         return kind.from_dict(fields)
-    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise InvalidValueError("config.json", kind.__name__, f"what transformers takes ({reason})") from None
 
@@ -207,6 +214,8 @@ def _check_text(text: PreTrainedConfig) -> None:
         kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         if kind not in _ROPE_TYPES:
             raise InvalidValueError("rope_type", kind, f"one of {list(_ROPE_TYPES)}")
+        if not isinstance(factor := rope.get("factor") or 1, int | float) or not 1 <= factor < math.inf:
+            raise InvalidValueError("factor", factor, "a number from 1, by which a rope is stretched")
         if share != 1.0 and kind != "proportional" and text.model_type not in _PARTLY_TURNED:
             raise InvalidValueError("partial_rotary_factor", share, "1.0, or rope_type proportional")
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)

@@ -9,6 +9,7 @@ import transformers
 from torch import distributed, nn
 from torch.nn import functional
 from transformers.initialization import no_init_weights
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
@@ -36,6 +37,7 @@ class CausalLM(nn.Module):
         try:
             with no_init_weights():
                 self.decoder = kind._from_config(config.text, dtype=dtype, attn_implementation=_ATTENTION)
+                _fix_rope_frequencies(self.decoder, max_model_len)
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidValueError("config.json", config.architecture, f"a model ({error})") from error
         self.decoder.tie_weights()
@@ -52,6 +54,31 @@ class CausalLM(nn.Module):
         output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+
+def _fix_rope_frequencies(decoder: nn.Module, max_model_len: int) -> None:
+    """Give ropes that depend on a sequence's length one length for all: cached keys cannot be turned again.
+
+    LongRoPE is long if any sequence may be, dynamic NTK is for the whole stretched length, as in vLLM's
+    `phi3_long_rope_scaled_rope.py` and `dynamic_ntk_scaling_rope.py`.
+    """
+    module: Any
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind not in ("dynamic", "longrope"):
+                continue
+            config, length = module.config, max_model_len
+            if kind == "dynamic":
+                rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+                length = int(config.max_position_embeddings * rope["factor"])
+            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
+            # with another type transformers would choose anew at each step
+            if layer_type is None:
+                module.inv_freq, module.rope_type = frequencies, "default"
+            else:
+                setattr(module, f"{layer_type}_inv_freq", frequencies)
+                module.rope_type[layer_type] = "default"
 
 
 class RowParallelLinear(nn.Linear):

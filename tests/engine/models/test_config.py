@@ -70,7 +70,9 @@ def test_end_tokens_come_from_both_files(edited: Edit) -> None:
         ("qwen3", {"architectures": ["GPT2LMHeadModel"]}, "architectures: .*Gemma3ForCausalLM.*LlamaForCausalLM"),
         ("qwen3", {"architectures": None}, "architectures: got None"),
         ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of 4"),
-        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: got 'dynamic'"),
+        ("qwen3", {"rope_parameters": {"rope_type": "axial"}}, "rope_type: got 'axial'"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": "2"}}, "factor: got '2', expected a number"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor: got 0.5, expected a number"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "config.json: .*factor"),
         ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ("qwen3", {"rope_parameters": ["llama3"]}, "config.json: .*rope_parameters"),
@@ -164,6 +166,20 @@ def test_mistral_without_a_window_attends_fully(edited: Edit) -> None:
 def test_gpt_oss_slides_in_every_other_layer_unless_told(edited: Edit) -> None:
     layers = load_model_config(edited("gpt-oss", layer_types=None)).layers
     assert [layer.window for layer in layers] == [8, FULL, 8, FULL]
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 1.5}, 768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+    ],
+)
+def test_a_rope_that_stretches_lengthens_what_a_sequence_may_be(edited: Edit, rope: Any, longest: int) -> None:
+    assert load_model_config(edited("qwen3", rope_parameters=rope)).max_position == longest
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
