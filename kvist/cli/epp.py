@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from kvist.cli import route
 from kvist.cli._terminal import serve
-from kvist.cli.route import add_arguments, make_config
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "pick endpoints for a gateway of Kubernetes' Gateway API (Envoy's ext_proc)"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `kvist route` has, and where operators look."""
+    route.add_arguments(parser)
+    text = "HTTP port of /metrics, /readiness and the rest of what operators ask `kvist route` (default: none)"
+    parser.add_argument("--metrics-port", type=int, help=text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from kvist.router.doors.picker import Picker
 
-    config = make_config(args)
-    return asyncio.run(serve(Picker(config), lambda picker: f"kvist epp: listening on {config.url_at(picker.port)}"))
+    config = route.make_config(args)
+    picker = Picker(config, args.metrics_port)
+    return asyncio.run(serve(picker, lambda picker: f"kvist epp: listening on {config.url_at(picker.port)}"))

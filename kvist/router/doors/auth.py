@@ -18,7 +18,8 @@ from kvist.openai.errors import RequestError
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS, GENERATE_PATH
 from kvist.router.reserved import refuse_headers
 
-MODELS_PATH = "/v1/models"
+MODELS_PATH, METRICS_PATH = "/v1/models", "/metrics"
+OPEN_PATHS = frozenset({"/health", "/readiness", METRICS_PATH})
 
 _POSTED = FORM_PATHS | {
     *(CHAT_PATH, COMPLETION_PATH, "/v1/chat/completions/batch", GENERATE_PATH, "/encode"),

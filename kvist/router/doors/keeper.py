@@ -31,13 +31,14 @@ from prometheus_client.registry import Collector
 
 from kvist import __version__
 from kvist.errors import InvalidValueError
-from kvist.http import UpstreamPool
+from kvist.http import Request, Responder, UpstreamPool
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
+from kvist.router.doors.auth import is_administrator
 from kvist.router.doors.explain import explain_load, explain_readiness, explain_workers
 from kvist.router.doors.journal import Seen
 from kvist.router.doors.live import STATE_PATH, LiveState
@@ -290,6 +291,21 @@ class Keeper:
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
     """Return an answer of JSON."""
     return Answer(status, msgspec.json.encode(value))
+
+
+def question_of(
+    request: Request, config: RouterConfig, is_draining: bool = False, tenant: str | None = None
+) -> Question:
+    """Return what an operator asks over HTTP."""
+    content_type = (request.header(b"content-type") or b"").decode("latin-1")
+    is_outsider = config.asks_for_keys and not is_administrator(request, config.admin_key)
+    asked = request.method, request.path, request.query, content_type, request.body
+    return Question(*asked, is_draining, tenant, is_outsider)
+
+
+def show(answer: Answer, responder: Responder) -> None:
+    """Send an operator what was answered."""
+    responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
 
 
 def refusal(error: RequestError) -> Answer:

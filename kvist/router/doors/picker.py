@@ -31,9 +31,12 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvist.http import HttpServer, Request, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
+from kvist.router.doors.auth import OPEN_PATHS, require_administrator
 from kvist.router.doors.embedded import RoutedRequest, Router
+from kvist.router.doors.keeper import Keeper, question_of, refusal, show
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.sources import SourceUrl
 
@@ -61,9 +64,12 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 class Picker:
     """Serves `ext_proc` on the configuration's host and port while its context is open."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Route as `kvist route` does by this configuration; its keys for clients are the gateway's business."""
-        self._config = config
+    def __init__(self, config: RouterConfig, metrics_port: int | None = None) -> None:
+        """Route as `kvist route` does by this configuration; its keys for clients are the gateway's business.
+
+        Operators find at `metrics_port`, if there is one, what they find at `kvist route` of a fleet.
+        """
+        self._config, self.metrics_port = config, metrics_port
         self._router = Router(config)
         self._exits = AsyncExitStack()
         self.port = config.port
@@ -80,6 +86,9 @@ class Picker:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
             self.port = _listen(server, self._config)
+            if self.metrics_port is not None:
+                page = HttpServer(self._answer, host=self._config.host, port=self.metrics_port)
+                self.metrics_port = (await exits.enter_async_context(page)).port
             await server.start()
             exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
             for name, coroutine in [
@@ -93,6 +102,18 @@ class Picker:
     async def __aexit__(self, *exception: object) -> None:
         await self._health.enter_graceful_shutdown()
         await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        """Answer an operator."""
+        known = self._router.known
+        assert isinstance(known, Keeper)
+        try:
+            if request.path not in OPEN_PATHS:
+                require_administrator(request, self._config.admin_key)
+            answer = await known.answer(question_of(request, self._config))
+        except RequestError as error:
+            answer = refusal(error)
+        show(answer, responder)
 
     async def _show_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse

@@ -45,7 +45,9 @@ from kvist.router.access_log import AccessLog
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.doors.auth import (
+    METRICS_PATH,
     MODELS_PATH,
+    OPEN_PATHS,
     check_client_request,
     cors_headers,
     is_administrator,
@@ -56,7 +58,7 @@ from kvist.router.doors.auth import (
 )
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.journal import Journal
-from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, Question, json_answer
+from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, json_answer, question_of, show
 from kvist.router.doors.live import STATE_PATH
 from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
@@ -80,8 +82,7 @@ logger = logging.getLogger(__name__)
 
 TRACES_CLOSE_TIMEOUT_S = 0.5
 
-METRICS_PATH, USAGE_PATH = "/metrics", "/usage"
-OPEN_PATHS = frozenset({"/health", "/readiness", METRICS_PATH})
+USAGE_PATH = "/usage"
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret", STATE_PATH})
 WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
@@ -325,11 +326,8 @@ class RouterService:
         if (request.method, request.path) == ("POST", "/route"):
             answer = await self._explain_route(request.body)
         else:
-            content_type = (request.header(b"content-type") or b"").decode("latin-1")
-            asked = request.method, request.path, request.query, content_type, request.body
-            is_outsider = self._config.asks_for_keys and not is_administrator(request, self._config.admin_key)
-            answer = await self.known.answer(Question(*asked, self._is_draining, tenant, is_outsider))
-        responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
+            answer = await self.known.answer(question_of(request, self._config, self._is_draining, tenant))
+        show(answer, responder)
 
     async def _explain_route(self, body: bytes) -> Answer:
         """Return where a request with this body would go; nothing is sent."""

@@ -76,6 +76,20 @@ async def picking(
             yield picker, await exits.enter_async_context(grpc.aio.secure_channel(address, credentials))
 
 
+async def test_operators_find_the_fleet_at_a_port_of_their_own(worker, until) -> None:
+    async with worker() as one:
+        config = RouterConfig(worker_urls=(one.url,), port=0, health_interval_s=0.05, admin_key="key")
+        async with Picker(config, metrics_port=0) as picker, httpx.AsyncClient() as client:
+            at, key = f"http://127.0.0.1:{picker.metrics_port}", {"authorization": "Bearer key"}
+            await until(lambda: any(each.state == "healthy" for each in picker._router.known.fleet.workers))
+            lines = (await client.get(f"{at}/metrics")).text.splitlines()
+            assert f'kvist_router_worker_state{{state="healthy",worker="{one.url}"}} 1.0' in lines
+            assert (await client.get(f"{at}/readiness")).status_code == 200
+            assert (await client.get(f"{at}/workers")).status_code == 401
+            assert one.url in (await client.get(f"{at}/workers", headers=key)).text
+            assert (await client.get(f"{at}/nothing", headers=key)).status_code == 405
+
+
 async def ask(channel: grpc.aio.Channel, *requests: Any) -> list[Any]:
     """Send these requests of one stream, and return all that is answered."""
     async with asyncio.timeout(60):
