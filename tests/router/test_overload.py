@@ -194,7 +194,7 @@ async def test_a_worker_that_was_silent_is_used_again_soon_whatever_the_interval
     worker, router, until, monkeypatch
 ) -> None:
     monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
-    monkeypatch.setattr("kvist.router.fleet.membership.STARTING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.UNSURE_INTERVAL_S", 0.02)
     async with Stopping(worker)() as one, router(one.url, silence_timeout_s=0.1, health_interval_s=1.0) as front:
         asked = asyncio.create_task(front.complete("x"))
         await until(lambda: len(one.completions) == 1)

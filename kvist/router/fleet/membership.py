@@ -32,8 +32,8 @@ from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
 
-STARTING_INTERVAL_S = 0.5
-"""Time between checks of a worker that is not healthy, where that is less than the health interval."""
+UNSURE_INTERVAL_S = 0.5
+"""Time between checks of a worker that is not healthy, or failed the last one, where that is less than the interval."""
 
 REPORT_INTERVAL_S = 1.0
 
@@ -231,8 +231,8 @@ class Membership:
             await self._check(worker)
             self._renderings.on_health_check(worker, self._tasks)
             interval_s = self._config.health_interval_s
-            if not worker.health.is_healthy:
-                interval_s = min(interval_s, STARTING_INTERVAL_S)
+            if not worker.health.is_healthy or worker.last_failure is not None:
+                interval_s = min(interval_s, UNSURE_INTERVAL_S)
             await asyncio.sleep(interval_s)
 
     async def _attend(self, worker: Worker) -> None:

@@ -36,6 +36,13 @@ async def test_an_unhealthy_worker_gets_nothing_until_it_recovers(worker, router
         assert {(await front.complete()).headers["x-kvist-worker"] for _ in range(4)} == {sick.url, well.url}
 
 
+async def test_a_check_that_fails_is_repeated_soon(worker, router, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.fleet.membership.UNSURE_INTERVAL_S", 0.001)
+    async with worker() as sick, router(sick.url, health_interval_s=1.0, health_failures=100) as front:
+        sick.health_status = 500
+        await front.until_state(sick.url, "unhealthy")
+
+
 async def test_a_worker_that_answers_too_slowly_fails_its_check(worker, router) -> None:
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
