@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from kvist.engine.models.quantization import check_quantization
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
@@ -82,6 +83,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     eos_token_ids: frozenset[int]
     is_text_part: bool = False
+    quantization: dict[str, Any] | None = None
     num_ranks: int = 1
 
     @property
@@ -122,8 +124,9 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         raise InvalidValueError(
             "architectures", raw.get("architectures"), f"one of {sorted((*ARCHITECTURES, *_TEXT_PARTS))}"
         )
-    if (quantization := raw.get("quantization_config")) is not None:
-        raise InvalidValueError("quantization_config", quantization, "none: weights are floating-point numbers")
+    quantization = raw.pop("quantization_config", None)
+    if quantization is not None:
+        check_quantization(quantization)
     generation = model_dir / "generation_config.json"
     extra = read_json_object(generation) if generation.is_file() else {}
     if is_text_part:
@@ -131,7 +134,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     kind = getattr(transformers, architecture).config_class
     text = _made(kind, raw)
     _check_text(text)
-    return ModelConfig(architecture, text, _layers(text), _eos(raw) | _eos(extra), is_text_part)
+    return ModelConfig(architecture, text, _layers(text), _eos(raw) | _eos(extra), is_text_part, quantization)
 
 
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -155,7 +158,7 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
             if name in sizes:
                 sizes[name] = max(least, sizes[name] // num_ranks)
     text = _made(type(config.text), fields)
-    return ModelConfig(config.architecture, text, _layers(text), config.eos_token_ids, config.is_text_part, num_ranks)
+    return replace(config, text=text, layers=_layers(text), num_ranks=num_ranks)
 
 
 def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple[slice, ...]:

@@ -6,16 +6,19 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
+from kvist.engine.models.quantization import dequantize, split_name
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
 from kvist.settings import read_json_object
-from kvist.transfer.heads import Part
+from kvist.transfer.heads import WHOLE, Part
+
+Stored: TypeAlias = dict[str, tuple[Any, str]]  # the parts of a weight: in which file, under which name
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -39,14 +42,14 @@ def load_model(
     """
     with ExitStack() as opened:
         files = [opened.enter_context(_opened(path)) for path in weight_files(model_dir)]
-        stored = {ours: (file, theirs) for file in files for ours, theirs in _text_names(file.keys(), config).items()}
+        stored = _stored_parts(files, config)
         with device:
             model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
         wholes = targets if shard is None else _whole_targets(config, stored)
         missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
         for name in targets.keys() - missing:
-            _fill(name, targets[name], list(wholes[name].shape), *stored[name], shard)
+            _fill(name, targets[name], list(wholes[name].shape), stored[name], config, shard)
     if missing:
         raise InvalidValueError(f"weights in {model_dir}", f"none for {_some(missing)}", "every parameter of the model")
     unknown = {name for name in unknown if not _is_redundant(name, config)}
@@ -55,12 +58,32 @@ def load_model(
     return model
 
 
-def _fill(name: str, target: torch.Tensor, shape: list[int], file: Any, stored: str, shard: Part | None) -> None:
+def _stored_parts(files: Iterable[Any], config: ModelConfig) -> dict[str, Stored]:
+    parts: dict[str, Stored] = {}
+    for file in files:
+        for ours, theirs in _text_names(file.keys(), config).items():
+            split = (ours, "weight") if config.quantization is None else split_name(ours)
+            if split is not None:
+                parts.setdefault(split[0], {})[split[1]] = (file, theirs)
+    return parts
+
+
+def _fill(
+    name: str, target: torch.Tensor, shape: list[int], stored: Stored, config: ModelConfig, shard: Part | None
+) -> None:
     """Copy a stored weight, or a rank's part of it, into its place; `shape` is that of the whole."""
-    piece = file.get_slice(stored)
-    if piece.get_shape() != shape:
-        raise InvalidValueError(f"shape of {name}", piece.get_shape(), f"{shape} by config.json")
-    tensor = file.get_tensor(stored) if shard is None else piece[rank_slices(shape, target.shape, shard)]
+    [(file, theirs), *others] = stored.values()
+    whole: Any
+    if others:
+        parts = {part: file.get_tensor(theirs) for part, (file, theirs) in stored.items()}
+        whole = dequantize(name, parts, config.quantization or {})
+        found = list(whole.shape)
+    else:
+        whole = file.get_slice(theirs)
+        found = whole.get_shape()
+    if found != shape:
+        raise InvalidValueError(f"shape of {name}", found, f"{shape} by config.json")
+    tensor = whole[rank_slices(shape, target.shape, shard or WHOLE)]
     if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
         raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
     target.copy_(tensor)
@@ -129,6 +152,8 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Return whether some exporters store this although the configuration implies it or leaves it without a use."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.text.tie_word_embeddings):
         return True
+    if (config.quantization or {}).get("quant_method") == "gptq" and name.endswith(".bias"):
+        return True  # AutoGPTQ gives every layer one, of zeros
     in_layer = _SHARABLE.fullmatch(name)
     sharing = {str(i) for i, layer in enumerate(config.layers) if layer.kv_source is not None}
     return in_layer is not None and in_layer[1] in sharing

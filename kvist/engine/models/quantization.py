@@ -1,0 +1,140 @@
+"""Quantised weights as floating-point numbers again, in which the engine computes: they save disk space, not memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from kvist.errors import InvalidValueError
+
+Parts = dict[str, torch.Tensor]
+
+_READABLE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "awq": {"bits": (4,), "version": ("gemm",)},
+    "compressed-tensors": {"format": ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")},
+    "fbgemm_fp8": {},
+    "fp8": {},
+    "gptq": {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
+    "mxfp4": {},
+}
+"""By quant_method: what its fields may say, the first of which is the default."""
+_PARTS = {
+    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+}
+"""What a linear layer stores for its weight, or beside it."""
+_OF_ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where AutoAWQ's packing has each of eight neighbours (`packing_utils.py`)."""
+
+
+def check_quantization(quantization: Any) -> None:
+    """Raise InvalidValueError for a `quantization_config` whose weights cannot be read."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in _READABLE:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise InvalidValueError("quantization_config.quant_method", method, f"one of {[*_READABLE]}")
+    for field, readable in _READABLE[quantization["quant_method"]].items():
+        if (value := quantization.get(field, readable[0])) not in readable:
+            raise InvalidValueError(f"quantization_config.{field}", value, f"one of {[*readable]}")
+
+
+def split_name(stored: str) -> tuple[str, str] | None:
+    """Return which weight a tensor is a part of, and as what: `weight` may be all; None for scales of activations."""
+    module, _, last = stored.rpartition(".")
+    if last in _OF_ACTIVATIONS:
+        return None
+    if last in _PARTS:
+        return f"{module}.weight", last
+    for part in ("blocks", "scales"):
+        if last.endswith(f"_{part}"):
+            return stored.removesuffix(f"_{part}"), part
+    return stored, "weight"
+
+
+def dequantize(name: str, parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
+    """Return a weight from its parts: of MXFP4 in bfloat16, which holds it exactly, of others in float32.
+
+    Raises InvalidValueError when parts are missing or do not fit one another.
+    """
+    try:
+        if "blocks" in parts:
+            return convert_moe_packed_tensors(parts["blocks"], parts["scales"])
+        if "weight_packed" in parts:
+            return _unpack_compressed(parts)
+        if "qweight" in parts:
+            return _unpack_awq(parts) if quantization["quant_method"] == "awq" else _unpack_gptq(parts, quantization)
+        return _scale(parts, _block_size(quantization))
+    except (AssertionError, ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
+        expected = f"parts of one weight by {quantization['quant_method']} ({error})"
+        raise InvalidValueError(f"parts of {name}", shapes, expected) from error
+
+
+def _block_size(quantization: dict[str, Any]) -> list[int] | None:
+    groups = [each.get("weights") or {} for each in quantization.get("config_groups", {}).values()]
+    sizes = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    return next((size for size in sizes if size), None)
+
+
+def _scale(parts: Parts, block_size: Sequence[int] | None) -> torch.Tensor:
+    """Return eight-bit numbers by the scale of the tensor, of each row, or of each block, of which the last are cut."""
+    weight = parts["weight"].float()
+    scales = parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"].float()
+    scales = scales.reshape(scales.shape[0] if scales.dim() else 1, -1)
+    sizes = [
+        block if -(-whole // block) == count else whole // count
+        for whole, count, block in zip(weight.shape, scales.shape, block_size or weight.shape, strict=True)
+    ]
+
+    def spread(by_block: torch.Tensor) -> torch.Tensor:
+        by_row = by_block.repeat_interleave(sizes[0], 0)[: weight.shape[0]]
+        return by_row.repeat_interleave(sizes[1], 1)[:, : weight.shape[1]]
+
+    if "weight_zero_point" in parts:
+        weight -= spread(parts["weight_zero_point"].float().reshape(scales.shape))
+    return weight.mul_(spread(scales))
+
+
+def _unpack_compressed(parts: Parts) -> torch.Tensor:
+    rows, columns = parts["weight_shape"].tolist()
+    bits = 32 * parts["weight_packed"].shape[1] // columns
+    scales = parts["weight_scale"].float()
+    zeros: torch.Tensor | int = 2 ** (bits - 1)
+    if "weight_zero_point" in parts:
+        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :rows]
+    numbers = _unpack(parts["weight_packed"], bits)[:, :columns]
+    return _scale_groups(numbers.T, zeros, scales.T, parts.get("weight_g_idx"))
+
+
+def _unpack_awq(parts: Parts) -> torch.Tensor:
+    numbers, zeros = (_unpack(parts[name], 4, _AWQ_ORDER) for name in ("qweight", "qzeros"))
+    return _scale_groups(numbers, zeros, parts["scales"].float(), None)
+
+
+def _unpack_gptq(parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
+    bits = quantization.get("bits", 4)
+    zeros = _unpack(parts["qzeros"], bits)
+    if quantization.get("checkpoint_format", "gptq") == "gptq":
+        zeros += 1  # of old it is stored less by one
+    return _scale_groups(_unpack(parts["qweight"].T, bits).T, zeros, parts["scales"].float(), parts.get("g_idx"))
+
+
+def _unpack(packed: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the numbers in int32s, `[rows, columns]` from `[rows, columns / (32 / bits)]`, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    if order is not None:
+        shifts = shifts[order]
+    return (packed[..., None] >> shifts & 2**bits - 1).flatten(-2)
+
+
+def _scale_groups(
+    numbers: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor, group_idx: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `[num_outputs, num_inputs]` from numbers of `[num_inputs, num_outputs]` and scales by group of inputs."""
+    if group_idx is None:
+        group_idx = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+    origin = zeros[group_idx] if isinstance(zeros, torch.Tensor) else zeros
+    return ((numbers - origin) * scales[group_idx]).T
