@@ -229,6 +229,25 @@ def test_a_prompts_own_log_probabilities_are_told(post) -> None:
     assert {1} <= {entry["rank"] for each in chat["prompt_logprobs"][1:] for entry in each.values()}
 
 
+def test_what_lm_eval_asks_ranks_continuations(post) -> None:
+    """lm_eval 0.4.13, `local-completions`: a batch of token ids, read by `LocalCompletionsAPI.parse_logprobs`."""
+    context = post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False}).json()["tokens"]
+    ask = {"prompt": context, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    greedy = post(TEXT, ask).json()["choices"][0]["token_ids"]
+    prompts = [context + greedy, context + greedy[::-1], [*context, *greedy[:2], 17]]
+    sent = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    choices = post(TEXT, sent | {"echo": True}).json()["choices"]
+    ranked = []
+    for prompt, choice in zip(prompts, sorted(choices, key=lambda each: each["index"]), strict=True):
+        own, top = (choice["logprobs"][name][len(context) : -1] for name in ("token_logprobs", "top_logprobs"))
+        alone = post(TEXT, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}).json()["choices"][0]
+        expected = [entry["logprob"] for each in alone["prompt_logprobs"][len(context) :] for entry in each.values()]
+        assert own == pytest.approx(expected, abs=1e-4)
+        ranked.append((sum(own), all(one == max(best.values()) for one, best in zip(own, top, strict=True))))
+    assert [is_greedy for _, is_greedy in ranked] == [True, False, False]
+    assert max(ranked) == ranked[0]
+
+
 def test_bytes_of_a_split_character_are_its_own() -> None:
     tokenizer = ChatTokenizer.load(bundled_model_path())
     tokens = tokenizer.tokenize_text("naïve 🌞 ﷽ text", add_special_tokens=False).tolist()
