@@ -12,7 +12,7 @@ import msgspec
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
-from kvist.engine.server.tools import ToolReader
+from kvist.engine.server.tools import Reader, Reading, make_reader
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import RemotePrefill
 from kvist.openai.responses import DONE, encode_event
@@ -40,7 +40,7 @@ class Shape(ABC):
         self._heading = heading
         self._tokenizer = tokenizer
         self._job = job
-        self._readers: dict[int, ToolReader] = {}
+        self._readers: dict[int, Reader] = {}
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
@@ -58,11 +58,11 @@ class Shape(ABC):
         """Return one event of a stream."""
         return encode_event(body)
 
-    def _read(self, index: int, output: RequestOutput) -> tuple[str, list[Body]]:
-        """Return what an output adds to a choice's text and to its calls of tools."""
+    def _read(self, index: int, output: RequestOutput) -> Reading:
+        """Return what an output adds to a choice."""
         if self._job.tools is None:
-            return output.text, []
-        return self._readers.setdefault(index, ToolReader(self._job.tools)).feed(output.text, output.is_last)
+            return Reading(output.text)
+        return self._readers.setdefault(index, make_reader(self._job.tools)).feed(output.text, output.is_last)
 
     def _reason(self, index: int, output: RequestOutput) -> str | None:
         """Return why a choice ended, of its own accord to have tools called."""
@@ -153,8 +153,10 @@ class ChatShape(ChoicesShape):
         yield self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
-        text, calls = self._read(index, output)
+        text, calls, reasoning = self._read(index, output)
         message: Body = {"content": text or None if calls else text, "role": "assistant"}
+        if reasoning:
+            message["reasoning"] = reasoning
         if calls:
             message["tool_calls"] = [{key: value for key, value in call.items() if key != "index"} for call in calls]
         return {"index": index, "message": message, **self._ending(index, output), **self._token_ids(output)}
@@ -163,8 +165,8 @@ class ChatShape(ChoicesShape):
         return super().whole(outputs, usage) | self._prompt_logprobs(outputs[0])
 
     def _addition(self, index: int, output: RequestOutput) -> Body:
-        text, calls = self._read(index, output)
-        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        added = zip(("content", "tool_calls", "reasoning"), self._read(index, output), strict=True)
+        delta = {name: value for name, value in added if value}
         return {"index": index, "delta": delta, **self._ending(index, output), **self._token_ids(output)}
 
     def _ending(self, index: int, output: RequestOutput) -> Body:

@@ -145,11 +145,7 @@ class Intake:
         _check_chat(fields, request)
         params = api.decode_sampling_params(fields)
         choice = api.convert(fields, ToolChoice)
-        tools, grammar = (
-            (None, None)
-            if not request.tools and not choice.tool_choice
-            else (read_tools(choice, request, self.tokenizer.template))
-        )
+        tools, grammar = read_tools(choice, request, self.tokenizer.template)
         prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
         return await self._job(fields, request, params, (prompt,), tools, grammar)
 

@@ -18,7 +18,7 @@ class MessagesShape(TypedShape):
     _num_blocks = 0
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
-        text, calls = self._read(0, outputs[0])
+        text, calls, _ = self._read(0, outputs[0])
         content: list[Body] = [{"type": "text", "text": text}] if text or not calls else []
         content += [_tool_use(call) | {"input": _input(call)} for call in calls]
         return self._message(usage) | {"content": content, **self._stop(outputs[0])}
@@ -28,7 +28,7 @@ class MessagesShape(TypedShape):
             self._is_open = True
             message = self._message(counter.usage() | {"completion_tokens": 0})
             yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None}}
-        text, calls = self._read(index, output)
+        text, calls, _ = self._read(index, output)
         if text:
             if self._block != "text":
                 yield from self._open_block("text", {"type": "text", "text": ""})

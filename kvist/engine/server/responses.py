@@ -21,7 +21,7 @@ class ResponsesShape(TypedShape):
         self._num_events = 0
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
-        text, calls = self._read(0, outputs[0])
+        text, calls, _ = self._read(0, outputs[0])
         items = [self._text_item(text)] if text or not calls else []
         return self._response(self._status(outputs[0]), items + [_call_item(call) for call in calls], usage)
 
@@ -34,7 +34,7 @@ class ResponsesShape(TypedShape):
             self._is_open = True
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response({"status": "in_progress"}, [], None)}
-        text, calls = self._read(index, output)
+        text, calls, _ = self._read(index, output)
         if text:
             if self._block != "text":
                 yield from self._open_block("text", self._text_item("") | {"content": [], "status": "in_progress"})

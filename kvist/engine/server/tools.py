@@ -1,7 +1,8 @@
 """Calls of tools: which a request may have, and those that an answer makes, whole or as they come.
 
 Models spell calls as their templates do: Qwen and Hermes in `<tool_call>` tags, Mistral behind `[TOOL_CALLS]`, Llama as
-JSON alone. Where a call is required or named, the output follows a grammar instead, whatever the model.
+JSON alone, Gemma 4 and FunctionGemma in tags with quotes of their own, gpt-oss in channels (harmony), which reasoning
+has too. Where a call is required or named, the output follows a grammar instead, whatever the model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,22 +26,42 @@ from kvist.openai.requests import ChatCompletionRequest, Fields
 Body = dict[str, Any]
 
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[ARGS\])?(?=\{)")
+_QUOTED_CALL = re.compile(r"call:([\w.-]+)(\{.*?\})(?=<tool_call\|>|<end_function_call>)", re.DOTALL)
+_HEADER_MARKS = ("<|channel|>", "<|start|>", " to=")
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_MESSAGE_END = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
+_RECIPIENT = re.compile(r" to=(?:functions\.)?([\w.-]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a model spells calls: behind `begin`, with what `between` matches around each; or in place of any text."""
+    """How a model spells calls: behind `begin`, with what `between` matches around each; or in place of any text.
+
+    `quote` stands on both sides of a string where arguments are not JSON.
+    """
 
     begin: str
     between: re.Pattern[str]
     has_special_tokens: bool = False
     is_alone: bool = False
+    quote: str | None = None
 
 
+_HARMONY = ToolSyntax("<|channel|>", re.compile(""), has_special_tokens=True)
 _REQUIRED = ToolSyntax("", re.compile(r"[\s,\[\]]*"))
 _SYNTAXES = {
     "<tool_call>": ToolSyntax("<tool_call>", re.compile(r"(?:\s|</?tool_call>)*")),
     "[TOOL_CALLS]": ToolSyntax("[TOOL_CALLS]", re.compile(r"(?:\[TOOL_CALLS\]|[\s,\[\]])*"), has_special_tokens=True),
+    "<|tool_call>": ToolSyntax(
+        "<|tool_call>", re.compile(r"(?:\s|<\|tool_call>|<tool_call\|>)*"), has_special_tokens=True, quote='<|"|>'
+    ),
+    "<start_function_call>": ToolSyntax(
+        "<start_function_call>",
+        re.compile(r"(?:\s|<(?:start|end)_function_call>)*"),
+        has_special_tokens=True,
+        quote="<escape>",
+    ),
+    "<|channel|>": _HARMONY,
     "<|python_tag|>": ToolSyntax('{"name":', re.compile(r"[\s;]*"), is_alone=True),
 }
 """By what the templates of their models have."""
@@ -57,6 +80,15 @@ class ToolRules(NamedTuple):
     syntax: ToolSyntax | None
     name: str | None
     is_parallel: bool
+    has_tools: bool = True
+
+
+class Reading(NamedTuple):
+    """What a piece of an output adds to its text, to its calls, as a chat's chunk has them, and to its reasoning."""
+
+    text: str = ""
+    calls: Sequence[Body] = ()
+    reasoning: str = ""
 
 
 def read_tools(
@@ -80,9 +112,10 @@ def read_tools(
         grammar = _grammar({"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most})
         return ToolRules(_REQUIRED, None, choice.parallel_tool_calls), grammar
     syntax = next((each for mark, each in _SYNTAXES.items() if mark in template.source), None)
-    if wanted == "none" or not functions or syntax is None:
+    has_tools = wanted != "none" and bool(functions)
+    if syntax is None or not (has_tools or syntax is _HARMONY):
         return None, None
-    return ToolRules(syntax, None, choice.parallel_tool_calls), None
+    return ToolRules(syntax, None, choice.parallel_tool_calls, has_tools), None
 
 
 def _function(tool: Fields) -> Fields:
@@ -105,26 +138,95 @@ def _grammar(schema: Fields) -> Grammar:
     return Grammar("tool_choice", "json_schema", msgspec.json.encode(schema).decode(), is_compact=True)
 
 
-class ToolReader:
-    """Finds calls in one output as it comes. What turns out to be none is text after all, at the output's end."""
+def make_reader(rules: ToolRules) -> Reader:
+    """Return what reads one output."""
+    return (HarmonyReader if rules.syntax is _HARMONY else ToolReader)(rules)
+
+
+class Reader(ABC):
+    """Reads one output as it comes."""
 
     def __init__(self, rules: ToolRules) -> None:
         self._rules = rules
         self._held = ""
-        self._is_in_calls = False
-        self._decoder = json.JSONDecoder()
-        self._has_said = False
         self.num_calls = 0
+
+    @abstractmethod
+    def feed(self, text: str, is_last: bool) -> Reading:
+        """Return what the next piece adds."""
 
     @property
     def has_called(self) -> bool:
         """Return whether the output made a call of its own accord."""
         return self.num_calls > 0 and self._rules.name is None
 
-    def feed(self, text: str, is_last: bool) -> tuple[str, list[Body]]:
-        """Return what of the output is text, and what it adds to calls, as a chat's chunk has them."""
+    def _body(self, name: str, arguments: str) -> Body:
+        self.num_calls += 1
+        about = {"index": self.num_calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return about | {"function": {"name": name, "arguments": arguments}}
+
+
+class HarmonyReader(Reader):
+    """Reads gpt-oss's messages, each a header and a body: the channel says whether it is text, and ` to=` a call.
+
+    What has no header is text: a structured output. The format is openai/harmony's `docs/format.md`.
+    """
+
+    _header: str | None = None
+    _is_first = True
+
+    def feed(self, text: str, is_last: bool) -> Reading:
+        self._held += text
+        said, reasoning, calls = "", "", []
+        while self._read_header(is_last):
+            assert self._header is not None
+            end = _MESSAGE_END.search(self._held)
+            num_held = 0 if is_last else max(held_for(self._held, mark) for mark in _MESSAGE_ENDS)
+            body = self._held[: len(self._held) - num_held if end is None else end.start()]
+            recipient = _RECIPIENT.search(self._header)
+            if recipient is not None and self._rules.has_tools:
+                if end is None and not is_last:
+                    break
+                if not _is_json(body):
+                    said += body
+                elif self._rules.is_parallel or not self.num_calls:
+                    calls.append(self._body(recipient[1], body.strip()))
+            elif "analysis" in self._header:
+                reasoning += body
+            else:
+                said += body
+            self._held = self._held[len(body) if end is None else end.end() :]
+            if end is None:
+                break
+            self._header = None
+        return Reading(said, calls, reasoning)
+
+    def _read_header(self, is_last: bool) -> bool:
+        """Return whether the message that is held is known to begin, and take its header."""
+        if self._header is None:
+            held = self._held
+            if self._is_first and not any(
+                held.startswith(mark) or (not is_last and mark.startswith(held)) for mark in _HEADER_MARKS
+            ):
+                self._header = ""
+            elif "<|message|>" in held:
+                self._header, _, self._held = held.partition("<|message|>")
+            self._is_first = self._is_first and self._header is None
+        return self._header is not None
+
+
+class ToolReader(Reader):
+    """Finds calls in one output. What turns out to be none is text after all, at the output's end."""
+
+    def __init__(self, rules: ToolRules) -> None:
+        super().__init__(rules)
+        self._is_in_calls = False
+        self._decoder = json.JSONDecoder()
+        self._has_said = False
+
+    def feed(self, text: str, is_last: bool) -> Reading:
         if self._rules.name is not None:
-            return "", self._arguments(self._rules.name, text)
+            return Reading("", self._arguments(self._rules.name, text))
         syntax = self._rules.syntax
         assert syntax is not None
         self._held += text
@@ -139,7 +241,7 @@ class ToolReader:
         calls = self._take_calls(syntax) if self._is_in_calls else []
         if is_last and not self.num_calls:
             said, self._held = said + self._held, ""
-        return said, calls
+        return Reading(said, calls)
 
     def _arguments(self, name: str, text: str) -> list[Body]:
         if self.num_calls:
@@ -151,6 +253,8 @@ class ToolReader:
         calls = []
         while True:
             rest = self._held[syntax.between.match(self._held).end() :]  # type: ignore[union-attr]
+            if syntax.quote is not None and (quoted := _QUOTED_CALL.match(rest)):
+                rest = f"{quoted[1]}{_as_json(quoted[2], syntax.quote)}{rest[quoted.end() :]}"
             named = _NAMED_CALL.match(rest)
             try:
                 found, end = self._decoder.raw_decode(rest, named.end() if named else 0)
@@ -167,7 +271,22 @@ class ToolReader:
                 calls.append(self._body(found["name"], spelt))
         return calls
 
-    def _body(self, name: str, arguments: str) -> Body:
-        self.num_calls += 1
-        about = {"index": self.num_calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        return about | {"function": {"name": name, "arguments": arguments}}
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_json(arguments: str, quote: str) -> str:
+    """Return arguments as JSON: quoted strings, keys and what else is no number, true, false or null become strings."""
+    mark = re.escape(quote)
+
+    def spell(found: re.Match[str]) -> str:
+        quoted, bare, colon = found.groups(default="")
+        return bare if bare and not colon and _is_json(bare) else json.dumps(bare.strip() or quoted) + colon
+
+    pattern = rf"{mark}(.*?){mark}|([^\s{{}}\[\],:<][^{{}}\[\],:<]*)(:?)"
+    return re.sub(pattern, spell, arguments, flags=re.DOTALL)

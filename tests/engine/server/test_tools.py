@@ -10,10 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from kvist.engine.server.tools import ToolChoice, ToolReader, read_tools
+from kvist.engine.request import RequestOutput
+from kvist.engine.server.answers import ChatShape, Heading
+from kvist.engine.server.intake import AnswerOptions, Job
+from kvist.engine.server.tools import Reader, ToolChoice, make_reader, read_tools
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest
+from kvist.openai.requests import ChatCompletionRequest, SamplingParams, StreamOptions
 
 CHAT = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "What is the weather?"}]
@@ -24,6 +27,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 HERMES, MISTRAL, LLAMA = "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+GEMMA, FUNCTION_GEMMA, HARMONY = "<|tool_call>", "<start_function_call>", "<|channel|>"
 OSLO, NOW = ("weather", {"city": "Oslo"}), ("now", {})
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 SAID: list[tuple[str, str, str, list[Any]]] = [
@@ -43,19 +47,53 @@ SAID: list[tuple[str, str, str, list[Any]]] = [
     (MISTRAL, 'Well.[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', "Well.", [OSLO]),
     (LLAMA, '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "now", "parameters": {}}', "", [OSLO, NOW]),
     (LLAMA, 'In JSON: {"name": "weather"}', 'In JSON: {"name": "weather"}', []),
+    (
+        GEMMA,
+        'Well.<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        "Well.",
+        [OSLO, NOW],
+    ),
+    (
+        GEMMA,
+        '<|tool_call>call:f-1{a:[1,-2.5e3,true,null,<|"|>{a:"}, b<|"|>],b:{c:bare word,<|"|>d e<|"|>:{}}}<tool_call|>',
+        "",
+        [("f-1", {"a": [1, -2500.0, True, None, '{a:"}, b'], "b": {"c": "bare word", "d e": {}}})],
+    ),
+    (GEMMA, '<|tool_call>call:weather{city:<|"|>Os', '<|tool_call>call:weather{city:<|"|>Os', []),
+    (GEMMA, "<|tool_call>call:weather{a:}<tool_call|>", "<|tool_call>call:weather{a:}<tool_call|>", []),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>",
+        "",
+        [OSLO],
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see."
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Oslo"}<|call|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}',
+        "Let me see.",
+        [OSLO, NOW],
+    ),
+    (HARMONY, " to=functions.now<|channel|>commentary json<|message|>{}<|call|>", "", [NOW]),
+    (HARMONY, '<|channel|>commentary to=functions.now<|message|>{"a', '{"a', []),
+    (HARMONY, "<|channel|>final<|message|>a < b, a <| b <|return|>", "a < b, a <| b ", []),
+    (HARMONY, "<|channel|>final", "", []),
+    (HARMONY, ' to{"structured": 1}', ' to{"structured": 1}', []),
+    (HARMONY, " t", " t", []),
 ]
 
 
-def rules(mark: str, **choice: Any):
+def rules(mark: str, tools: list[dict[str, Any]] | None = TOOLS, **choice: Any):
     template = ChatTemplate(mark, {})
-    request = ChatCompletionRequest(messages=QUESTION, tools=TOOLS)
+    request = ChatCompletionRequest(messages=QUESTION, tools=tools)
     return read_tools(ToolChoice(**choice), request, template)[0]
 
 
-def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[Any]]:
+def read(reader: Reader, pieces: list[str]) -> tuple[str, list[Any]]:
     text, calls = "", []
     for i, piece in enumerate(pieces):
-        said, added = reader.feed(piece, i == len(pieces) - 1)
+        said, added, _ = reader.feed(piece, i == len(pieces) - 1)
         text += said
         calls += added
     assert [call["index"] for call in calls] == list(range(len(calls)))
@@ -65,16 +103,40 @@ def read(reader: ToolReader, pieces: list[str]) -> tuple[str, list[Any]]:
 
 @pytest.mark.parametrize(("mark", "output", "text", "calls"), SAID)
 def test_calls_are_found_however_the_output_is_cut(mark: str, output: str, text: str, calls: list[Any]) -> None:
-    assert read(ToolReader(rules(mark)), [output]) == (text, calls)
+    assert read(make_reader(rules(mark)), [output]) == (text, calls)
     rng = random.Random(output)
     for _ in range(50):
         cuts = sorted(rng.choices(range(len(output) + 1), k=rng.randint(1, 12)))
         pieces = [output[a:b] for a, b in zip([0, *cuts], [*cuts, len(output)], strict=True)]
-        assert read(ToolReader(rules(mark)), pieces) == (text, calls)
+        assert read(make_reader(rules(mark)), pieces) == (text, calls)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+async def test_what_gpt_oss_thinks_is_told_apart_whole_and_in_a_stream(tools: list[dict[str, Any]] | None) -> None:
+    found = rules(HARMONY, tools)
+    text = "<|channel|>analysis<|message|>Hm. Well.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    job = Job(([1],), SamplingParams(), AnswerOptions(), None, None, True, StreamOptions(), tools=found)
+
+    def shape() -> ChatShape:
+        return ChatShape(Heading("id", 0, "m"), None, job)  # type: ignore[arg-type]
+
+    whole = shape()._choice(0, RequestOutput("a", (5,), text, finish_reason="stop"))
+    assert whole["message"] == {"role": "assistant", "content": "Yes.", "reasoning": "Hm. Well."}
+    stream, deltas = shape(), []
+    for i in range(0, len(text), 5):
+        reason = "stop" if i + 5 >= len(text) else None
+        deltas.append(stream._addition(0, RequestOutput("a", (5,), text[i : i + 5], finish_reason=reason))["delta"])
+    for name, expected in (("content", "Yes."), ("reasoning", "Hm. Well.")):
+        assert "".join(delta.get(name, "") for delta in deltas) == expected
+
+
+def test_without_tools_a_call_of_gpt_oss_is_text() -> None:
+    output = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+    assert read(make_reader(rules(HARMONY, None)), [output]) == ("{}", [])
 
 
 def test_one_call_alone_where_they_may_not_be_parallel() -> None:
-    reader = ToolReader(rules(HERMES, parallel_tool_calls=False))
+    reader = make_reader(rules(HERMES, parallel_tool_calls=False))
     assert read(reader, [f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"]) == ("", [OSLO])
 
 
