@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, ReplayRequest, Subscription
-from kvist.events.transports.base import Direct
 
 TICK_S = 0.2
 """How often those who wait for a message are looked at: questions fall due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
-FEW_MESSAGES = 8
-"""So few are taken where they arrive whatever else goes on: a quiet stream does not wait for a flood beside it."""
-LOOK_S = 0.01
-"""How often, at most, it is looked for questions while messages come that are taken where they arrive."""
 SLICE_S = 0.0002
 """How long one turn is, but for the piece of work that ends it."""
+PAUSE_S = 0.0002
+"""After so long without a turn sockets were looked at, so that the next begins without waiting for that."""
 SLICE_SHARE = 1.0
 """A turn may be as long as all others had just before it, times this: where 64 chats fill each turn of the event loop,
 0.2 ms between two of them let events come 40 s late, and ever later (2026-11-23)."""
@@ -43,7 +40,7 @@ class Follower(Protocol):
     """Decides what becomes of one subscription's messages."""
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take one receive's messages, a `MessageBlock` for this call alone; yields wherever others may have a turn."""
+        """Take one receive's messages, maybe a `MessageBlock`; yields wherever others may have a turn."""
 
     def on_reconnect(self, now_s: float) -> None:
         """Take note that a peer connected; what comes next may be another process's."""
@@ -67,32 +64,10 @@ class Turns:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()  # which who waited longest gets
         self._ends_at_s = 0.0
-        self._is_over = False
-
-    def begin(self, *, is_small: bool) -> float | None:
-        """Return until when work can be done on the spot, None if that must wait for a turn, in `run_in_turns`.
-
-        To be called when a socket was found ready; those who are called after the same look share one turn. What is
-        small, less work than handing it over, is done whatever else goes on.
-        """
-        now_s = time.monotonic()
-        if self._is_over or self._turn.locked():
-            return now_s + SLICE_S if is_small else None
-        if now_s >= self._ends_at_s:
-            self._ends_at_s = now_s + SLICE_S
-        return self._ends_at_s
-
-    def is_over(self, ends_at_s: float) -> bool:
-        """Return whether work on the spot that was to last until then must stop: what is left is to be worked off."""
-        if time.monotonic() < ends_at_s:
-            return False
-        self._is_over = True  # until somebody was served, and so all sockets were looked at
-        return True
 
     async def run_in_turns(self, pieces: Iterator[None]) -> None:
         """Return once all pieces are done, in turns with those of others; an error in one of them is raised."""
-        is_mine = not (self._is_over or self._turn.locked()) and time.monotonic() < self._ends_at_s
-        if is_mine and self._is_finished(pieces):  # in what is left of this turn, without waiting for another
+        if self._is_on_the_spot() and self._is_finished(pieces):
             return
         while True:
             async with self._turn:
@@ -100,11 +75,20 @@ class Turns:
                 # looked.
                 begins_at_s = time.monotonic()
                 await asyncio.sleep(0)
-                self._is_over, now_s = False, time.monotonic()
+                now_s = time.monotonic()
                 self._ends_at_s = now_s + max(SLICE_S, SLICE_SHARE * (now_s - begins_at_s))
                 if self._is_finished(pieces):
                     return
             await asyncio.sleep(0)
+
+    def _is_on_the_spot(self) -> bool:
+        """Return whether work may begin without waiting: in what is left of a turn, or long after the last one."""
+        if self._turn.locked():
+            return False
+        now_s = time.monotonic()
+        if now_s >= self._ends_at_s + PAUSE_S:
+            self._ends_at_s = now_s + SLICE_S
+        return now_s < self._ends_at_s
 
     def _is_finished(self, pieces: Iterator[None]) -> bool:
         """Do pieces, one at least, until the turn is over; return whether those were all."""
@@ -155,36 +139,27 @@ async def follow(
     Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
     first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
     """
-    following = _Following(subscription, follower, clock, ticker.turns, num_connects)
-    if isinstance(subscription, Direct):
-        subscription.deliver_with(following.deliver)
-    try:
-        while True:
-            messages = await ticker.receive(subscription, following.is_due)
-            await ticker.turns.run_in_turns(following.drain(messages))
-            for question in follower.questions(clock()):
-                is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
-                async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
-                    answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                    question = question._replace(is_caught_up=subscription.is_caught_up)
-                    await ticker.turns.run_in_turns(follower.on_answer(question, answer, clock()))
-    finally:
-        if isinstance(subscription, Direct):
-            subscription.deliver_with(None)
+    following = _Following(subscription, follower, clock, num_connects)
+    while True:
+        messages = await ticker.receive(subscription, following.is_due)
+        await ticker.turns.run_in_turns(following.apply(messages))
+        for question in follower.questions(clock()):
+            is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
+            async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
+                answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                question = question._replace(is_caught_up=subscription.is_caught_up)
+                await ticker.turns.run_in_turns(follower.on_answer(question, answer, clock()))
 
 
 @dataclass(slots=True, eq=False)
 class _Following:
-    """What becomes of the messages of one subscription, whether they are taken where they arrive or received."""
+    """What becomes of what one subscription brings."""
 
     subscription: Subscription
     follower: Follower
     clock: Callable[[], float]
-    turns: Turns
     num_connects: int
     _has_departed: bool = False
-    _begun: Iterable[None] = ()
-    _look_at_s: float = 0.0
 
     def is_due(self) -> bool:
         subscription = self.subscription
@@ -192,35 +167,8 @@ class _Following:
             return True
         return bool(self.follower.questions(self.clock()))
 
-    def deliver(self, messages: Sequence[Message]) -> bool:
-        """Take messages where they arrive; return whether nothing is left to do, be it with them or questions.
-
-        That spares a message of its own two turns of the event loop, half of what it costs. Whoever follows does the
-        rest, as `drain` tells; and there an error is raised, too, since nobody listens here.
-        """
-        ends_at_s = self.turns.begin(is_small=len(messages) <= FEW_MESSAGES)
-        begun = self._begun = self._apply(messages)
-        if ends_at_s is None:
-            return False
-        try:
-            for _ in begun:
-                if self.turns.is_over(ends_at_s):
-                    return False
-        except Exception as error:  # noqa: BLE001 - it is raised again
-            self._begun = _raising(error)
-            return False
-        now_s = self.clock()
-        if now_s < self._look_at_s:
-            return True
-        self._look_at_s = now_s + LOOK_S
-        return not self.follower.questions(now_s)
-
-    def drain(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Take what was received, behind what is left of what was taken before; yields wherever others may go on."""
-        yield from self._begun
-        yield from self._apply(messages)
-
-    def _apply(self, messages: Sequence[Message]) -> Iterator[None]:
+    def apply(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Take what was received; yields wherever others may go on."""
         if self.subscription.num_connects > self.num_connects:
             self.num_connects = self.subscription.num_connects
             self.follower.on_reconnect(self.clock())
@@ -237,8 +185,3 @@ def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:
             del waiting[is_due]
             wait.reschedule(0.0)
         yield
-
-
-def _raising(error: Exception) -> Iterator[None]:
-    yield
-    raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -32,34 +32,6 @@ class FakeSubscription:
         self.asked.append(request)
         await self.may_answer.wait()
         return self.answer
-
-
-class DirectSubscription(FakeSubscription):
-    """A subscription whose messages can be taken where they arrive, by a call of `arrive`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.take: Callable[[Sequence[Message]], bool] | None = None
-        self.is_waited_for = False
-
-    def deliver_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
-        self.take = take
-
-    async def receive(self) -> list[Message]:
-        self.is_waited_for = True
-        try:
-            return await super().receive()
-        finally:
-            self.is_waited_for = False
-
-    def arrive(self, *messages: Message) -> bool:
-        assert self.is_waited_for
-        assert self.take is not None
-        is_done = self.take(messages)
-        if not is_done:
-            self.is_waited_for = False
-            self.inbox.put_nowait([])
-        return is_done
 
 
 class Recorder:
@@ -312,62 +284,3 @@ async def test_a_long_drain_gives_others_a_turn(start_following, monkeypatch):
         await asyncio.sleep(0)
         seen.append(len(recorder.log))
     assert len(set(seen)) >= 100
-
-
-# Messages that are taken where they arrive.
-
-
-@pytest.fixture
-async def direct(start_following, until):
-    """Return a subscription and its follower, which waits for messages."""
-    subscription, recorder = DirectSubscription(), Recorder()
-    subscription.task = start_following(subscription, recorder)
-    await until(lambda: subscription.is_waited_for)
-    return subscription, recorder
-
-
-async def test_messages_are_taken_where_they_arrive_while_the_receive_goes_on(direct):
-    subscription, recorder = direct
-    for number in range(10):
-        assert subscription.arrive(message(number))
-    assert recorder.log == [(number, 7.0) for number in range(10)]
-    assert subscription.num_receives == 1
-
-
-async def test_a_connection_is_told_before_what_arrived_with_it(direct):
-    subscription, recorder = direct
-    subscription.num_connects = 1
-    assert subscription.arrive(message(0))
-    assert recorder.log == ["connected", (0, 7.0)]
-
-
-async def test_what_takes_longer_than_a_turn_goes_on_in_turns_before_anything_else(direct, until, monkeypatch):
-    monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
-    monkeypatch.setattr("kvist.events.follow.SLICE_SHARE", 0.0)
-    subscription, recorder = direct
-    assert not subscription.arrive(*(message(number) for number in range(20)))
-    assert recorder.log == [(0, 7.0)]
-    subscription.inbox.put_nowait([message(20)])
-    await until(lambda: recorder.log == [(number, 7.0) for number in range(21)])
-
-
-async def test_a_question_that_what_arrives_raises_is_asked(direct, until):
-    subscription, recorder = direct
-    subscription.may_answer.set()
-    recorder.due = [Question(ReplayRequest(b"t", 3), rank=9)]
-    assert not subscription.arrive(message(5))
-    await until(lambda: recorder.log == [(5, 7.0), "answered 9"])
-
-
-async def test_an_error_where_messages_arrive_ends_the_following_and_not_who_brought_them(until):
-    class Broken(Recorder):
-        def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-            raise ZeroDivisionError
-
-    subscription = DirectSubscription()
-    following = follow(subscription, Broken(), clock=lambda: 7.0, ticker=Ticker(), replay_gate=asyncio.Semaphore())
-    task = asyncio.create_task(following)
-    await until(lambda: subscription.is_waited_for)
-    assert not subscription.arrive(message(0))
-    with pytest.raises(ZeroDivisionError):
-        await task

@@ -114,21 +114,6 @@ async def test_an_error_in_a_piece_is_raised_where_it_is_waited_for_and_nowhere_
     assert log == ["a0", "a1", "a2"]
 
 
-@pytest.mark.usefixtures("endless")
-async def test_work_on_the_spot_that_is_over_lets_the_next_wait_unless_it_is_small():
-    turns, log = Turns(), []
-    ends_at_s = turns.begin(is_small=False)
-    assert ends_at_s is not None
-    assert turns.begin(is_small=False) == ends_at_s, "they share a turn"
-    assert not turns.is_over(ends_at_s)
-    assert turns.is_over(0.0)
-    assert turns.begin(is_small=False) is None
-    assert turns.begin(is_small=True) is not None
-    await turns.run_in_turns(work(log, "a", 2))
-    assert log == ["a0", "a1"]
-    assert turns.begin(is_small=False) is not None
-
-
 @pytest.mark.usefixtures("no_time")
 async def test_work_that_ends_its_own_waiter_leaves_the_turns_to_others():
     turns, log = Turns(), []

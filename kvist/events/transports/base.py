@@ -13,8 +13,8 @@ Delivery contract, the same for every transport
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 
 class Message(NamedTuple):
@@ -113,23 +113,11 @@ class Subscription(Protocol):
         """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
         None are returned, at once, to tell that `is_peer_gone` has become true.
-        They may be a `MessageBlock`, which is valid until the next `receive`. Cancelling loses no message.
+        They may be a `MessageBlock`. Cancelling loses no message.
         """
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Return the publisher's answer, oldest first; None when it cannot be asked, or is silent for `timeout_s`."""
-
-
-@runtime_checkable
-class Direct(Protocol):
-    """A subscription that can have messages taken where they arrive, without waking who waits for them."""
-
-    def deliver_with(self, deliver: Callable[[Sequence[Message]], bool] | None) -> None:
-        """Call `deliver` with what arrives while somebody waits in `receive`, until this is called with None.
-
-        It returns whether it is done with the messages. If not, they are valid until the next `receive`, and the one
-        that was waited in returns without any, for whoever delivers goes on by itself. `deliver` never raises.
-        """
 
 
 MAX_MESSAGE_BYTES = 64 << 20

@@ -74,9 +74,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._rng = random.Random(plan.seed)
         settings = plan.settings
-        self._network = Network(
-            self._rng, self.tally.faults, is_direct=settings["is_direct"], in_blocks=settings["in_blocks"]
-        )
+        self._network = Network(self._rng, self.tally.faults, in_blocks=settings["in_blocks"])
         self.workers = [self._new_worker(number, kind) for number, kind in enumerate(plan.kinds)]
         for link in self._network.links.values():
             link.tells_departure = settings["tells_departure"]

@@ -57,7 +57,6 @@ def plan_of(seed: int, kinds: tuple[str, ...] = ("embedded",)) -> Plan:
         "num_ranks": rng.choice((1, 1, 2)),
         "has_groups": rng.random() < 0.3,
         "has_created": rng.random() < 0.7,
-        "is_direct": rng.random() < 0.5,
         "in_blocks": rng.random() < 0.5,
         "tells_departure": rng.random() < 0.3,
         "queue_capacity": rng.choice((3, 20, 10_000)),

@@ -180,24 +180,20 @@ class WirePublication:
 
 
 class WireSubscription:
-    """A subscriber's end of a link. `is_direct`: messages are taken where they arrive, as over a plain TCP socket."""
+    """A subscriber's end of a link."""
 
     num_malformed = 0
     problem: str | None = None
 
-    def __init__(self, link: Link, *, is_direct: bool, in_blocks: bool) -> None:
+    def __init__(self, link: Link, *, in_blocks: bool) -> None:
         self.num_connects = 0
         self.has_yet_to_connect = False
         self.is_peer_gone = False
         self._link = link
-        self._is_direct = is_direct
         self._in_blocks = in_blocks
         self._queue: deque[Message] = deque()
-        self._take: Callable[[Sequence[Message]], bool] | None = None
-        self._waiter: asyncio.Future[bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._is_stalled = False
-        if is_direct:
-            self.deliver_with = self._take_with
 
     @property
     def is_caught_up(self) -> bool:
@@ -245,11 +241,6 @@ class WireSubscription:
         if len(self._queue) >= self._link.queue_capacity:
             self._link.faults["lost by a slow subscriber"] += 1
             return
-        is_waiting = self._waiter is not None and not self._waiter.done()
-        if self._take is not None and is_waiting and not self._queue and not self._is_stalled:
-            if not self._take(self._block([message])):
-                self._wake(has_messages=False)
-            return
         self._queue.append(message)
         if not self._is_stalled:
             self._wake()
@@ -258,8 +249,7 @@ class WireSubscription:
         while not self._queue or self._is_stalled:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
-                if not await self._waiter:
-                    return NOTHING
+                await self._waiter
             finally:
                 self._waiter = None
             if self.is_peer_gone and not self._queue:
@@ -319,24 +309,20 @@ class WireSubscription:
             answer[idx] = answer[idx]._replace(payload=_garbled(answer[idx].payload, rng))
         return answer
 
-    def _take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
-        self._take = take
-
     def _block(self, messages: list[Message]) -> Sequence[Message]:
         return MessageBlock.of(messages) if self._in_blocks else messages
 
-    def _wake(self, *, has_messages: bool = True) -> None:
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(has_messages)
+            self._waiter.set_result(None)
 
 
 class Network:
     """All links, by address; hands out subscriptions in place of `open_subscription`."""
 
-    def __init__(self, rng: random.Random, faults: Counter[str], *, is_direct: bool, in_blocks: bool) -> None:
+    def __init__(self, rng: random.Random, faults: Counter[str], *, in_blocks: bool) -> None:
         self._rng = rng
         self._faults = faults
-        self._is_direct = is_direct
         self._in_blocks = in_blocks
         self.links: dict[str, Link] = {}
 
@@ -346,4 +332,4 @@ class Network:
         return self.links[address]
 
     def open_subscription(self, endpoint: Endpoint, *_: object) -> WireSubscription:
-        return WireSubscription(self.link(endpoint.address), is_direct=self._is_direct, in_blocks=self._in_blocks)
+        return WireSubscription(self.link(endpoint.address), in_blocks=self._in_blocks)

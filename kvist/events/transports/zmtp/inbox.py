@@ -20,14 +20,14 @@ MIN_READ_BYTES = 16 << 10
 class Inbox:
     """A buffer `[messages in the table | not split yet, from begin to end | room]`.
 
-    Messages never move once they are in the table. Taken, they leave with the memory that they are in; what is not
-    split moves to other memory.
+    Messages do not move while they are in the table. Taken, they are copied, and what is not split moves up.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """Hold messages up to almost `max_bytes`, each, commands between their frames included."""
         self._max_bytes = max_bytes
-        self.capacity = self.num_messages = self.begin = self.end = 0
+        self._table = np.empty((MAX_DRAIN, 5), np.int64)
+        self.num_messages = self.begin = self.end = 0
         self._use_new_memory(CAPACITY_BYTES)
 
     @property
@@ -47,8 +47,6 @@ class Inbox:
 
     def space(self) -> memoryview:
         """Return where to read into, unless it is full; raises PeerError when a message does not fit."""
-        if self.end == 0:
-            return self._whole
         if self.num_messages == 0:
             num_bytes = self.end - self.begin
             if self.capacity - num_bytes < MIN_READ_BYTES and self.capacity < self._max_bytes:
@@ -65,23 +63,15 @@ class Inbox:
         self.num_messages += num_messages
         self.begin = begin
 
-    def block(self) -> MessageBlock:
-        """Return the messages that are here, valid until they are dropped."""
-        if self.num_messages == 1:
-            return self._one_message
-        return MessageBlock(self.buffer, self._table[: self.num_messages])
-
-    def drop(self) -> None:
-        """Forget the messages that are here."""
-        self.num_messages = 0
-        if self.begin == self.end:
-            self.begin = self.end = 0
-
     def take(self) -> MessageBlock:
-        """Return the messages that are here, with their memory."""
-        block, num_rest_bytes = self.block(), self.end - self.begin
-        capacity = CAPACITY_BYTES if num_rest_bytes <= CAPACITY_BYTES // 2 else self.capacity
-        self._use_new_memory(capacity, self._view[self.begin : self.end])
+        """Return the messages that are here, which leave."""
+        block = MessageBlock(self.buffer[: self.begin + PADDING_BYTES], self._table[: self.num_messages].copy())
+        num_rest_bytes = self.end - self.begin
+        if self.capacity > CAPACITY_BYTES >= 2 * num_rest_bytes:
+            self._use_new_memory(CAPACITY_BYTES, self._view[self.begin : self.end])
+        else:
+            self.buffer.move(0, self.begin, num_rest_bytes)
+            self.num_messages, self.begin, self.end = 0, 0, num_rest_bytes
         return block
 
     def reset(self) -> None:
@@ -91,7 +81,7 @@ class Inbox:
             self._use_new_memory(CAPACITY_BYTES)
 
     def close(self) -> None:
-        """Give all memory back; a block that is out keeps its own."""
+        """Give all memory back."""
         self._use_new_memory(0)
 
     def _use_new_memory(self, capacity: int, rest: bytes | memoryview = b"") -> None:
@@ -101,7 +91,4 @@ class Inbox:
         self.buffer = mmap.mmap(-1, capacity + PADDING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self.buffer)
         self._view[: len(rest)] = rest
-        self._whole = self._view[:capacity]
-        self._table = np.empty((MAX_DRAIN, 5), np.int64)
-        self._one_message = MessageBlock(self.buffer, self._table[:1])
         self.num_messages, self.begin, self.end = 0, 0, len(rest)

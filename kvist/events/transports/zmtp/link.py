@@ -134,10 +134,10 @@ class Link:
         connection: Connection,
         inbox: Inbox,
         malformed: MalformedCounter,
-        on_messages: Callable[[], bool],
+        on_messages: Callable[[], None],
         patience_s: float = 0.0,
     ) -> None:
-        """Own the socket, greet, and call `on_messages` whenever there is something to take; it says if it took it.
+        """Own the socket, greet, and call `on_messages` whenever there is something to take.
 
         With patience, a message may wait so long for others, at any rate.
         """
@@ -224,19 +224,17 @@ class Link:
             )
 
     def _advance(self) -> None:
-        """Split what is in the inbox, have it taken, answer, and find room for more."""
+        """Split what is in the inbox, tell of it, answer, and find room for more."""
         if self.is_left:
             return
         try:
             self._connection.advance()
-            while self._inbox.num_messages and self._on_messages() and not self._inbox.is_empty:
-                self._connection.advance()
             if not (self._inbox.is_full or self._ended.done()):
                 self._space = self._inbox.space()
         except PeerError as error:
             self._leave(error.reason)
-            if self._inbox.num_messages:
-                self._on_messages()
+        if self._inbox.num_messages:
+            self._on_messages()
         self._flush()
 
     def _check_silence(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvist.errors import InvalidValueError, leave_group
@@ -23,7 +22,6 @@ from kvist.events.transports.zmtp.wire import Splitter
 OVERHEAD_BYTES = 64 << 10
 """Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
 
-_NO_MESSAGES = MessageBlock.of(())
 _logger = logging.getLogger(__name__)
 
 
@@ -50,8 +48,7 @@ class ZmtpSubscription:
                 raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
         self._splitter, self._patience_s = splitter, patience_s
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
-        self._deliver: Callable[[Sequence[Message]], bool] | None = None
-        self._waiter: asyncio.Future[bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._is_emptied = asyncio.Event()
         self._link: Link | None = None
         self._connection: Connection | None = None
@@ -90,15 +87,11 @@ class ZmtpSubscription:
             self._connection = self._link = None
             del self._connecting  # it held this subscription in turn
 
-    def deliver_with(self, deliver: Callable[[Sequence[Message]], bool] | None) -> None:
-        self._deliver = deliver
-
     async def receive(self) -> MessageBlock:
         if self._inbox.num_messages == 0:
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
-                if not await waiter:
-                    return _NO_MESSAGES
+                await waiter
             finally:
                 self._waiter = None
         block = self._inbox.take()
@@ -111,21 +104,10 @@ class ZmtpSubscription:
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         return await ask(self._endpoint, request, timeout_s, self._malformed)
 
-    def _arrived(self) -> bool:
-        """Have messages taken if somebody waits for them; return whether they are not in the inbox any more."""
-        waiter, deliver = self._waiter, self._deliver
-        if waiter is None or waiter.done():
-            return False
-        if deliver is None:
-            waiter.set_result(True)
-            return False
-        if deliver(self._inbox.block()):
-            self._inbox.drop()
-        else:
-            self._inbox.take()  # which leaves them where they are
-            if not waiter.done():  # but for a receive that was cancelled meanwhile
-                waiter.set_result(False)
-        return True
+    def _arrived(self) -> None:
+        """Wake who waits for messages."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _stay_connected(self) -> None:
         wait_s = base.MIN_RECONNECT_S
