@@ -165,7 +165,7 @@ class RadixIndex:
             self._slots.add(source)
 
     def remove_worker(self, worker: str) -> None:
-        """Forget a worker and all its ranks; at once, whatever they held. A sweep gives the memory back."""
+        """Forget a worker and all its ranks; at once, whatever they held. A sweep frees the blocks."""
         for source in self._sources(worker, None):
             self._retire(source)
 

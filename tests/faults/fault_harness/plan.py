@@ -53,10 +53,12 @@ class Plan:
 def plan_of(seed: int, kinds: tuple[str, ...] = ("embedded",)) -> Plan:
     """Return the plan of a seed; each worker is of one of these kinds."""
     rng = random.Random(seed)
+    num_ranks, has_groups, has_created = rng.choice((1, 1, 2)), rng.random() < 0.3, rng.random() < 0.7
+    rng.random()  # was a setting's: a seed stays the history that it was
     settings = {
-        "num_ranks": rng.choice((1, 1, 2)),
-        "has_groups": rng.random() < 0.3,
-        "has_created": rng.random() < 0.7,
+        "num_ranks": num_ranks,
+        "has_groups": has_groups,
+        "has_created": has_created,
         "in_blocks": rng.random() < 0.5,
         "tells_departure": rng.random() < 0.3,
         "queue_capacity": rng.choice((3, 20, 10_000)),
