@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _MAX_PORT = 65_535
-_OF_TRANSFERS = ("role", "kv_transfer_agent", "kv_transfer_bounce_mib", "kv_transfer_timeout", "kv_transfer_fallback")
-"""What says something with `kv_transfer` alone."""
 HELP = "serve a model with the bundled engine"
 _DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
 _RANK_LOSS_EXIT_S = 10.0  # longer than closing in order takes: a GPU may wait for a lost rank for ever
@@ -82,6 +80,9 @@ class ServeConfig(EngineConfig):
     """seconds until a transfer has failed; prompts are held twice as long"""
     kv_transfer_fallback: bool = True
     """compute here a prompt that cannot be fetched"""
+    kv_transfer_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
+    """how fast prompts are fetched until that is measured: with it, routers have prefixes fetched by this worker, and
+    from it, where that is cheaper than to compute them"""
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
@@ -93,7 +94,7 @@ class ServeConfig(EngineConfig):
             return
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in _OF_TRANSFERS and value != each.default:
+            if each.name.startswith(("role", "kv_transfer_")) and value != each.default:
                 raise InvalidValueError(each.name, value, f"{each.default}, or --kv-transfer to be given as well")
 
     @property

@@ -82,9 +82,18 @@ class EngineCore:
         self._num_output_tokens = 0
         self._num_failed_steps = 0
 
-    def attach(self, command: Callable[[Command], None], *, is_fallback_allowed: bool = True) -> None:
-        """Take part in transfers from the start, by `command`; what cannot be fetched may be computed here."""
-        self._handoffs = Handoffs(self.kv_cache, command, is_fallback_allowed)
+    def attach(
+        self,
+        command: Callable[[Command], None],
+        *,
+        is_fallback_allowed: bool = True,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        """Take part in transfers from the start, by `command`; what cannot be fetched may be computed here.
+
+        `tokens_per_s` is how fast prompts are fetched, as far as is known, if prefixes are to be.
+        """
+        self._handoffs = Handoffs(self.kv_cache, command, is_fallback_allowed, tokens_per_s)
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +150,9 @@ class EngineCore:
             times=RequestTimes() if times is None else times,
         )
         assert request_id not in self._requests, "request ids are unique"
+        if isinstance(handoff, RemoteDecode) and handoff.max_cached_tokens is not None:
+            self._outputs.append(self._offer_cached(request, handoff.max_cached_tokens))
+            return
         self._requests[request_id] = request
         self._is_stuck = False
         if isinstance(handoff, RemotePrefill) and params.num_logprobs is None and params.num_prompt_logprobs is None:
@@ -182,9 +194,12 @@ class EngineCore:
                 self._do_without(handoffs.fetch_failed(request_id, reason), reason, handoffs.is_fallback_allowed)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; return what it added to each request that got a token, or an error."""
+        """Compute one step; return what it added to each request that got a token, or an error.
+
+        What is known without computing is returned at once, and the step is left to the next call.
+        """
         outputs, self._outputs = self._outputs, []
-        return outputs + self._step()
+        return outputs or self._step()
 
     def _step(self) -> list[RequestOutput]:
         num_preemptions = self._scheduler.statistics().num_preemptions
@@ -217,21 +232,43 @@ class EngineCore:
         )
 
     def _run_fetched(self, request: Request | None) -> None:
-        """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
+        """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs.
+
+        What was fetched of a prompt is cached: it begins as any other.
+        """
         if request is None:
             return
-        request.times.fetched_s = time.monotonic()
         assert isinstance(request.handoff, RemotePrefill)
+        if not request.handoff.first_token_ids:
+            assert request.blocks is not None
+            self.kv_cache.close(request.blocks)
+            request.blocks = None
+            self._scheduler.leave(request)
+            self._scheduler.add(request)
+            return
         self._scheduler.run(request)
         if request.params.temperature > 0:
             request.random.random()  # the first token has taken one number, wherever it was sampled
         self._outputs.append(self._advance(request, request.handoff.first_token_ids[0], None))
 
+    def _offer_cached(self, request: Request, max_tokens: int) -> RequestOutput:
+        """Hold what is cached of a prompt for another worker, and end the request."""
+        assert self._handoffs is not None
+        num_tokens, remote_request_id = self._handoffs.offer_cached(request, max_tokens)
+        request.num_cached_tokens, request.times.remote_request_id = num_tokens, remote_request_id
+        self._note_end(request, "length")
+        return RequestOutput(
+            request.request_id,
+            num_cached_tokens=num_tokens,
+            finish_reason="length",
+            remote_request_id=remote_request_id,
+        )
+
     def _do_without(self, request: Request | None, reason: str, is_fallback_allowed: bool) -> None:
         """Compute a request's prompt here, or end it with the reason; its blocks stay out of use until released."""
         if request is None:
             return
-        request.times.fetched_s, request.times.fetch_error = time.monotonic(), reason
+        request.times.fetch_error = reason
         self._scheduler.leave(request)
         if is_fallback_allowed:
             self._scheduler.add(request)

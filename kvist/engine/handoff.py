@@ -6,6 +6,8 @@ The engine moves no bytes: `kvist.transfer.commands` is what it says to those wh
 from __future__ import annotations
 
 import logging
+import math
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +21,10 @@ from kvist.transfer import commands
 logger = logging.getLogger(__name__)
 
 _MAX_HELD = 256
+
+_HALF_LIFE_S, _GUESS_S = 30.0, 0.1
+"""Of what was learnt of a worker's fetches, and how much fetching the first guess counts for: after one that took 30 s
+to fail, routers leave the worker alone for some minutes."""
 
 
 @dataclass(slots=True)
@@ -38,15 +44,45 @@ class HandoffStatistics:
     num_fetched: int = 0
     num_failed: int = 0
     num_fallbacks: int = 0
+    tokens_per_s: float | None = None
+    """What is fetched a second; None where prefixes are not to be fetched."""
+
+
+class FetchSpeed:
+    """How fast prompts were fetched of late. A failed fetch took its time for nothing."""
+
+    def __init__(self, tokens_per_s: float) -> None:
+        """Begin with a first guess, which never counts for nothing."""
+        self._guess = tokens_per_s
+        self._tokens = self._seconds = self._at_s = 0.0
+
+    def add(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        kept = self._kept(ended_s)
+        self._tokens = self._tokens * kept + num_tokens
+        self._seconds = self._seconds * kept + ended_s - began_s
+        self._at_s = ended_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        kept = self._kept(now_s)
+        tokens, seconds = self._tokens * kept + self._guess * _GUESS_S, self._seconds * kept + _GUESS_S
+        return tokens / seconds
+
+    def _kept(self, now_s: float) -> float:
+        return math.exp2((self._at_s - now_s) / _HALF_LIFE_S)
 
 
 class Handoffs:
     """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
 
     def __init__(
-        self, kv_cache: KvCacheManager, command: Callable[[commands.Command], None], is_fallback_allowed: bool
+        self,
+        kv_cache: KvCacheManager,
+        command: Callable[[commands.Command], None],
+        is_fallback_allowed: bool,
+        tokens_per_s: float | None = None,
     ) -> None:
         self.is_fallback_allowed = is_fallback_allowed
+        self._speed = None if tokens_per_s is None else FetchSpeed(tokens_per_s)
         self._kv_cache = kv_cache
         self._command = command
         self._held: dict[str, SequenceBlocks] = {}
@@ -65,6 +101,16 @@ class Handoffs:
         self._counts.num_offered += 1
         self._command(commands.Offer(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
+
+    def offer_cached(self, request: Request, max_tokens: int) -> tuple[int, str | None]:
+        """Hold what is cached of a prompt's first tokens; return how many that are, and the name if it is anything."""
+        prompt = request.token_ids[:max_tokens]
+        hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
+        if not hit.num_tokens or not self.has_room_to_hold:
+            return 0, None
+        blocks = self._kv_cache.reserve(hit, request.chain, prompt, hit.num_tokens)
+        assert blocks is not None, "what is cached needs no room"
+        return hit.num_tokens, self.offer(blocks, hit.num_tokens)
 
     def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
         if not is_fetched:
@@ -101,6 +147,7 @@ class Handoffs:
         assert request.blocks is not None
         self._kv_cache.accept(request.blocks, request.token_ids)
         self._counts.num_fetched += 1
+        self._note_speed(request, request.blocks.num_tokens - (request.num_cached_tokens or 0))
         return request
 
     def fetch_failed(self, request_id: str, reason: str) -> Request | None:
@@ -110,6 +157,7 @@ class Handoffs:
             return None
         logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
         self._leave(request)
+        self._note_speed(request, 0)
         self._counts.num_failed += 1
         self._counts.num_fallbacks += self.is_fallback_allowed
         return request
@@ -128,7 +176,15 @@ class Handoffs:
 
     def statistics(self) -> HandoffStatistics:
         held, receiving, abandoned = len(self._held), len(self._receiving), len(self._abandoned)
-        return replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
+        speed = None if self._speed is None else self._speed.tokens_per_s(time.monotonic())
+        counts = replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
+        return replace(counts, tokens_per_s=speed)
+
+    def _note_speed(self, request: Request, num_tokens: int) -> None:
+        times = request.times
+        times.fetched_s = time.monotonic()
+        if self._speed is not None and times.fetching_s is not None:
+            self._speed.add(num_tokens, times.fetching_s, times.fetched_s)
 
     def _leave(self, request: Request) -> None:
         """Part a request from blocks that are still in another's reach."""
@@ -142,10 +198,11 @@ def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int, vocab_size: in
     """Raise InvalidValueError unless what another worker says of a prompt fits it, and that worker can be asked."""
     token_ids, name_len = handoff.first_token_ids, len(handoff.remote_request_id)
     try:
-        if handoff.num_tokens != num_prompt_tokens:
-            raise InvalidValueError("num_tokens", handoff.num_tokens, f"{num_prompt_tokens}, as the prompt")
-        if len(token_ids) != 1 or token_ids[0] >= vocab_size:
-            raise InvalidValueError("first_token_ids", token_ids, f"one token below {vocab_size}")
+        if handoff.num_tokens > num_prompt_tokens or (token_ids and handoff.num_tokens < num_prompt_tokens):
+            expected = f"{num_prompt_tokens}, as the prompt, or less without first_token_ids"
+            raise InvalidValueError("num_tokens", handoff.num_tokens, expected)
+        if len(token_ids) > 1 or max(token_ids, default=0) >= vocab_size:
+            raise InvalidValueError("first_token_ids", token_ids, f"at most one token, below {vocab_size}")
         if not 1 <= name_len <= commands.MAX_NAME_LEN:
             # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
             expected = f"1 to {commands.MAX_NAME_LEN} characters"

@@ -103,11 +103,11 @@ class Scheduler:
         self._kv_cache.revoke()
 
     def reserve(self, request: Request) -> bool:
-        """Give a request that another worker has computed a seat and blocks to fill; False if it has to wait."""
+        """Give a request a seat, and blocks for what another worker has of its prompt; False if it has to wait."""
         assert isinstance(request.handoff, RemotePrefill)
         if self._num_seated >= self._max_num_seqs:
             return False
-        prompt = request.token_ids
+        prompt = request.token_ids[: request.handoff.num_tokens]
         hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
         request.blocks = self._kv_cache.reserve(hit, request.chain, prompt, len(prompt))
         if request.blocks is None:

@@ -159,11 +159,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteDecode(msgspec.Struct, frozen=True):
-    """Compute the prompt and its first token here; another worker fetches the blocks and goes on."""
+    """Compute the prompt and its first token here; another worker fetches the blocks and goes on.
+
+    With `max_cached_tokens` nothing is computed: what is cached of so many first tokens is held, if anything is.
+    """
+
+    max_cached_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched."""
+    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched.
+
+    Without a first token they are those of its first `num_tokens` alone, and the rest is computed here.
+    """
 
     remote_endpoints: tuple[str, ...]
     remote_request_id: str
@@ -186,6 +194,10 @@ class _HandoffKind(msgspec.Struct, frozen=True):
 
 class _WithHandoffKind(msgspec.Struct, frozen=True):
     kv_transfer_params: _HandoffKind | None = None
+
+
+class _WithRemoteDecode(msgspec.Struct, frozen=True):
+    kv_transfer_params: RemoteDecode
 
 
 class _WithRemotePrefill(msgspec.Struct, frozen=True):
@@ -335,7 +347,9 @@ def decode_handoff(fields: Fields) -> Handoff | None:
         got = "both" if kind.do_remote_decode else "neither"
         message = f"kv_transfer_params: got {got}, expected one of do_remote_decode and do_remote_prefill"
         raise RequestError(400, message, param="kv_transfer_params")
-    return RemoteDecode() if kind.do_remote_decode else convert(fields, _WithRemotePrefill).kv_transfer_params
+    if kind.do_remote_decode:
+        return convert(fields, _WithRemoteDecode).kv_transfer_params
+    return convert(fields, _WithRemotePrefill).kv_transfer_params
 
 
 def convert(fields: Fields, kind: type[Request]) -> Request:

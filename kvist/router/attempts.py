@@ -15,7 +15,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
+from kvist.http import Deadline, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import with_fields
@@ -50,6 +50,9 @@ _OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Largest answer that is kept: a prefill worker's token and params, or with log probabilities of a prompt."""
+
+PULL_TIMEOUT_S = 1.0
+"""How long a worker may take to say by what name a prefix that it holds is fetched: a step of its batch."""
 
 RANK_HEADER = b"x-data-parallel-rank"
 """By which vLLM's front end takes the data-parallel rank to use."""
@@ -149,8 +152,12 @@ class PrefillAttempt(_Attempt):
         self.is_done = False
         self._dialect = plan.dialect
         self._started_s = owner.router.now_s()
+        self._deadline = Deadline(owner.router.pool.clock, self._give_up)
         super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
-        self._series.dispatched(decision)
+        if owner.pull is None:
+            self._series.dispatched(decision)
+        else:
+            self._deadline.set("pull", PULL_TIMEOUT_S)
 
     def on_data(self, piece: bytes) -> None:
         """Keep what names the blocks, tells of the prompt, or says what is wrong."""
@@ -170,7 +177,7 @@ class PrefillAttempt(_Attempt):
             self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
         handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
-        if handoff is not None or (is_pair and is_ok):
+        if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
             self.owner.router.routing.computed(self.owner.ask, self._worker.url)
         self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self._started_s)
 
@@ -179,6 +186,17 @@ class PrefillAttempt(_Attempt):
         super().on_failure(error)
         self.is_done = True
         self.owner.on_prefill_failed(self, error.reason)
+
+    def _give_up(self, _: str) -> None:
+        """Wait no longer for who holds a prefix and has much else to do."""
+        error = UpstreamError(self._worker.url, f"handed nothing over within {PULL_TIMEOUT_S:g} s")
+        self.stop(CLIENT_LEFT_STATUS, error)
+        self.is_done = True
+        self.owner.on_prefill_failed(self, error.reason)
+
+    def _end(self, status: int, error: Exception | None = None) -> None:
+        self._deadline.close()
+        super()._end(status, error)
 
 
 class AnswerAttempt(_Attempt):
@@ -194,17 +212,17 @@ class AnswerAttempt(_Attempt):
         self._is_healing = False
         self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
         self._is_whole = False
-        if handover is None:
-            body, chosen = owner.body, decision.chosen
-            if not chosen.is_exact:
-                body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
-            self._is_healing = body is not owner.body
-            super().__init__(owner, decision, "generate", body, is_streamed=owner.ask.fields.get("stream") is True)
-            self._series.dispatched(decision)
-        else:
+        body, chosen, computes = owner.body, decision.chosen, handover is None or owner.pull is not None
+        if handover is not None:
             handover.sent_s = router.now_s()
             body = with_fields(owner.body, handover.handoff.fields)
-            super().__init__(owner, decision, "decode", body, is_streamed=False, computes=False)
+        elif not chosen.is_exact:
+            body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
+            self._is_healing = body is not owner.body
+        step, is_streamed = "generate" if computes else "decode", computes and owner.ask.fields.get("stream") is True
+        super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
+        if computes:
+            self._series.dispatched(decision)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Take the answer for the client's, unless another worker may give a better one."""
@@ -345,9 +363,14 @@ class AnswerAttempt(_Attempt):
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s
             owner.handover.is_fetched = self.status == OK
-            router.metrics.handovers.inc()
-            router.metrics.prefill_time.observe(owner.handover.prefill_s)
-            router.metrics.transfer_time.observe(owner.handover.transfer_s)
+            if owner.pull is None:
+                router.metrics.handovers.inc()
+                router.metrics.prefill_time.observe(owner.handover.prefill_s)
+                router.metrics.transfer_time.observe(owner.handover.transfer_s)
+            elif self.status == OK:
+                router.metrics.pulls.labels("pulled").inc()
+                num_tokens = owner.handover.handoff.num_tokens - decision.overlap_tokens
+                router.metrics.pulled_tokens.inc(max(0, num_tokens))
         theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))
         if owner.is_client_slow:

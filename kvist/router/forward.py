@@ -167,6 +167,8 @@ class Forwarding:
                      who asks
         waiting      for a worker with room, if none has (`place`) then: alone
         alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
+                     or fetch a prefix that another holds         `PrefillAttempt`, then `AnswerAttempt`; if either
+                                                                  fails: alone, without a `pull`
                      or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
                      or a pair do so at once                      `AnswerAttempt`, and a `PrefillAttempt` beside it;
                                                                   if either fails: alone, by another pair
@@ -174,7 +176,8 @@ class Forwarding:
                                                                   if the transfer fails, or nobody is left: alone
 
     `attempt` is the worker that is asked now, `beside` the other of its pair, `handover` the prompt that was or is
-    being computed, `local` why none will be, `computed_by` who computes the prompt, `tried` whom not to ask again.
+    being computed, `local` why none will be, `pull` the plan to fetch a prefix, `computed_by` who computes the prompt,
+    `tried` whom not to ask again.
     """
 
     router: Forwarder
@@ -191,6 +194,7 @@ class Forwarding:
     is_client_slow: bool = False
     handover: Handover | None = None
     local: Local | None = None
+    pull: Plan | None = None
     computed_by: Decision | None = None
     tried: set[str] = field(default_factory=set)
     was_moved: bool = False
@@ -367,6 +371,8 @@ class Forwarding:
     def _ask_next(self) -> None:
         """Ask the next worker, or refuse the request where there is none."""
         self.attempt = None
+        if self.handover is not None and self.pull is not None:  # who was to fetch the prefix is away
+            self._fall_back(Local.DECODE_FAILED)
         if self.beside is not None:  # another pair meets elsewhere
             self._leave_beside(_PARTED)
             self.handover = None
@@ -382,7 +388,8 @@ class Forwarding:
         except RequestError as error:
             self._refuse(error)
             return
-        self.computed_by = plan.prefill or plan.answer
+        self.pull = plan if plan.pulled_tokens else None
+        self.computed_by = plan.answer if self.pull is not None else plan.prefill or plan.answer
         if self.spending is not None:
             self.spending.computes(self.ask.num_tokens - self.computed_by.overlap_tokens)
         if plan.prefill is None:
@@ -444,7 +451,10 @@ class Forwarding:
                 self._fall_back(Local.PREFILL_REFUSED)
             else:
                 self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
-            self._ask_next()
+            if self.pull is not None:
+                self._answer_by(self.pull.answer)
+            else:
+                self._ask_next()
         elif (other := self._awaiting(attempt)) is not None and self.handover is not None:
             self.handover.prefill_s, self.handover.sent_s = prefill_s, self.router.now_s()
             other.on_prefilled(attempt)
@@ -460,7 +470,8 @@ class Forwarding:
         logger.warning("prefill failed worker=%s reason=%s", worker, reason)
         self.tried.add(worker)
         self._note_retry(attempt.decision, reason)
-        if len(self.tried) + 1 >= self.router.config.max_attempts:  # the last one is for who answers
+        # Without a prefix a request can be answered; and the last attempt is for who answers.
+        if self.pull is not None or len(self.tried) + 1 >= self.router.config.max_attempts:
             self._fall_back(Local.PREFILL_FAILED)
         self._ask_next()
 
@@ -524,8 +535,9 @@ class Forwarding:
     def _fall_back(self, reason: Local) -> None:
         """Do without what a prefill worker computed, or was to: one worker does all."""
         self._release()
-        self.handover, self.local = None, reason
-        self.router.metrics.fallbacks.labels(reason).inc()
+        count = self.router.metrics.fallbacks if self.pull is None else self.router.metrics.pulls
+        self.handover, self.pull, self.local = None, None, reason
+        count.labels(reason).inc()
         self.trace.mark("fallback", {"kvist.reason": reason.value})
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 
@@ -572,7 +584,8 @@ class Forwarding:
             return
         assert computed_by is not None
         usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)
-        reported = usage.cached_tokens if self.handover is None else None  # what was fetched was computed, too
+        is_here = self.handover is None or self.pull is not None
+        reported = usage.cached_tokens if is_here else None  # what was fetched was computed, too
         account = self.router.accounts.of(self.tenant.name, self.router.fleet.label_of(self.ask.model))
         cached_tokens = min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
         account.requests += 1

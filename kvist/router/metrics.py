@@ -94,6 +94,9 @@ class RouterMetrics:
         self.locals = counter("local_prefills", text, ["reason"])
         text = "Prefills or transfers that came to nothing"
         self.fallbacks = counter("disaggregation_fallbacks", text, ["reason"])
+        text = "Prefixes that a worker was to fetch from another, by what came of it"
+        self.pulls = counter("pulls", text, ["outcome"])
+        self.pulled_tokens = counter("pulled_tokens", "Prompt tokens that were fetched instead of computed")
         text = "Prompts that prefill workers were told nobody will fetch, by whether they held them"
         self.releases = counter("releases", text, ["outcome"])
         text = "Answers to requests that had a partial worker report its cached blocks again, by what they showed"

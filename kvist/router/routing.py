@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from http import HTTPStatus
+from math import inf
 from random import Random
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -25,10 +26,10 @@ from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps, RankStatus
 from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, usable_tokens
-from kvist.router.policy.priced import PricedPolicy, Prices
+from kvist.router.policy.priced import PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
-from kvist.router.prefill.handover import DIALECTS, Plan, why_local
+from kvist.router.prefill.handover import DIALECTS, KVIST, Plan, why_local
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
 from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import Hashes
@@ -69,6 +70,7 @@ class _Ranks(NamedTuple):
     statuses: list[RankStatus]
     columns: NDArray[np.intp]
     num_blocks: list[int]
+    fetch_token_s: NDArray[np.float64]
 
 
 class Routing:
@@ -194,6 +196,8 @@ class Routing:
         if ask.model is None and ask.worker is None and ask.fields and self._fleet.has_several_models:
             message = f"model: missing, expected one of the models served: {self._model_names()}"
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
+        can_pull = self._fleet.has_pulls and not self._fleet.has_roles and local is None
+        holder = self._holder(path, ask, prefix, excluded) if can_pull else None
         if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
             excluded = others
         everyone = self._fleet.routable(ask.model, excluded)
@@ -201,7 +205,8 @@ class Routing:
             raise self._refusal(ask.model)
         workers = everyone if ask.worker is None else [each for each in everyone if each.url == ask.worker] or everyone
         if not self._fleet.has_roles:
-            return Plan(self._decide(ask, prefix, workers))
+            decision = self._decide(ask, prefix, workers, holder=holder)
+            return self._plan_pull(ask, decision, holder)
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
         answer = self._decide(ask, prefix, whole) if whole else None
@@ -227,6 +232,30 @@ class Routing:
                 code="no_pair",
             )
         return Plan(answer, None, local)
+
+    def _holder(self, path: str, ask: Ask, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
+        """Return who holds most of the prompt, however busy, of those that it can be fetched from."""
+        if not prefix.overlaps or KVIST.obstacle(path, ask) is not None:
+            return None
+        workers = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.identity.tokens_per_s]
+        holders = [_candidate(rank, prefix) for worker in workers for rank in self._fleet.ranks(worker)]
+        return max(holders, key=lambda each: each.overlap_blocks[:1], default=None)
+
+    def _plan_pull(self, ask: Ask, answer: Decision, holder: Candidate | None) -> Plan:
+        """Return the plan in which who answers fetches what the holder has, if that is part of its price."""
+        num_fetched = 0 if answer.prices is None else int(answer.prices.fetched_tokens[answer.chosen_idx])
+        if holder is None or not num_fetched:
+            return Plan(answer)
+        source, target = self._fleet.get(holder.target.worker), self._fleet.get(answer.chosen.target.worker)
+        assert source is not None
+        assert target is not None
+        if not target.fits(source):
+            return Plan(answer)
+        num_tokens = usable_tokens(holder.overlap_blocks[:1], answer.prompt)
+        prompt, weighed = Prompt(num_tokens, answer.prompt.block_size), ([holder], Weighing("holder", [1.0]))
+        asked = Decision(answer.policy, prompt, holder, 0, num_tokens, lambda: weighed)
+        fields = KVIST.ask_for_prefix(ask, num_tokens)
+        return Plan(answer, asked, dialect=KVIST, fields=fields, pulled_tokens=num_fetched)
 
     def decode_decision(
         self, ask: Ask, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
@@ -312,7 +341,14 @@ class Routing:
             tenant=tenant,
         )
 
-    def _decide(self, ask: Ask, prefix: Prefix, workers: list[Worker], compute_scale: float = 1.0) -> Decision:
+    def _decide(
+        self,
+        ask: Ask,
+        prefix: Prefix,
+        workers: list[Worker],
+        compute_scale: float = 1.0,
+        holder: Candidate | None = None,
+    ) -> Decision:
         prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
         policy, now_s = self._models.policy(ask.model).policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
@@ -325,7 +361,11 @@ class Routing:
             is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
             depths = [each[0] for each in by_tier] if is_all_on_gpus else by_tier
             columns, hashes = ranks.columns, prefix.block_hashes
-            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale)
+            pull = None
+            if holder is not None and holder.overlap_blocks:
+                min_tokens = self._models.policy(ask.model).max_local_prefill_tokens
+                pull = Pull(holder.overlap_blocks[0], ranks.fetch_token_s, min_tokens)
+            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull)
             chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
             chosen = _candidate(ranks.statuses[chosen_idx], prefix)
             overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
@@ -341,9 +381,13 @@ class Routing:
         key = tuple(workers)
         ranks = self._ranks.get(key)
         if ranks is None:
-            statuses = [rank for worker in workers for rank in self._fleet.ranks(worker)]
+            each = [(worker, rank) for worker in workers for rank in self._fleet.ranks(worker)]
+            statuses = [rank for _, rank in each]
             columns = np.array([self._load.column(rank.target) for rank in statuses])
-            ranks = self._ranks[key] = _Ranks(statuses, columns, [rank.num_blocks for rank in statuses])
+            speeds = [worker.identity.tokens_per_s for worker, _ in each]
+            fetch_token_s = np.array([1.0 / speed if speed else inf for speed in speeds])
+            num_blocks = [rank.num_blocks for rank in statuses]
+            ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s)
         return ranks
 
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:

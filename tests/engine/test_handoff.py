@@ -19,7 +19,7 @@ from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import ABSENT
-from kvist.openai.requests import RemoteDecode, RemotePrefill
+from kvist.openai.requests import RemoteDecode, RemotePrefill, SamplingParams
 from kvist.transfer.commands import (
     CancelFetch,
     Command,
@@ -33,6 +33,7 @@ from kvist.transfer.commands import (
 )
 
 B = 4
+GREEDY_ONCE = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def make_prompt(count: int, seed: int = 0) -> list[int]:
@@ -161,6 +162,62 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         assert target.outputs[str(i)][-1].finish_reason == "length"
     assert source.num_used == target.num_used == 0
     assert (num_copied < num_wanted) == (variant != "no prefix cache"), "a prefix that is there is not fetched again"
+
+
+def hold_prefix(worker: Worker, request_id: str, prompt: list[int], max_cached_tokens: int) -> RequestOutput:
+    """Hold what is cached of a prompt, which takes no step."""
+    handoff = RemoteDecode(max_cached_tokens)
+    worker.core.add_request(request_id, SequenceInput(prompt, GREEDY_ONCE, handoff=handoff))
+    (output,) = worker.core.step()
+    assert (output.request_id, output.token_ids, output.finish_reason) == (request_id, (), "length")
+    assert not worker.core.has_work
+    return output
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-sliding"])
+def test_a_prefix_that_is_cached_elsewhere_is_fetched_and_the_rest_computed(
+    name: str, is_filled: bool, make_worker, greedy
+) -> None:
+    source, target, alone = (make_worker(name) for _ in range(3))
+    stem = make_prompt(33)
+    source.core.add_request("stem", SequenceInput(stem, greedy(1)))
+    source.run()
+    held = [(stem[:18], 16, 16), (stem, 100, 32), ([*stem, *make_prompt(12, 1)], 100, 32), ([*stem, 5, 6], 28, 28)]
+    for i, (prompt, max_cached_tokens, num_held) in enumerate(held):
+        offer = hold_prefix(source, str(i), prompt, max_cached_tokens)
+        assert offer.num_cached_tokens == num_held
+        remote = RemotePrefill(("tcp://here:1",), offer.remote_request_id or "", num_held, ())
+        target.core.add_request(str(i), SequenceInput(prompt, greedy(20), handoff=remote))
+        target.run()
+        if is_filled:
+            copy(source, target, target.notes.wanted[-1])
+            target.core.on_report(FetchCompleted(str(i)))
+        else:
+            target.core.on_report(FetchFailed(str(i), "the sender has died"))
+            target.core.on_report(FetchReleased(str(i)))
+        source.core.on_report(OfferReleased(remote.remote_request_id, is_filled))
+        alone.core.add_request(str(i), SequenceInput(prompt, greedy(20)))
+        target.run()
+        alone.run()
+        assert target.tokens(str(i)) == alone.tokens(str(i))
+        assert not is_filled or target.outputs[str(i)][0].num_cached_tokens >= num_held
+    assert source.num_used == target.num_used == 0
+    assert hold_prefix(source, "other", make_prompt(33, 9), 100).remote_request_id is None
+
+
+def test_how_fast_prompts_are_fetched_is_learnt_and_a_failure_forgotten_in_minutes() -> None:
+    speed = handoff.FetchSpeed(1000.0)
+    assert speed.tokens_per_s(50.0) == 1000.0
+    for at_s in range(100, 110):
+        speed.add(500, at_s, at_s + 0.1)
+    learnt = speed.tokens_per_s(110.0)
+    assert 4000 < learnt < 5000
+    speed.add(0, 110.0, 140.0)
+    failed = speed.tokens_per_s(140.0)
+    assert failed < 200
+    assert failed < speed.tokens_per_s(200.0) < speed.tokens_per_s(600.0)
+    assert speed.tokens_per_s(1e4) == pytest.approx(1000.0)
 
 
 def test_each_group_is_given_what_it_lacks_itself(make_worker, greedy) -> None:
@@ -342,7 +399,13 @@ def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy)
 
 @pytest.mark.parametrize(
     ("num_tokens", "first_token_ids", "field"),
-    [(30, (5,), "num_tokens"), (31, (), "first_token_ids"), (31, (512,), "first_token_ids")],
+    [
+        (30, (5,), "num_tokens"),
+        (32, (5,), "num_tokens"),
+        (32, (), "num_tokens"),
+        (31, (5, 6), "first_token_ids"),
+        (31, (512,), "first_token_ids"),
+    ],
 )
 def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
     num_tokens: int, first_token_ids: tuple[int, ...], field: str, make_worker, greedy

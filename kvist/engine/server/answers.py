@@ -84,7 +84,8 @@ class ChoicesShape(Shape):
         body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
         if outputs[0].remote_request_id is not None:
             places = (self._heading.kv_transfer_endpoints, outputs[0].remote_request_id)
-            remote = RemotePrefill(*places, usage["prompt_tokens"], outputs[0].token_ids)
+            num_tokens = usage["prompt_tokens"] if outputs[0].token_ids else outputs[0].num_cached_tokens
+            remote = RemotePrefill(*places, num_tokens, outputs[0].token_ids)
             body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
         return body
 

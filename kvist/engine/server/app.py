@@ -288,7 +288,11 @@ class _Server:
                 "role": "both" if transfers is None else transfers.role,
                 "kv_transfer": None
                 if transfers is None
-                else {"endpoints": transfers.endpoints, "agent": transfers.agent},
+                else {
+                    "endpoints": transfers.endpoints,
+                    "agent": transfers.agent,
+                    "tokens_per_s": self._engine.statistics().handoffs.tokens_per_s,
+                },
             }
         )
 

@@ -68,9 +68,11 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
 
 
 def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
-    """Return who answers the request and, in a fleet that has prefill workers, who computes its prompt."""
+    """Return who answers the request and who else takes part: computes its prompt, or has a prefix of it fetched."""
     page = explain_decision(plan.answer, ask, load, now_s)
-    if plan.prefill is not None:
+    if plan.pulled_tokens and plan.prefill is not None:
+        page["pull"] = {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
+    elif plan.prefill is not None:
         page["prefill"] = explain_decision(plan.prefill, ask, load, now_s)
     elif plan.local is not None:
         page["local"] = plan.local.value
@@ -110,6 +112,7 @@ def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dic
         terms = prices.terms_s()
         for idx, candidate in zip(shown, page["candidates"], strict=True):
             candidate["tokens_cached_or_in_flight"] = int(prices.cached_tokens[idx])
+            candidate["tokens_to_fetch"] = int(prices.fetched_tokens[idx])
             candidate["seconds"] = {term: seconds[idx] for term, seconds in terms.items()}
     return page
 

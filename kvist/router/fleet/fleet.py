@@ -60,6 +60,8 @@ class Fleet:
         """Whether some worker, in whatever state, is there to compute prompts for others."""
         self.has_roles = False
         """Whether some worker is there to compute prompts for others, or to go on with them."""
+        self.has_pulls = False
+        """Whether some worker fetches what others hold of a prompt."""
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
@@ -88,6 +90,7 @@ class Fleet:
         self._ranks.clear()
         roles = {worker.role for worker in self._workers.values()}
         self.has_prefill_workers, self.has_roles = Role.PREFILL in roles, bool(roles - {Role.BOTH})
+        self.has_pulls = any(worker.identity.tokens_per_s for worker in self._workers.values())
         nothing = frozenset[str | None]()
         earlier = self._model_ids, self._adapters
         self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))

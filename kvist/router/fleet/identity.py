@@ -59,6 +59,8 @@ class Identity(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
     model_paths: tuple[str, ...] = ()
     """Where it says that its tokeniser is, or its model: directories, or names on the Hugging Face Hub."""
+    tokens_per_s: float | None = None
+    """How fast it fetches what another worker holds of a prompt; None where it does not, or gives nothing either."""
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether this is another process than the one that said so earlier, by what both said."""
@@ -71,6 +73,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 class _Transfers(msgspec.Struct, frozen=True):
     endpoints: tuple[str, ...]
+    tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -165,7 +168,8 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     size = info.data_parallel_size
     identity = Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
     told = {"num_cache_tokens": known.num_cache_tokens, "model_paths": known.model_paths}
-    return msgspec.structs.replace(identity, cache_block=(info.block_size, None), **told)
+    tokens_per_s = info.kv_transfer.tokens_per_s if info.kv_transfer else None
+    return msgspec.structs.replace(identity, cache_block=(info.block_size, None), tokens_per_s=tokens_per_s, **told)
 
 
 def _sglang_identity(said: Mapping[str, Any], known: Identity) -> Identity:

@@ -3,7 +3,7 @@
 import { ask, state } from "/ui/app.js";
 import { Table, bar, clock, facts, field, fill, h, host, legend, number, seconds, share, tokens } from "/ui/dom.js";
 
-const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", running: "running", recent: "recent" };
+const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", fetch: "fetch", running: "running", recent: "recent" };
 const PHASES = ["queue", "read", "prefill", "first-token", "decode"];
 
 // How long each part of a request took, in order.

@@ -4,6 +4,9 @@
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(max_price, price_scale · ρ² / (1 − ρ)),  ρ = min(0.99, utilisation)
 
+Where that is less, what another worker holds is fetched: seconds in the place of its e · r, but not of κ · e · r, for a
+copy pushes out other prefixes whether it was computed or not (docs/decisions.md).
+
 n: prompt tokens; from, to: the tokens that a tier alone adds, blocks of prompts in flight there being in the fastest;
 r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent work, ρ: see `work`; α:
 attention against the rest of the model.
@@ -27,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvist.router.policy.decision import draw, uniform_over_minima
 from kvist.router.policy.in_flight import NUM_SLOTS, SLOT, Marks, PromptsInFlight
-from kvist.router.policy.settings import PriceSettings
+from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, Floats, Work, WorkRows
 
 
@@ -67,6 +70,15 @@ def weigh_ranks(
         cached_tokens[idx] = tokens
 
 
+class Pull(NamedTuple):
+    """What candidates can fetch: the leading blocks that some worker holds, in seconds a token; inf if they cannot."""
+
+    num_blocks: int
+    token_s: Floats
+    min_tokens: int
+    """Fewer are computed."""
+
+
 class Prices(NamedTuple):
     """What a request would cost each candidate, and of what; arrays with one entry a candidate."""
 
@@ -80,6 +92,11 @@ class Prices(NamedTuple):
     num_tokens: int
     marks: Marks
     policy: PricedPolicy
+    fetched_tokens: NDArray[np.int64]
+    """What is fetched from another worker, beyond the cached tokens."""
+    spared: Floats
+    """The work that this spares."""
+    fetch_s: Floats
 
     def terms_s(self) -> dict[str, list[float]]:
         """Return what costs add up from, in seconds: by term, one number a candidate."""
@@ -87,8 +104,9 @@ class Prices(NamedTuple):
         terms = {
             "wait": self.load.wait_s,
             "compute": compute_s,
-            "price_of_computing": self.price * compute_s,
+            "price_of_computing": self.price * (compute_s + self.spared * unit_s),
             "running": self.policy.settings.context_scale * self.load.context_tokens * unit_s,
+            "fetch": self.fetch_s,
             "recent": self.policy.settings.recent_scale * self.load.recent * unit_s.mean(),
             "cost": self.cost_s,
         }
@@ -171,10 +189,12 @@ class PricedPolicy:
         depths: ArrayLike,
         ranks: NDArray[np.intp] | None = None,
         compute_scale: float = 1.0,
+        pull: Pull | None = None,
     ) -> Prices:
         """Return what a prompt would cost these ranks, or all. Nothing is changed.
 
-        `compute_scale` is what a token costs against computing it, where it is fetched.
+        `compute_scale` is what a token costs against computing it, where it is fetched. With `pull`, ranks fetch what
+        they lack of those blocks where that is cheaper.
         `depths` are its leading blocks that each holds, `[num_ranks]`, or `[num_ranks, num_tiers]` counting those of
         the faster tiers too. The block with the last token is computed in any case.
         """
@@ -202,7 +222,26 @@ class PricedPolicy:
             compute,
             cached_tokens,
         )
-        return Prices(cost_s, price, compute, cached_tokens, work, num_tokens, marks, self)
+        no_tokens, nothing = np.zeros_like(cached_tokens), np.zeros_like(cost_s)
+        prices = Prices(
+            cost_s, price, compute, cached_tokens, work, num_tokens, marks, self, no_tokens, nothing, nothing
+        )
+        return prices if pull is None else self._with_pull(prices, pull)
+
+    def _with_pull(self, prices: Prices, pull: Pull) -> Prices:
+        there = min(pull.num_blocks, max(0, prices.num_tokens - 1) // self.block_size) * self.block_size
+        missing = np.maximum(there - prices.cached_tokens, 0)
+        spared = self.settings.work_of(there) - self.settings.work_of(prices.cached_tokens)
+        fetch_s = PULL_LATENCY_S + np.maximum(missing, 1) * pull.token_s
+        is_pulled = (missing > pull.min_tokens) & (fetch_s < spared * prices.load.unit_s)
+        spared, fetch_s = np.where(is_pulled, spared, 0.0), np.where(is_pulled, fetch_s, 0.0)
+        return prices._replace(
+            cost_s=prices.cost_s - spared * prices.load.unit_s + fetch_s,
+            compute=prices.compute - spared,
+            fetched_tokens=np.where(is_pulled, missing, 0),
+            spared=spared,
+            fetch_s=fetch_s,
+        )
 
     @staticmethod
     def probabilities(prices: Prices, held_blocks: Sequence[int]) -> list[float]:
@@ -232,6 +271,7 @@ class PricedPolicy:
         is_streamed = is_streamed and computes
         self._work.dispatch(now_s, rank, work, unit_s, num_tokens, is_streamed)
         until_s = self._in_flight.add(now_s, rank, marks)
+        begins_s = now_s + float(prices.fetch_s[chosen_idx])
         return Dispatched(
-            self._work, self._in_flight, rank, work, num_tokens, now_s, marks, until_s, is_streamed, is_streamed
+            self._work, self._in_flight, rank, work, num_tokens, begins_s, marks, until_s, is_streamed, is_streamed
         )

@@ -15,6 +15,9 @@ FETCH_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
 and take 1 to 2 ms to compute. Estimated, not measured."""
 
+PULL_LATENCY_S = 0.01
+"""What fetching a prefix that another worker holds takes beside its bytes: one more exchange with each of the two."""
+
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 256
 """A GPU computes so many tokens in 10 to 30 ms, about one step of a full batch of decodes: they ride along. Handing
 them over costs as much again, in two more exchanges and a wait for the blocks. Estimated, not measured."""

@@ -51,12 +51,14 @@ class Side(NamedTuple):
 class Handoff(msgspec.Struct, frozen=True):
     """What is set in the decode worker's body, and the name under which the prefill worker holds the prompt, if any.
 
-    Its answer `is_merged` if it is to have what the prefill worker's says of the prompt.
+    Its answer `is_merged` if it is to have what the prefill worker's says of the prompt. `num_tokens` of that are
+    handed over, where its worker says so.
     """
 
     fields: Fields
     remote_request_id: str | None = None
     is_merged: bool = False
+    num_tokens: int = 0
 
 
 class Dialect:

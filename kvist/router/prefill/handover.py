@@ -25,8 +25,9 @@ from kvist.router.prefill.vllm import KvistDialect, VllmDialect
 
 logger = logging.getLogger(__name__)
 
+KVIST = KvistDialect()
 DIALECTS: Mapping[str, Dialect] = {
-    "kvist": KvistDialect(),
+    "kvist": KVIST,
     "vllm": VllmDialect(),
     "sglang": SglangDialect(),
     "tensorrt_llm": TrtllmDialect(),
@@ -42,16 +43,18 @@ _OUTCOMES = {204: "released", 404: "unknown"}
 class Plan(msgspec.Struct, frozen=True, gc=False):
     """Who answers the client and, unless that is local, who computes the prompt for it, asked by these `fields`.
 
-    `handoff` is what the two are told at once, if they are a pair. `local` is None where the plan is not, or where the
-    fleet has no prefill workers and nothing was to be decided.
+    `handoff` is what the two are told at once, if they are a pair. With `pulled_tokens` nobody else computes: so many
+    first tokens of the prompt are fetched from what `prefill` holds, and the rest is for who answers. `local` is None
+    where the plan is not, or where the fleet has no prefill workers and nothing was to be decided.
     """
 
     answer: Decision
     prefill: Decision | None = None
     local: Local | None = None
-    dialect: Dialect = DIALECTS["kvist"]
+    dialect: Dialect = KVIST
     fields: Fields = {}
     handoff: Handoff | None = None
+    pulled_tokens: int = 0
 
 
 def why_local(local: Decision, max_local_prefill_tokens: int) -> Local | None:

@@ -24,6 +24,7 @@ _ASKED = {
 class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: Literal[True]
     remote_request_id: str | None = None
+    num_tokens: int = 0
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -45,12 +46,21 @@ class VllmDialect(Dialect):
         """Return the params as they came."""
         try:
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
-            return Handoff({"kv_transfer_params": params}, msgspec.json.decode(params, type=_Params).remote_request_id)
+            read, fields = msgspec.json.decode(params, type=_Params), {"kv_transfer_params": params}
+            return Handoff(fields, read.remote_request_id, num_tokens=read.num_tokens)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
 
 class KvistDialect(VllmDialect):
-    """Hands the first token over in the params, so that no worker samples it twice, and not its log probabilities."""
+    """Hands the first token over in the params, so that no worker samples it twice, and not its log probabilities.
+
+    A worker also hands over what it has cached of a prompt's first tokens; another computes the rest.
+    """
 
     hands_logprobs = False
+
+    def ask_for_prefix(self, ask: Ask, num_tokens: int) -> Fields:
+        """Return what is set in the body of whoever holds so many tokens: it computes nothing."""
+        asked = {"do_remote_decode": True, "max_cached_tokens": num_tokens}
+        return {**self.begin("", ask)[0], "kv_transfer_params": asked}

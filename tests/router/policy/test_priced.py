@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvist.router.policy.in_flight import NUM_RANKS_OF_A_MARK, NUM_SLOTS, SLOT, PromptsInFlight
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
-from kvist.router.policy.settings import PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, Pull
+from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, WorkRows
 
 BLOCK = 256
@@ -66,6 +66,25 @@ def test_blocks_of_slower_tiers_cost_a_part_of_computing_them() -> None:
     prices = policy_of(1, tier_credits=(1.0, 0.75, 0.25)).weigh(5.0, 2000, hashes_of(2000), [[1, 3, 4]])
     fetched = work_of(768, 256) * 0.25 + work_of(1024, 768) * 0.75
     assert prices.compute == pytest.approx([work_of(2000, 1024) + fetched])
+
+
+def test_what_another_rank_holds_is_fetched_where_that_is_cheaper_than_computing_it() -> None:
+    policy = policy_of(4)
+    asked = (5.0, 4000, hashes_of(4000), [0, 14, 15, 0])
+    token_s = np.array([1e-6, 1e-6, 1e-6, math.inf])
+    alone, pulled = policy.weigh(*asked), policy.weigh(*asked, pull=Pull(15, token_s, min_tokens=256))
+    fetch_s = PULL_LATENCY_S + 15 * BLOCK * 1e-6
+    assert pulled.compute[0] == pytest.approx(work_of(4000, 15 * BLOCK))
+    assert pulled.cost_s[0] == pytest.approx(UNIT_S * pulled.compute[0] + fetch_s)
+    assert list(pulled.fetched_tokens) == [15 * BLOCK, 0, 0, 0]
+    assert list(pulled.fetch_s) == pytest.approx([fetch_s, 0.0, 0.0, 0.0])
+    assert list(pulled.cost_s[1:]) == list(alone.cost_s[1:])
+    assert list(pulled.terms_s()["fetch"]) == list(pulled.fetch_s)
+    slow = policy.weigh(*asked, pull=Pull(15, np.full(4, 1e-4), min_tokens=256))
+    assert list(slow.cost_s) == list(alone.cost_s)
+    request = policy.dispatched(5.0, 0, pulled, 0)
+    assert request.work == round(work_of(4000, 15 * BLOCK))
+    assert request.dispatched_at_s == pytest.approx(5.0 + fetch_s)  # nothing is computed before
 
 
 def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not() -> None:

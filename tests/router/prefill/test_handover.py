@@ -210,6 +210,51 @@ async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router
         assert not p.released
 
 
+@pytest.mark.parametrize(
+    ("outcome", "num_asked"),
+    [("pulled", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3)],
+)
+async def test_a_prefix_that_cannot_be_fetched_is_computed(
+    outcome: str, num_asked: int, worker, router, http_bytes, until
+) -> None:
+    params = {"do_remote_prefill": True, "remote_request_id": "held-1", "num_tokens": 384, "first_token_ids": []}
+    told = info("both", kv_transfer={"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9})
+    is_free = asyncio.Event()
+
+    async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        asked = body.get("kv_transfer_params")
+        if body.get("max_tokens") == 99:
+            await is_free.wait()
+        if asked == params and outcome in ("transfer_failed", "decode_failed"):
+            failure = http_bytes.response(b'{"error":{"message":"kv transfer failed"}}', status=500)
+            await drop(received, writer) if outcome == "decode_failed" else writer.write(failure)
+            return
+        assert asked in (None, params, {"do_remote_decode": True, "max_cached_tokens": 384})
+        is_held = asked is not None and asked != params and outcome != "prefill_refused"
+        held = {"kv_transfer_params": params} if is_held else {}
+        writer.write(http_bytes.response(json.dumps({"choices": [{"text": "x"}]} | held).encode()))
+
+    async with (
+        worker(server_info=told, answer=answer) as p,
+        worker(server_info=told, answer=answer) as d,
+        router(p.url, d.url, max_worker_requests=1) as front,
+    ):
+        front.hold(p.url, LONG)
+        busy = asyncio.create_task(front.complete(LONG, max_tokens=99))
+        await until(lambda: p.completions)
+        assert (await front.complete(LONG)).json()["choices"][0]["text"] == "x"
+        assert await count(front, f'pulls_total{{outcome="{outcome}"}}') == 1
+        assert await count(front, "pulled_tokens_total") == (384 if outcome == "pulled" else 0)
+        released = ["held-1"] if outcome in ("transfer_failed", "decode_failed") else []
+        await until(lambda: p.released == released)
+        bodies = [json.loads(each.body) for each in (*p.completions, *d.completions)]
+        assert sum(body.get("max_tokens") != 99 for body in bodies) == num_asked
+        is_free.set()
+        await busy
+        assert total_load(front) == 0
+
+
 async def test_only_bundled_workers_are_asked_to_release(worker, router, simulated) -> None:
     async with (
         worker(answer=simulated.prefill) as p,
