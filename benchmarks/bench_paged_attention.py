@@ -5,10 +5,10 @@ the CPU time of the torch references, with a window of 1024 and without. The tab
 be read. Bound by memory traffic; the baseline is the same op over the whole sequence. CPU seconds, best of several
 rounds over all lengths.
 
-On a GPU: decode as a fraction of the bandwidth of a device copy, prefill as a fraction of a bf16 matrix product of 8192
-cubed, both measured in the same run, beside SDPA, FlexAttention and FlashInfer where they can be had
-(`_attention_peers.py` says on what terms). Medians of triton's do_bench, which flushes L2. Without a CUDA device this
-half says "not run".
+On a GPU: decode, and suffixes of up to 128 tokens behind a long history, as a fraction of the bandwidth of a device
+copy, longer prefills as a fraction of a bf16 matrix product of 8192 cubed, all measured in the same run, beside SDPA,
+FlexAttention and FlashInfer where they can be had (`_attention_peers.py` says on what terms). Medians of triton's
+do_bench, which flushes L2. Without a CUDA device this half says "not run".
 
     python benchmarks/bench_paged_attention.py [--quick] [--save]
 """
@@ -24,7 +24,7 @@ import torch
 from _attention_peers import PEERS, UNAVAILABLE, Problem
 from _common import report, table
 
-from kvist.kernels import paged_decode, paged_prefill
+from kvist.kernels import paged_attention
 
 BLOCK_SIZE = 16
 
@@ -64,11 +64,9 @@ def make_problem(
 def attend(problem: Problem, page_offsets: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
     """Return one call of our op for the problem."""
     options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "page_offsets": page_offsets}
-    inputs = (problem.query, problem.kv_cache, problem.block_tables)
-    if problem.num_new == 1:
-        return lambda: paged_decode(*inputs, problem.seq_lens, **options)
-    starts = problem.starts()
-    return lambda: paged_prefill(*inputs, starts, problem.seq_lens, **options)
+    starts = None if problem.num_new == 1 else problem.starts()
+    inputs = (problem.query, problem.kv_cache, problem.block_tables, problem.seq_lens, starts)
+    return lambda: paged_attention(*inputs, **options)
 
 
 def evicted(problem: Problem) -> tuple[Problem, torch.Tensor]:
@@ -135,12 +133,14 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 QUICK = [
     (LLAMA_8B, 16, 8192, 1, None, BF16),
     (LLAMA_8B, 16, 8192, 1, 1024, BF16),
+    *((LLAMA_8B, 1, 32768, num_new, None, BF16) for num_new in (1, 2, 8, 32, 128)),
     (LLAMA_8B, 1, 8192, 8192, None, BF16),
     (LLAMA_8B, 1, 8192, 8192, 1024, BF16),
 ]
 FULL = [
     *QUICK,
-    *((LLAMA_8B, batch, seq_len, 1, None, BF16) for batch, seq_len in ((1, 32768), (16, 32768), (64, 8192))),
+    *((heads, 8, 8192, num_new, None, BF16) for heads in (LLAMA_8B, GEMMA_FULL) for num_new in (2, 16, 64, 128, 256)),
+    *((LLAMA_8B, batch, seq_len, 1, None, BF16) for batch, seq_len in ((16, 32768), (64, 8192))),
     *((LLAMA_8B, 16, 8192, 1, None, dtype) for dtype in (E4M3, E5M2)),
     (LLAMA_8B, 16, 32768, 1, 1024, BF16),
     (GEMMA_SLIDING, 16, 8192, 1, 1024, BF16),
@@ -153,11 +153,15 @@ FULL = [
 ]
 
 
+MAX_SUFFIX = 128  # new tokens up to which reading the history bounds
+
+
 def work(problem: Problem) -> float:
-    """Bytes of the keys and values that decode must read, or operations that prefill must do."""
+    """Bytes of the keys and values that a suffix must read, or operations that prefill must do."""
     width = min(problem.seq_len, problem.window or problem.seq_len)
     head_dim = problem.kv_cache.shape[4]
-    if problem.num_new == 1:
+    if problem.num_new <= MAX_SUFFIX:
+        width = min(problem.seq_len, width + problem.num_new - 1)
         return problem.batch * width * 2 * problem.kv_cache.shape[2] * head_dim * problem.kv_cache.itemsize
     pairs = sum(min(position + 1, width) for position in range(problem.seq_len - problem.num_new, problem.seq_len))
     return 4 * problem.batch * problem.num_heads * head_dim * pairs
@@ -169,7 +173,7 @@ def on_device(case: tuple[Heads, int, int, int, int | None, torch.dtype], limits
     problem = make_problem("cuda", heads, batch, seq_len, num_new, window, (BF16, cache_dtype))
     us = median_us(attend(problem))
     unit, limit, per_unit = "GB/s", limits["copy_gb_s"], 1e3
-    if num_new > 1:
+    if num_new > MAX_SUFFIX:
         unit, limit, per_unit = "TFLOP/s", limits["matmul_tflop_s"], 1e6
     rate = work(problem) / us / per_unit
     peers: dict[str, float | str] = {}

@@ -123,10 +123,15 @@ def _load(
     except RuntimeError as error:
         raise InvalidValueError("num_blocks", num_blocks, f"no more than fit into memory ({error})") from error
     if followers is None:
-        runner = Runner(model, facts.plan, tensors, size, _graphs(config, facts, model, tensors))
+        runner = Runner(model, facts.plan, tensors, size)
     else:
         followers.join(facts.device)
         runner = LeadingRunner(followers, model, facts.plan, tensors, size)
+    if facts.device.type == "cuda":
+        step = config.max_num_batched_tokens
+        runner.warm_up([kvcache.peak_num_blocks(group, size, longest, step) for group in groups])
+    if followers is None:
+        runner.graphs = _graphs(config, facts, model, tensors)
     logger.info(
         "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d kv_dtype=%s dtype=%s device=%s",
         facts.model.architecture,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,11 @@ from kvist.engine.decode_graphs import DecodeGraphs
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.request import Request
 from kvist.engine.scheduler import ScheduledRequest
-from kvist.kvcache import WindowPlan
+from kvist.kernels import on_compile
+from kvist.kvcache import ABSENT, WindowPlan
 from kvist.kvcache.tensors import KvTensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -45,6 +50,37 @@ class Runner:
         """Compute a batch into the cache; return the logits, float32, of its `logit_rows`."""
         logits = None if self.graphs is None else self.graphs.run(batch)
         return self.model(self._to_forward_batch(batch)) if logits is None else logits
+
+    def warm_up(self, table_widths: Sequence[int]) -> None:
+        """Compile every kernel that a step can launch, and log them: no request waits for a compiler.
+
+        They depend on nothing of a step but whether keys are split over programs. So two steps of a decode and a
+        prefill, all padding, compile all: one over tables of one block, one over the most local blocks of each group.
+        """
+        variants: list[str] = []
+        start = time.monotonic()
+        on_compile(variants.append)
+        for widths in ([1] * len(table_widths), table_widths):
+            groups = [
+                GroupPages(
+                    np.full((1, 2, width), ABSENT, np.int32), np.zeros(2, np.int32), np.full((1, 3), ABSENT, np.int64)
+                )
+                for width in widths
+            ]
+            self.compute(
+                HostBatch(
+                    input_ids=np.zeros(3, np.int64),
+                    positions=np.zeros(3, np.int64),
+                    seq_lens=np.zeros(2, np.int32),
+                    num_decodes=1,
+                    prefill_start_loc=np.array([0, 2], np.int32),
+                    logit_rows=np.array([0, 2]),
+                    groups=tuple(groups),
+                )
+            )
+        on_compile(lambda variant: logger.warning("kernel compiled while serving variant=%s", variant))
+        seconds = time.monotonic() - start
+        logger.info("kernels compiled num=%d seconds=%.1f variants=%s", len(variants), seconds, "; ".join(variants))
 
     def build_batch(self, scheduled: Sequence[ScheduledRequest]) -> HostBatch:
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)

@@ -89,3 +89,8 @@ def check_attention(
         if not out.is_contiguous():
             raise ValueError(f"out has strides {list(out.stride())}; expected a contiguous tensor")
         check_tensor("out", out, tuple(query.shape), (query.dtype,), query)
+
+
+def row_stride(tensor: torch.Tensor) -> int:
+    """What lies between the rows of a tensor that was checked; of a single row torch leaves the stride to chance."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor[0].numel()

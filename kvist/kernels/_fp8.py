@@ -24,7 +24,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor
 
 
-@jit
+@jit()
 def decode_fp8(stored, MANTISSA: tl.constexpr):  # noqa: N803
     """Bytes as float16, which holds every value of both formats; exact, subnormals, infinities and NaN included."""
     wide = stored.to(tl.uint16)
@@ -36,7 +36,7 @@ def decode_fp8(stored, MANTISSA: tl.constexpr):  # noqa: N803
     return small * 256.0 + small * 34944.0 * 0.0
 
 
-@jit
+@jit()
 def encode_fp8(value, MANTISSA: tl.constexpr):  # noqa: N803
     """float32 as bytes, rounded to nearest even; what is too large becomes the largest finite value, NaN stays NaN."""
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0  # noqa: N806

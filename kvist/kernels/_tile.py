@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
-"""What both attention kernels do with a tile of keys: load it through the block table, then fold it into the softmax.
+"""What attention does with a tile of keys: load it through the block table, then fold it into the softmax.
 
 The softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in base 2: a row carries its running maximum,
 the sum of its weights and its weighted values, and is rescaled whenever the maximum grows.
@@ -24,32 +24,33 @@ def pad_head_dim(head_dim: int) -> int:
 
 
 class TileShape(NamedTuple):
-    """Query rows a program takes, keys a step of it takes, and how Triton is to compile its loop.
+    """Tokens a program takes, rows for their query heads of one kv head, keys of a step, and how Triton compiles it.
 
     Triton counts the block table's lookup as a stage of the pipeline as well: 5 stages keep two tiles of keys and
     values in shared memory, one being filled while the other is used; its default, 3, keeps one.
     """
 
+    tokens: int
     rows: int
     keys: int
     num_warps: int
     num_stages: int
 
 
-def decode_tile(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
+def decode_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> TileShape:
     """A step of decode: in 16 bits 32 KiB of keys and values, so that up to three programs share an sm_90.
 
     Decode waits for memory, and what hides the wait is bytes under way: a multiprocessor's share of 4.8 TB/s at 0.8 µs
     is 29 KiB, which the tile being filled covers once a program. float32 is there to compare with, not for speed: its
     products keep full precision, so they miss the tensor cores and want many registers.
     """
-    rows = max(MIN_DOT_SIZE, next_power_of_2(num_rows))
+    rows = max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv))
     if dtype == torch.float32:
-        return TileShape(rows, keys=16, num_warps=4, num_stages=3)
-    return TileShape(rows, keys=min(128, 8192 // pad_head_dim(head_dim)), num_warps=4, num_stages=5)
+        return TileShape(1, rows, keys=16, num_warps=4, num_stages=3)
+    return TileShape(1, rows, keys=min(128, 8192 // pad_head_dim(head_dim)), num_warps=4, num_stages=5)
 
 
-def prefill_tile(head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
+def prefill_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
     """The largest tile of prefill whose accumulators stay in registers, also with a soft cap and a window.
 
     More rows read the keys less often; sm_90 has 227 KiB of shared memory and products that take an operand from it.
@@ -59,18 +60,21 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: in
     """
     width, is_sm_90 = pad_head_dim(head_dim), capability // 10 == 9
     if dtype == torch.float32:
-        return TileShape(rows=16, keys=16, num_warps=4, num_stages=3)
-    if width > 256:
-        return TileShape(rows=32, keys=32, num_warps=8, num_stages=5 if is_sm_90 else 3)
-    if is_sm_90:
-        return TileShape(rows=128, keys=64 if width <= 128 else 32, num_warps=8, num_stages=5)
-    if width > 128 or (is_fp8 and width > 64):
-        return TileShape(rows=64, keys=32, num_warps=8, num_stages=3)
-    return TileShape(rows=128, keys=32, num_warps=8, num_stages=5)
+        rows, keys, num_warps, num_stages = 16, 16, 8, 3
+    elif width > 256:
+        rows, keys, num_warps, num_stages = 32, 32, 8, 5 if is_sm_90 else 3
+    elif is_sm_90:
+        rows, keys, num_warps, num_stages = 128, 64 if width <= 128 else 32, 8, 5
+    elif width > 128 or (is_fp8 and width > 64):
+        rows, keys, num_warps, num_stages = 64, 32, 8, 3
+    else:
+        rows, keys, num_warps, num_stages = 128, 32, 8, 5
+    rows = max(rows, next_power_of_2(heads_per_kv))
+    return TileShape(rows // heads_per_kv, rows, keys, num_warps, num_stages)
 
 
 # fmt: off
-@jit
+@jit()
 def load_tile(
     kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, dtype: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
@@ -101,7 +105,7 @@ def load_tile(
 
 
 # fmt: off
-@jit
+@jit()
 def attend_tile(
     query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP: tl.constexpr,
 ):
@@ -131,7 +135,7 @@ def attend_tile(
     return new_max, row_sum, weighted
 
 
-@jit
+@jit()
 def softmax_sum(row_max, row_sum, sink):
     """What divides each row's weighted values: its weights and, where there is one, its sink; 1 for a row of nothing.
 

@@ -14,7 +14,8 @@ import torch
 if TYPE_CHECKING:
     import triton.language as tl
 
-    jit: Callable[[Callable[..., Any]], Any]
+    jit: Callable[..., Callable[[Callable[..., Any]], Any]]
+    knobs: Any
     IS_INSTALLED: bool
     IS_INTERPRETED: bool
 else:
@@ -26,8 +27,8 @@ else:
             raise
         IS_INSTALLED, IS_INTERPRETED, tl = False, False, None
 
-        def jit(kernel):
-            return kernel
+        def jit(**_):
+            return lambda kernel: kernel
     else:
         # Read once, like Triton itself: what TRITON_INTERPRET said while kernels were decorated.
         IS_INSTALLED, IS_INTERPRETED = True, knobs.runtime.interpret
@@ -39,6 +40,7 @@ __all__ = [
     "is_launched",
     "jit",
     "next_power_of_2",
+    "on_compile",
     "tl",
     "widen_for_interpreter",
 ]
@@ -49,6 +51,17 @@ def is_launched(tensor: torch.Tensor) -> bool:
     if tensor.is_cuda and not IS_INSTALLED:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'kvist[gpu]'")
     return tensor.is_cuda or IS_INTERPRETED
+
+
+def on_compile(callback: Callable[[str], None]) -> None:
+    """From now on, tell each variant of any Triton kernel that this process compiles, or finds compiled on disk."""
+
+    def hook(*, fn: Any, compile: dict[str, Any], **_: object) -> None:  # noqa: A002
+        names = fn.jit_function.arg_names
+        constants = " ".join(f"{names[i]}={value}" for (i,), value in compile["constants"].items())
+        callback(f"{fn.name.strip('_')} {constants}")
+
+    knobs.runtime.jit_post_compile_hook = hook
 
 
 def widen_for_interpreter(tensor: torch.Tensor) -> torch.Tensor:

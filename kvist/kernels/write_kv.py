@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from kvist.kernels._checks import DTYPES, check_kv_cache, check_tensor
+from kvist.kernels._checks import DTYPES, check_kv_cache, check_tensor, row_stride
 from kvist.kernels._fp8 import FP8_DTYPES, as_bytes, encode_fp8, mantissa_bits
 from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, next_power_of_2, tl
 
@@ -14,7 +14,7 @@ _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
 
 
 # fmt: off
-@jit
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def _write_kv_kernel(
     key_ptr, value_ptr, kv_cache_ptr, slot_mapping_ptr, num_tokens, key_stride, value_stride, block_stride,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
@@ -62,7 +62,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         with torch.cuda.device_of(kv_cache):
             _write_kv_kernel[grid](
                 key, value, as_bytes(kv_cache), slot_mapping,
-                num_tokens, key.stride(0), value.stride(0), kv_cache.stride(0),
+                num_tokens, row_stride(key), row_stride(value), kv_cache.stride(0),
                 NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
                 HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM, FP8_MANTISSA=mantissa,
             )  # fmt: skip

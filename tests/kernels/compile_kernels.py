@@ -1,4 +1,4 @@
-"""Compile every kernel for one target without a GPU and print what each takes: `python compile_kernels.py 90`.
+"""Compile what the launchers launch for one target without a GPU and print what each takes: `compile_kernels.py 90`.
 
 One JSON line a kernel: registers, bytes of stack (what spilled) and shared memory. Run by test_compile.py in a process
 of its own, because Triton must not have been imported for the interpreter.
@@ -11,125 +11,94 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from kvist.kernels._fp8 import FP8_DTYPES, mantissa_bits
-from kvist.kernels._tile import decode_tile, pad_head_dim, prefill_tile
-from kvist.kernels._triton import next_power_of_2
-from kvist.kernels.paged_decode import _merge_splits_kernel, _paged_decode_kernel
-from kvist.kernels.paged_prefill import _paged_prefill_kernel
-from kvist.kernels.write_kv import _write_kv_kernel
+from kvist.kernels import paged_attention, write_kv
+from kvist.kernels._fp8 import FP8_DTYPES
+from kvist.kernels._triton import DeviceFacts
 
 E4M3, E5M2 = FP8_DTYPES
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-TYPES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E4M3: "u8", E5M2: "u8"}
-INTEGER_TYPES = {
-    "block_tables_ptr": "*i32",
-    "page_offsets_ptr": "*i32",
-    "seq_lens_ptr": "*i32",
-    "query_start_loc_ptr": "*i32",
-    "slot_mapping_ptr": "*i64",
-    "page_ids_ptr": "*i64",
-}
-FLOAT_TYPES = {
-    "sinks_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    "split_out_ptr": "*fp32",
-    "split_lse_ptr": "*fp32",
-    "scale": "fp32",
-}
-NO_SINKS = {"sinks_ptr": None}
-ONE_POOL = {"page_offsets_ptr": None}
 
 ATTENTION = [
-    # head_dim, dtype of the query, of the cache, other compile-time arguments
-    (64, BF16, BF16, {"WINDOW": 128, "SOFT_CAP": None}),  # gpt-oss: sinks
-    (80, FP16, FP16, {"WINDOW": None, "SOFT_CAP": 50.0, **NO_SINKS, **ONE_POOL}),
-    (128, BF16, BF16, {"WINDOW": None, "SOFT_CAP": None, **NO_SINKS}),
-    (128, BF16, E4M3, {"WINDOW": 1000, "SOFT_CAP": None, **NO_SINKS}),
-    (256, BF16, BF16, {"WINDOW": 1024, "SOFT_CAP": 50.0, **NO_SINKS}),
-    (256, FP16, E5M2, {"WINDOW": 1024, "SOFT_CAP": None, **NO_SINKS}),
-    (512, BF16, BF16, {"WINDOW": None, "SOFT_CAP": None, **NO_SINKS}),
-    (64, FP32, FP32, {"WINDOW": 1000, "SOFT_CAP": None, **NO_SINKS}),
+    # head_dim, query heads of each of 8 kv heads, dtype of the query, of the cache, window, soft cap
+    (64, 8, BF16, BF16, 128, None),  # gpt-oss: sinks
+    (80, 1, FP16, FP16, None, 50.0),
+    (128, 4, BF16, BF16, None, None),
+    (128, 7, BF16, E4M3, 1000, None),
+    (256, 2, BF16, BF16, 1024, 50.0),
+    (256, 4, FP16, E5M2, 1024, None),
+    (512, 8, BF16, BF16, None, None),
+    (64, 4, FP32, FP32, 1000, None),
 ]
 
 
-class Variant(NamedTuple):
-    kernel: Any
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    constants: dict[str, Any]
-    options: dict[str, int]
+def launch(
+    case: int, head_dim: int, heads_per_kv: int, dtype: torch.dtype, cache_dtype: torch.dtype, *masks: Any
+) -> None:
+    """A deployment's launches: of the first all, of the others a decode in splits and whole chunks, or vice versa."""
+    kv_cache = torch.zeros(2, 2, 8, 16, head_dim).to(cache_dtype)
+    query, key = torch.zeros(2, 8 * heads_per_kv, head_dim, dtype=dtype), torch.zeros(2, 8, head_dim, dtype=dtype)
+    tables, ints = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    options: dict[str, Any] = {"scale": 1.0, "window": masks[0], "soft_cap": masks[1]}
+    options["page_offsets"] = None if case == 1 else ints[:2]
+    options["sinks"] = torch.zeros(8 * heads_per_kv) if case == 0 else None
+    write_kv(key, key, kv_cache, torch.zeros(2, dtype=torch.int64))
+    for num_splits in (1, 2):
+        for chunk in (0, 1):
+            if case == 0 or (num_splits + chunk + case) % 2:
+                starts = ints if chunk else None
+                paged_attention(query, kv_cache, tables, ints[:2], starts, num_splits=num_splits, **options)
 
 
-def writes() -> Iterator[Variant]:
-    cache = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 80, "HEAD_DIM_PAD": 128, "TOKENS": 16}
-    for cache_dtype in (BF16, E4M3, E5M2):
-        constants = {**cache, "FP8_MANTISSA": mantissa_bits(cache_dtype)}
-        yield Variant(_write_kv_kernel, BF16, cache_dtype, constants, {})
-    # Triton compiles a kernel of its own for arguments that are 1.
-    yield Variant(_write_kv_kernel, FP16, FP16, {**cache, "FP8_MANTISSA": None, "num_tokens": 1}, {})
+def launched(capability: int) -> dict[str, tuple[ASTSource, dict[str, int]]]:
+    """What Triton would compile for all cases, as it sees it: nothing is, for its hook says that it was."""
+    target = GPUTarget("cuda", capability, 32)
+    functions = {"target": target, "device": 0, "stream": 0}
+    driver.set_active(SimpleNamespace(**{f"get_current_{name}": lambda *_, x=x: x for name, x in functions.items()}))
+    for name in ("paged_attention", "write_kv"):
+        import_module(f"kvist.kernels.{name}").is_launched = lambda _: True
+    import_module("kvist.kernels.paged_attention").device_facts = lambda _: DeviceFacts(132, capability)
+    sources = {}
+
+    def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
+        sources[fn.name + key] = source, {name: compile[name] for name in ("num_warps", "num_stages")}
+        return True
+
+    knobs.runtime.jit_cache_hook = hook
+    for case, shape in enumerate(ATTENTION):
+        launch(case, *shape)
+    knobs.runtime.jit_cache_hook = None
+    return sources
 
 
-def attention(capability: int) -> Iterator[Variant]:
-    ones = {"table_stride": 1}
-    for case, (head_dim, dtype, cache_dtype, masks) in enumerate(ATTENTION):
-        shape = {
-            "HEAD_DIM": head_dim,
-            "HEAD_DIM_PAD": pad_head_dim(head_dim),
-            "FP8_MANTISSA": mantissa_bits(cache_dtype),
-        }
-        shared = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, **shape, **masks}
-        tile = decode_tile(4, head_dim, dtype)
-        heads = {"HEADS_PER_KV": 4, "HEADS_PAD": tile.rows, "TILE": tile.keys, "NUM_SPLITS": 16}
-        if case == 0:
-            heads |= {**ones, "NUM_SPLITS": 1}
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        yield Variant(_paged_decode_kernel, dtype, cache_dtype, {**shared, **heads}, options)
-        tile = prefill_tile(head_dim, dtype, cache_dtype in FP8_DTYPES, capability)
-        rows = {"NUM_HEADS": 32, "BATCH_PAD": next_power_of_2(9), "ROWS": tile.rows, "TILE": tile.keys}
-        if case == 0:
-            rows |= {**ones, "batch": 1, "num_tokens": 1, "BATCH_PAD": 2}
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        yield Variant(_paged_prefill_kernel, dtype, cache_dtype, {**shared, **rows}, options)
-    yield Variant(_merge_splits_kernel, BF16, BF16, {"HEAD_DIM": 80, "NUM_DIMS": 64, "NUM_SPLITS": 128}, {})
-
-
-def signature(variant: Variant) -> dict[str, str]:
-    """Types of the arguments: pointers by what they point to, everything else a 32-bit integer."""
-    known = {"kv_cache_ptr": "*" + TYPES[variant.cache_dtype], **INTEGER_TYPES, **FLOAT_TYPES}
-    known |= dict.fromkeys(variant.constants, "constexpr")
-    fallback = {True: "*" + TYPES[variant.dtype], False: "i32"}
-    return {name: known.get(name, fallback[name.endswith("_ptr")]) for name in variant.kernel.arg_names}
-
-
-def report(variant: Variant, capability: int) -> dict[str, Any]:
-    types, constants = signature(variant), variant.constants
-    # What the launcher would find at run time: aligned pointers and strides.
-    is_aligned = [name.endswith(("_ptr", "_stride")) and name not in constants for name in types]
-    aligned = {(i,): [["tt.divisibility", 16]] for i, divides in enumerate(is_aligned) if divides}
-    indexed = {(variant.kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(variant.kernel, types, indexed, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.options)
+def report(source: ASTSource, options: dict[str, int], target: GPUTarget) -> dict[str, Any]:
+    compiled = triton.compile(source, target=target, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     resources = dict(re.findall(r"(\w+):(\d+)", usage))
+    constants = {source.fn.arg_names[i]: value for (i,), value in source.constants.items()}
     return {
-        "kernel": variant.kernel.__name__.strip("_").removesuffix("_kernel"),
-        "query": str(variant.dtype).removeprefix("torch."),
-        "cache": str(variant.cache_dtype).removeprefix("torch."),
-        "head_dim": constants.get("HEAD_DIM", 0),
-        "target": f"sm_{capability}",
+        "kernel": source.fn.__name__.strip("_").removesuffix("_kernel"),
+        "query": source.signature.get("query_ptr", source.signature.get("key_ptr", "")),
+        "cache": source.signature.get("kv_cache_ptr", ""),
+        "head_dim": constants["HEAD_DIM"],
+        "tokens": constants.get("TOKENS", ""),
+        "split": "lse_ptr" not in constants,
+        "target": f"sm_{target.arch}",
         "warps": compiled.metadata.num_warps,
         "registers": int(resources["REG"]),
         "spilled_bytes": int(resources["STACK"]),
@@ -139,5 +108,5 @@ def report(variant: Variant, capability: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    for variant in (*writes(), *attention(capability)):
-        print(json.dumps(report(variant, capability)), flush=True)
+    for source, options in launched(capability).values():
+        print(json.dumps(report(source, options, GPUTarget("cuda", capability, 32))), flush=True)

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from kvist.kernels import (
-    paged_decode,
-    paged_decode_reference,
-    paged_prefill,
-    paged_prefill_reference,
+    paged_attention,
+    paged_attention_reference,
     write_kv,
 )
 
@@ -33,10 +31,10 @@ def test_blocks_past_two_to_the_31_elements_are_written_and_read():
     dense = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1), *(tensor.transpose(0, 1).expand(4, -1, -1) for tensor in (key, value)), is_causal=True
     ).transpose(0, 1)
-    prefilled = paged_prefill(query, kv_cache, tables, starts, lengths, scale=head_dim**-0.5)
+    prefilled = paged_attention(query, kv_cache, tables, lengths, starts, scale=head_dim**-0.5)
     torch.testing.assert_close(prefilled, dense, atol=1.6e-2, rtol=1.6e-2)
     for num_splits in (1, 4):
-        decoded = paged_decode(query[-1:], kv_cache, tables, lengths, scale=head_dim**-0.5, num_splits=num_splits)
+        decoded = paged_attention(query[-1:], kv_cache, tables, lengths, scale=head_dim**-0.5, num_splits=num_splits)
         torch.testing.assert_close(decoded, dense[-1:], atol=1.6e-2, rtol=1.6e-2)
 
 
@@ -64,16 +62,13 @@ def test_kernels_agree_with_their_references_at_the_sizes_of_real_models(dtype, 
     sinks = torch.randn(16, device="cuda")
     options = {"scale": head_dim**-0.5, "window": window, "soft_cap": 30.0, "page_offsets": page_offsets}
     options["sinks"] = sinks
-    tolerance = HALF_TOLERANCE[dtype]
-    inputs = (query, kv_cache, tables.contiguous(), starts, lengths)
-    torch.testing.assert_close(
-        paged_prefill(*inputs, **options), paged_prefill_reference(*inputs, **options), atol=tolerance, rtol=tolerance
-    )
-    inputs = (query[:4], kv_cache, tables.contiguous(), lengths)
-    for num_splits in (None, 1, 32):
-        decoded = paged_decode(*inputs, num_splits=num_splits, **options)
-        expected = paged_decode_reference(*inputs, **options)
-        torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=tolerance)
+    tables, tolerance = tables.contiguous(), HALF_TOLERANCE[dtype]
+    chunks, decodes = (query, kv_cache, tables, lengths, starts), (query[:4], kv_cache, tables, lengths)
+    for inputs in (chunks, decodes):
+        expected = paged_attention_reference(*inputs, **options)
+        for num_splits in (None, 1, 5, 32):
+            out = paged_attention(*inputs, num_splits=num_splits, **options)
+            torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths_offsets_and_tables():
@@ -88,7 +83,7 @@ def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths_offsets_and_
 
     def step():
         write_kv(key, value, kv_cache, slots)
-        paged_decode(query, kv_cache, tables, lengths, out=out, **options)
+        paged_attention(query, kv_cache, tables, lengths, out=out, **options)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -102,7 +97,7 @@ def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths_offsets_and_
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(kv_cache[902 // 16, 0, 0, 902 % 16], key[3, 0])
-    expected = paged_decode_reference(query, kv_cache, tables, lengths, **options)
+    expected = paged_attention_reference(query, kv_cache, tables, lengths, **options)
     torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
     assert out[2].count_nonzero() == 0
 
@@ -114,13 +109,13 @@ def test_a_captured_chunk_replays_with_other_boundaries_between_its_sequences():
     lengths = torch.tensor([280, 400], dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, 200, 300], dtype=torch.int32, device="cuda")
     options = {"scale": 0.1, "window": 150}
-    out = paged_prefill(query, kv_cache, tables, starts, lengths, **options)  # compiles
+    out = paged_attention(query, kv_cache, tables, lengths, starts, **options)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_prefill(query, kv_cache, tables, starts, lengths, out=out, **options)
+        paged_attention(query, kv_cache, tables, lengths, starts, out=out, **options)
     starts.copy_(torch.tensor([0, 17, 290]))  # ten rows of padding
     lengths.copy_(torch.tensor([17, 511]))
     out.fill_(torch.nan)
     graph.replay()
-    expected = paged_prefill_reference(query, kv_cache, tables, starts, lengths, **options)
+    expected = paged_attention_reference(query, kv_cache, tables, lengths, starts, **options)
     torch.testing.assert_close(out, expected, atol=1.6e-2, rtol=1.6e-2)

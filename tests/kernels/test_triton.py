@@ -10,11 +10,11 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # importing it now raises ModuleNotFoundError
 import torch
-from kvist.kernels import paged_decode, write_kv
+from kvist.kernels import paged_attention, write_kv
 kv_cache = torch.zeros(1, 2, 1, 8, 16)
 write_kv(torch.ones(1, 1, 16), torch.ones(1, 1, 16), kv_cache, torch.tensor([0]))
 tables, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-print(paged_decode(torch.ones(1, 2, 16), kv_cache, tables, lengths, scale=1.0).sum().item())
+print(paged_attention(torch.ones(1, 2, 16), kv_cache, tables, lengths, scale=1.0).sum().item())
 """
 
 

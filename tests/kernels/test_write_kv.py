@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kvist.kernels import paged_decode, paged_prefill, write_kv
+from kvist.kernels import paged_attention, write_kv
 from kvist.kernels._fp8 import FP8_DTYPES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -91,8 +91,8 @@ def test_blocks_past_two_to_the_31_elements_are_written_and_read(sparse_cache):
     assert sparse_cache[:8].float().count_nonzero() == 0
     tables, lengths = torch.tensor([[last, last - 1]]).int(), torch.tensor([20]).int()
     query, starts = torch.zeros(1, 1, 128), torch.tensor([0, 1]).int()
-    torch.testing.assert_close(paged_decode(query, sparse_cache, tables, lengths, scale=1.0)[0], value.mean(0))
-    extended = paged_prefill(query, sparse_cache, tables, starts, lengths, scale=1.0)
+    torch.testing.assert_close(paged_attention(query, sparse_cache, tables, lengths, scale=1.0)[0], value.mean(0))
+    extended = paged_attention(query, sparse_cache, tables, lengths, starts, scale=1.0)
     torch.testing.assert_close(extended[0], value.mean(0))
 
 

@@ -15,7 +15,7 @@ from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL
-from kvist.kernels import paged_decode, paged_prefill, write_kv
+from kvist.kernels import paged_attention, write_kv
 from kvist.kvcache.stale import effective_window
 
 _ATTENTION = "kvist_paged"
@@ -112,35 +112,24 @@ def attend(
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if model.config.layers[module.layer_idx].kv_source is None:
         write_kv(key, value, pages.cache, pages.slot_mapping)
-    decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
-    alike: dict[str, Any] = {
-        "scale": scaling,
-        "window": model.kernel_windows[module.layer_idx],
-        "soft_cap": getattr(model.config.text, "attn_logit_softcapping", None),
-        "sinks": None if s_aux is None else s_aux.float(),
-    }
     out = torch.empty_like(query)
-    if batch.num_decodes:
-        paged_decode(
-            query[decodes],
-            pages.cache,
-            pages.block_tables[decodes],
-            batch.seq_lens[decodes],
-            page_offsets=pages.page_offsets[decodes],
-            out=out[decodes],
-            **alike,
-        )
-    if batch.num_decodes < batch.seq_lens.shape[0]:
-        paged_prefill(
-            query[prefills],
-            pages.cache,
-            pages.block_tables[prefills],
-            batch.prefill_start_loc,
-            batch.seq_lens[prefills],
-            page_offsets=pages.page_offsets[prefills],
-            out=out[prefills],
-            **alike,
-        )
+    parts = (slice(batch.num_decodes), None), (slice(batch.num_decodes, None), batch.prefill_start_loc)
+    for rows, start_loc in parts:
+        lengths = batch.seq_lens[rows]
+        if lengths.shape[0]:
+            paged_attention(
+                query[rows],
+                pages.cache,
+                pages.block_tables[rows],
+                lengths,
+                start_loc,
+                page_offsets=pages.page_offsets[rows],
+                out=out[rows],
+                scale=scaling,
+                window=model.kernel_windows[module.layer_idx],
+                soft_cap=getattr(model.config.text, "attn_logit_softcapping", None),
+                sinks=None if s_aux is None else s_aux.float(),
+            )
     return out[None], None
 
 
