@@ -104,14 +104,14 @@ def _unpack_compressed(parts: Parts) -> torch.Tensor:
     scales = parts["weight_scale"].float()
     zeros: torch.Tensor | int = 2 ** (bits - 1)
     if "weight_zero_point" in parts:
-        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :rows]
+        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :rows].T
     numbers = _unpack(parts["weight_packed"], bits)[:, :columns]
-    return _scale_groups(numbers.T, zeros, scales.T, parts.get("weight_g_idx"))
+    return _scale_groups(numbers, zeros, scales, parts.get("weight_g_idx"))
 
 
 def _unpack_awq(parts: Parts) -> torch.Tensor:
     numbers, zeros = (_unpack(parts[name], 4, _AWQ_ORDER) for name in ("qweight", "qzeros"))
-    return _scale_groups(numbers, zeros, parts["scales"].float(), None)
+    return _scale_groups(numbers.T, zeros.T, parts["scales"].T.float(), None)
 
 
 def _unpack_gptq(parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
@@ -119,12 +119,12 @@ def _unpack_gptq(parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
     zeros = _unpack(parts["qzeros"], bits)
     if quantization.get("checkpoint_format", "gptq") == "gptq":
         zeros += 1  # of old it is stored less by one
-    return _scale_groups(_unpack(parts["qweight"].T, bits).T, zeros, parts["scales"].float(), parts.get("g_idx"))
+    return _scale_groups(_unpack(parts["qweight"].T, bits), zeros.T, parts["scales"].T.float(), parts.get("g_idx"))
 
 
 def _unpack(packed: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
     """Return the numbers in int32s, `[rows, columns]` from `[rows, columns / (32 / bits)]`, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     if order is not None:
         shifts = shifts[order]
     return (packed[..., None] >> shifts & 2**bits - 1).flatten(-2)
@@ -133,8 +133,9 @@ def _unpack(packed: torch.Tensor, bits: int, order: Sequence[int] | None = None)
 def _scale_groups(
     numbers: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor, group_idx: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `[num_outputs, num_inputs]` from numbers of `[num_inputs, num_outputs]` and scales by group of inputs."""
+    """Return a weight from its numbers, `[num_outputs, num_inputs]`, and zeros and scales of each group of inputs."""
     if group_idx is None:
-        group_idx = torch.arange(len(numbers)) // (len(numbers) // len(scales))
-    origin = zeros[group_idx] if isinstance(zeros, torch.Tensor) else zeros
-    return ((numbers - origin) * scales[group_idx]).T
+        num_inputs = numbers.shape[1]
+        group_idx = torch.arange(num_inputs, device=numbers.device) // (num_inputs // scales.shape[1])
+    origin = zeros[:, group_idx] if isinstance(zeros, torch.Tensor) else zeros
+    return (numbers - origin) * scales[:, group_idx]

@@ -75,7 +75,7 @@ def _fill(
     [(file, theirs), *others] = stored.values()
     whole: Any
     if others:
-        parts = {part: file.get_tensor(theirs) for part, (file, theirs) in stored.items()}
+        parts = {part: file.get_tensor(theirs).to(target.device) for part, (file, theirs) in stored.items()}
         whole = dequantize(name, parts, config.quantization or {})
         found = list(whole.shape)
     else:
