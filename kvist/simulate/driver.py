@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
-from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, Pull
+from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE, PriceSettings
 
 Hashes = Sequence[int] | NDArray[np.uint64]
 Counts = Sequence[int] | NDArray[np.int64]
@@ -26,6 +26,10 @@ Among = Sequence[int] | None
 class Driver(Protocol):
     """What a simulator tells a policy, as `PricedDriver` has it. Times never go back."""
 
+    fetch: tuple[int, float]
+    """How many first blocks are there when the request that was routed last has fetched others', and how long that
+    takes: 0 s where it fetches nothing."""
+
     def route(self, *asked: Any, **more: Any) -> int: ...
     def prefer(self, *asked: Any, **more: Any) -> int: ...
     def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
@@ -36,8 +40,20 @@ class Driver(Protocol):
 class PricedDriver:
     """The router's `kv` policy behind the interface of `make_driver`."""
 
-    def __init__(self, num_workers: int, block_size: int, seed: int, settings: PriceSettings | None = None) -> None:
-        """Decide for so many workers; ties are broken by `seed`."""
+    def __init__(
+        self,
+        num_workers: int,
+        block_size: int,
+        seed: int = 0,
+        settings: PriceSettings | None = None,
+        fetch_tokens_per_s: float | None = None,
+    ) -> None:
+        """Decide for so many workers; ties are broken by `seed`.
+
+        Workers fetch what others hold so fast, if they do, while they are all there and answer.
+        """
+        self.fetch = 0, 0.0
+        self._fetch_token_s = None if fetch_tokens_per_s is None else np.full(num_workers, 1.0 / fetch_tokens_per_s)
         self._policy = PricedPolicy.for_one(num_workers, block_size, settings)
         self._num_workers = num_workers
         self._random = Random(seed)
@@ -66,6 +82,8 @@ class PricedDriver:
         self.finished(now_s, request_id)
         scale, asked = FETCH_SCALE if is_fetched else 1.0, (block_hashes, num_tokens, depths, held_blocks, among)
         worker_idx, chosen_idx, prices = self._weigh(scale, now_s, *asked)
+        num_held_tokens = int(prices.cached_tokens[chosen_idx] + prices.fetched_tokens[chosen_idx])
+        self.fetch = num_held_tokens // self._policy.block_size, float(prices.fetch_s[chosen_idx])
         self._running[request_id] = self._policy.dispatched(
             now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams, computes=not is_fetched
         )
@@ -89,8 +107,11 @@ class PricedDriver:
             if len(counts) != self._num_workers:
                 raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
         ranks = None if among is None else np.array(among)
-        here = slice(None) if ranks is None else ranks
-        prices = self._policy.weigh(now_s, int(num_tokens), hashes, np.asarray(depths)[here], ranks, scale)
+        here, pull, by_worker = slice(None) if ranks is None else ranks, None, np.asarray(depths)
+        if self._fetch_token_s is not None and ranks is None:
+            on_gpu = by_worker.reshape(self._num_workers, -1)[:, 0]
+            pull = Pull(int(on_gpu.max()), self._fetch_token_s, DEFAULT_MAX_LOCAL_PREFILL_TOKENS)
+        prices = self._policy.weigh(now_s, int(num_tokens), hashes, by_worker[here], ranks, scale, pull)
         chosen_idx = self._policy.choose(prices, np.asarray(held)[here].tolist(), self._random)
         return chosen_idx if among is None else among[chosen_idx], chosen_idx, prices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -170,7 +170,13 @@ class Simulation:
             if is_worth_handing_over(prompt, by_worker[local_idx], DEFAULT_MAX_LOCAL_PREFILL_TOKENS):
                 sent = Job(("prefill", job.request_id), request, now_s, computes_for=job)
                 among = list(self._prefill_workers)
-        self._workers[driver.route(now_s, sent.request_id, *asked, among)].take(sent, now_s)
+        worker_idx = driver.route(now_s, sent.request_id, *asked, among)
+        num_blocks, fetch_s = driver.fetch
+        if fetch_s:
+            fetched = partial(self._fetched, worker_idx, self._workers[worker_idx], sent, request.blocks[:num_blocks])
+            self.call_at(now_s + fetch_s, fetched)
+        else:
+            self._workers[worker_idx].take(sent, now_s)
 
     def _hand_over(self, computed: Job, job: Job, now_s: float) -> None:
         """Let another worker fetch a prompt that was computed, and go on with it."""
@@ -180,10 +186,11 @@ class Simulation:
         worker_idx = self._driver.route(now_s, job.request_id, *asked, is_fetched=True)
         there = depths[worker_idx][-1] * self._trace.block_size
         fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(there, request.num_tokens)
-        self.call_at(now_s + fetch_s, partial(self._fetched, worker_idx, self._workers[worker_idx], job))
+        self.call_at(now_s + fetch_s, partial(self._fetched, worker_idx, self._workers[worker_idx], job, ()))
 
-    def _fetched(self, worker_idx: int, worker: Worker, job: Job, now_s: float) -> None:
+    def _fetched(self, worker_idx: int, worker: Worker, job: Job, blocks: Sequence[Hashable], now_s: float) -> None:
         if self._workers[worker_idx] is worker:
+            worker.cache(blocks, now_s)
             worker.take(job, now_s)
         else:  # it died meanwhile
             self._driver.finished(now_s, job.request_id)
