@@ -200,8 +200,11 @@ def without_billing_header(text: str) -> str | None:
 
 def has_items(request: ChatCompletionRequest) -> bool:
     """Return whether some part of a message is no text: an image, say."""
-    contents = [content for message in request.messages if isinstance(content := message.get("content"), list)]
-    return any(not isinstance(part, str) and not is_text_part(part) for content in contents for part in content)
+    for message in request.messages:
+        for part in content if isinstance(content := message.get("content"), list) else ():
+            if not isinstance(part, str) and not is_text_part(part):
+                return True
+    return False
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:

@@ -235,7 +235,7 @@ class Admission:
         if self._queues and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self.pump)
-        elif not self._queues:
+        elif not self._queues and self._is_one_of_several:
             self._ring_next()
 
     def pump(self) -> None:
@@ -337,14 +337,14 @@ class Admission:
 
     def may_retry(self) -> bool:
         """Return whether one more request may be sent on to another worker, and count it."""
-        if self._retries < 1.0:
-            return False
-        self._retries -= 1.0
-        return True
+        saved = min(self._retries, max(_MAX_RETRIES, self.load.num_running))
+        is_left = saved >= 1.0
+        self._retries = saved - is_left
+        return is_left
 
     def on_first_attempt(self) -> None:
         """Count a request that is sent for the first time."""
-        self._retries = min(max(_MAX_RETRIES, self.load.num_running), self._retries + _RETRY_SHARE)
+        self._retries += _RETRY_SHARE
 
 
 _rank = attrgetter("rank")

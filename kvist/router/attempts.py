@@ -36,7 +36,7 @@ RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEW
 _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """After these the worker is spared for a while."""
 
-OK = HTTPStatus.OK.value  # each look-up of a status by its name is a call of Python 3.11
+OK, _NOT_FOUND, _SERVER_ERROR = 200, 404, 500  # each look-up in HTTPStatus is a call of Python 3.11
 
 # What metrics show instead of a worker's status, for want of one.
 WORKER_FAILED_STATUS = 0
@@ -74,7 +74,7 @@ class _Attempt(ResponseReceiver):
         self.owner = owner
         self.decision = decision
         self._worker = worker
-        self._series = router.metrics.series_of(worker.url, router.fleet.label_of(owner.ask.model))
+        self._model = router.fleet.label_of(owner.ask.model)
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         self.sent_s = router.now_s()
@@ -99,7 +99,7 @@ class _Attempt(ResponseReceiver):
     def on_head(self, status: int, headers: Headers) -> None:
         """Judge the worker by its status."""
         self._call.set(spans.of_answer, status)
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if status >= _SERVER_ERROR:
             self._call.fail(f"answered {status}")
         self.status, self.headers = status, headers
 
@@ -128,8 +128,13 @@ class _Attempt(ResponseReceiver):
             self.exchange.close()
             self.on_failure(UpstreamError(self._worker.url, f"answered more than {MAX_KEPT_BYTES} bytes"))
 
+    def _count_tokens(self) -> None:
+        counts, at = self.owner.router.metrics.counts, (self._worker.url, self._model)
+        counts["prompt_tokens", *at] += self.decision.prompt.num_tokens
+        counts["overlap_tokens", *at] += self.decision.overlap_tokens
+
     def _judge(self) -> None:
-        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if self.status >= _SERVER_ERROR:
             self._breaker.fail(self.owner.router.now_s())
         else:
             self._breaker.succeed()
@@ -141,7 +146,7 @@ class _Attempt(ResponseReceiver):
         if self._is_trial:
             self._breaker.abandon()
         self._call.end(error)
-        self.owner.router.metrics.request(self._worker.url, status, self.decision.policy).inc()
+        self.owner.router.metrics.counts["requests", self._worker.url, str(status), self.decision.policy] += 1
 
 
 class PrefillAttempt(_Attempt):
@@ -155,7 +160,7 @@ class PrefillAttempt(_Attempt):
         self._deadline = Deadline(owner.router.pool.clock, self._give_up)
         super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
         if owner.pull is None:
-            self._series.dispatched(decision)
+            self._count_tokens()
         else:
             self._deadline.set("pull", PULL_TIMEOUT_S)
 
@@ -166,14 +171,14 @@ class PrefillAttempt(_Attempt):
 
     def on_end(self) -> None:
         """Report what was computed, or why nothing was."""
-        if self._dialect.works_alone or self.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+        if self._dialect.works_alone or self.status != _SERVER_ERROR:
             self._judge()  # else it may be the other one's fault
         self.is_done = True
         if self.status == OK:
             self._load.answered(self.owner.router.now_s())
         self._end(self.status)
         is_ok, is_pair = self.status == OK, not self._dialect.works_alone
-        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
+        if self.status >= _SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
             self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
         handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
@@ -222,13 +227,13 @@ class AnswerAttempt(_Attempt):
         step, is_streamed = "generate" if computes else "decode", computes and owner.ask.fields.get("stream") is True
         super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
         if computes:
-            self._series.dispatched(decision)
+            self._count_tokens()
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Take the answer for the client's, unless another worker may give a better one."""
         super().on_head(status, headers)
         owner = self.owner
-        if owner.handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if owner.handover is not None and status == _SERVER_ERROR:
             if owner.beside is None or owner.may_retry():
                 self.exchange.close()
                 self._end(status)
@@ -246,7 +251,7 @@ class AnswerAttempt(_Attempt):
     def on_data(self, piece: bytes) -> None:
         """Pass the next bytes on."""
         if not self.has_begun:
-            if self.status == HTTPStatus.NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
+            if self.status == _NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
                 self.exchange.close()
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
@@ -280,7 +285,11 @@ class AnswerAttempt(_Attempt):
             owner.trace.set(spans.of_usage, usage)
         if self.status == OK:
             total_s, num_tokens = router.now_s() - owner.started_s, self.num_output_tokens
-            self._series.answered(total_s, self.first_byte_s or 0.0, num_tokens, is_stream=self.is_event_stream)
+            router.metrics.observe(total_s, "request_seconds", self._model)
+            router.metrics.counts["output_tokens", self._worker.url, self._model] += num_tokens
+            if self.is_event_stream and num_tokens > 1:  # those after the first came evenly, as far as is known
+                each_s = (total_s - (self.first_byte_s or 0.0)) / (num_tokens - 1)
+                router.metrics.observe(each_s, "inter_token_seconds", self._model)
         if owner.handover is not None:
             owner.handover.log(decision, router.now_s(), owner.request_id)
         elif usage is not None:
@@ -355,7 +364,7 @@ class AnswerAttempt(_Attempt):
         now_s = router.now_s()
         first_byte_s = round(now_s - owner.started_s, 6)
         self.first_byte_s = first_byte_s
-        self._series.first_byte_time.observe(first_byte_s)
+        router.metrics.observe(first_byte_s, "time_to_first_byte_seconds", self._worker.url, self._model)
         if not is_empty and self.status == OK:
             self._load.answered(now_s)
             router.routing.computed(owner.ask, decision.chosen.target.worker)
@@ -364,13 +373,13 @@ class AnswerAttempt(_Attempt):
             owner.handover.transfer_s = now_s - owner.handover.sent_s
             owner.handover.is_fetched = self.status == OK
             if owner.pull is None:
-                router.metrics.handovers.inc()
-                router.metrics.prefill_time.observe(owner.handover.prefill_s)
-                router.metrics.transfer_time.observe(owner.handover.transfer_s)
+                router.metrics.counts["disaggregated",] += 1
+                router.metrics.observe(owner.handover.prefill_s, "prefill_seconds")
+                router.metrics.observe(owner.handover.transfer_s, "transfer_seconds")
             elif self.status == OK:
-                router.metrics.pulls.labels("pulled").inc()
+                router.metrics.counts["pulls", "pulled"] += 1
                 num_tokens = owner.handover.handoff.num_tokens - decision.overlap_tokens
-                router.metrics.pulled_tokens.inc(max(0, num_tokens))
+                router.metrics.counts["pulled_tokens",] += max(0, num_tokens)
         theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))
         if owner.is_client_slow:

@@ -108,14 +108,14 @@ class Forwarder:
         self.routing = Routing(known, Random(), self.now_s)
         limits = config.max_queued, config.max_worker_prefill_tokens, config.max_fleet_requests
         self.admission = Admission(fleet, load, self.now_s, pool.clock, *limits)
-        self.admission.on_wait = lambda model, wait_s: metrics.queue_time.labels(model).observe(wait_s)
+        self.admission.on_wait = lambda model, wait_s: metrics.observe(wait_s, "queue_seconds", model)
         self.reader = PromptReader(
             known.models,
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
         )
         self.healer = Healer(fleet, index, metrics)
-        self.releases = Releases(pool, lambda outcome: metrics.releases.labels(outcome).inc())
+        self.releases = Releases(pool, lambda outcome: metrics.counts.update([("releases", outcome)]))
         self.accounts, self.limits = Accounts(), Limits(load.tenants, self.now_s)
 
     def forward(
@@ -306,7 +306,7 @@ class Forwarding:
             self.body = without_field(self.body, ask.fields, "priority")
         self.body = with_model(self.request.path, self.body, ask)
         self._reading_step.end()
-        router.metrics.reading(APIS.get(self.request.path, "other"), ask.outcome, ask.obstacle or "").inc()
+        router.metrics.counts["readings", APIS.get(self.request.path, "other"), ask.outcome, ask.obstacle or ""] += 1
         self.trace.set(spans.of_ask, ask)
         try:
             if self.request.body:
@@ -362,7 +362,7 @@ class Forwarding:
             self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._take, self._look, num_left - 1)
             return
         if prefix is None:
-            self.router.metrics.unmatched.inc()
+            self.router.metrics.counts["unmatched",] += 1
         self.prefix = prefix or Prefix()
         self._ask_next()
 
@@ -411,7 +411,7 @@ class Forwarding:
         if plan.local is not None and plan.local not in FALLBACKS:
             if not self.tried:
                 self.local = plan.local
-                self.router.metrics.locals.labels(plan.local).inc()
+                self.router.metrics.counts["local_prefills", plan.local] += 1
             elif self.local is None:  # so those that were tried are prefill workers, or of pairs
                 is_decoding = plan.local is Local.NO_DECODE_WORKER
                 self._fall_back(Local.DECODE_FAILED if is_decoding else Local.PREFILL_FAILED)
@@ -529,15 +529,15 @@ class Forwarding:
     def _note_retry(self, decision: Decision, reason: str) -> None:
         """Count that another worker gets what this one failed."""
         worker = decision.chosen.target.worker
-        self.router.metrics.retries.labels(worker).inc()
+        self.router.metrics.counts["retries", worker] += 1
         self.trace.mark("retry", {"kvist.worker": worker, "kvist.reason": reason})
 
     def _fall_back(self, reason: Local) -> None:
         """Do without what a prefill worker computed, or was to: one worker does all."""
         self._release()
-        count = self.router.metrics.fallbacks if self.pull is None else self.router.metrics.pulls
+        name = "disaggregation_fallbacks" if self.pull is None else "pulls"
         self.handover, self.pull, self.local = None, None, reason
-        count.labels(reason).inc()
+        self.router.metrics.counts[name, reason] += 1
         self.trace.mark("fallback", {"kvist.reason": reason.value})
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 

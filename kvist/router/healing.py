@@ -150,12 +150,12 @@ class Healer:
         ranks = [self._ranks.get(status.target) for status in self._statuses(target.worker)]
         all_hits = [each.hits for each in ranks if each is not None]
         digest = sum(each.value for each in all_hits) & _DIGEST_MASK
-        self._metrics.full_reports.labels(target.worker, report).inc()
+        self._metrics.counts["full_reports", target.worker, report] += 1
         self._metrics.healing_hits.labels(target.worker).set(sum(each.num_hits for each in all_hits))
         self._metrics.healing_digest.labels(target.worker).set(digest)
         if healing.end is None and (end := healing.reached_end()) is not None:
             healing.end = end
-            self._metrics.healed.labels(target.worker, end).inc()
+            self._metrics.counts["healed", target.worker, end] += 1
             text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d digest=%014x"
             logger.info(text, end, *target, healing.num_asked, hits.num_hits, hits.value)
 

@@ -5,12 +5,17 @@ What happens to requests is counted as it happens; what is true now (load, state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
@@ -40,89 +45,96 @@ _LOADS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSeries:
-    """What requests for a model count in at one worker, looked up once: `labels` takes a lock and formats each time."""
+_COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "requests": (
+        "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more",
+        *("worker", "status", "policy"),
+    ),
+    "readings": (
+        "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way",
+        *("api", "outcome", "obstacle"),
+    ),
+    "unmatched": ("Requests routed by load, as the index was being written to whenever it was looked at",),
+    "refusals": ("Requests the router answered itself", "status"),
+    "retries": ("Requests sent on to another worker", "worker"),
+    "disaggregated": ("Requests answered by a decode worker with another's prefill",),
+    "local_prefills": ("Requests that one worker did all of, though there are others", "reason"),
+    "disaggregation_fallbacks": ("Prefills or transfers that came to nothing", "reason"),
+    "pulls": ("Prefixes that a worker was to fetch from another, by what came of it", "outcome"),
+    "pulled_tokens": ("Prompt tokens that were fetched instead of computed",),
+    "releases": ("Prompts that prefill workers were told nobody will fetch, by whether they held them", "outcome"),
+    "full_reports": (
+        "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
+        *("worker", "report"),
+    ),
+    "healed": ("Partial ranks that are asked for full reports no more, by why", "worker", "reason"),
+    "prompt_tokens": ("Prompt tokens routed", "worker", "model"),
+    "overlap_tokens": ("Prompt tokens predicted to be cached", "worker", "model"),
+    "output_tokens": (
+        "Tokens of whole answers: as the worker says or, of a stream where it does not, its events",
+        *("worker", "model"),
+    ),
+}
+"""Texts and labels."""
+_HISTOGRAMS: Mapping[str, tuple[Sequence[float], str, *tuple[str, ...]]] = {
+    "prefill_seconds": (_TTFT_BUCKETS_S, "Of a prompt computed for another worker"),
+    "transfer_seconds": (
+        _TTFT_BUCKETS_S,
+        "From asking a decode worker to go on to the first byte of its answer",
+    ),
+    "overlap_error_tokens": (
+        _ERROR_BUCKETS_TOKENS,
+        "How far the predicted cached tokens of a request were over or under those its worker reported",
+        *("worker", "sign"),
+    ),
+    "queue_seconds": (_TTFT_BUCKETS_S, "That requests waited for a worker with room, if they did", "model"),
+    "time_to_first_byte_seconds": (
+        _TTFT_BUCKETS_S,
+        "From a request's arrival to the first byte of its answer's body",
+        *("worker", "model"),
+    ),
+    "request_seconds": (
+        _REQUEST_BUCKETS_S,
+        "From a request's arrival to the end of its answer, where that is whole and a 200",
+        "model",
+    ),
+    "inter_token_seconds": (
+        _TOKEN_BUCKETS_S,
+        "Between two tokens of such an answer, if it is a stream: their mean",
+        "model",
+    ),
+}
+"""Buckets, texts and labels."""
 
-    prompt_tokens: Counter
-    overlap_tokens: Counter
-    output_tokens: Counter
-    first_byte_time: Histogram
-    request_time: Histogram
-    token_time: Histogram
 
-    def dispatched(self, decision: Decision) -> None:
-        """Count the tokens of a request that goes to its worker."""
-        self.prompt_tokens.inc(decision.prompt.num_tokens)
-        self.overlap_tokens.inc(decision.overlap_tokens)
+class RouterMetrics(Collector):
+    """Counts what happens to requests; a worker that is removed takes its series along.
 
-    def answered(self, total_s: float, first_byte_s: float, num_tokens: int, *, is_stream: bool) -> None:
-        """Observe a whole answer; a stream's tokens after the first came evenly, as far as is known."""
-        self.request_time.observe(total_s)
-        self.output_tokens.inc(num_tokens)
-        if is_stream and num_tokens > 1:
-            self.token_time.observe((total_s - first_byte_s) / (num_tokens - 1))
-
-
-class RouterMetrics:
-    """Counts what happens to requests; a worker that is removed takes its series along."""
+    Counts are plain numbers, by name and labels: the library's take a lock and four calls for each.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter = partial(Counter, namespace=PREFIX, registry=self.registry)
+        self.registry.register(self)
+        self.counts = Counter[tuple[str, ...]]({(name,): 0 for name, (_, *labels) in _COUNTERS.items() if not labels})
+        self._observed: dict[tuple[str, ...], list[float]] = {}
+        for name, (bounds, _, *labels) in _HISTOGRAMS.items():
+            if not labels:
+                self._observed[name,] = [0.0] * (len(bounds) + 2)
         gauge = partial(Gauge, namespace=PREFIX, registry=self.registry)
-        histogram = partial(Histogram, namespace=PREFIX, registry=self.registry)
-        times = partial(histogram, buckets=_TTFT_BUCKETS_S)
-        at = ["worker", "model"]
-        text = "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more"
-        self._requests = counter("requests", text, ["worker", "status", "policy"])
-        self.request = cache(self._requests.labels)
-        text = (
-            "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
-        )
-        self.reading = cache(counter("readings", text, ["api", "outcome", "obstacle"]).labels)
-        text = "Requests routed by load, as the index was being written to whenever it was looked at"
-        self.unmatched = counter("unmatched", text)
-        self.refusals = counter("refusals", "Requests the router answered itself", ["status"])
-        self.retries = counter("retries", "Requests sent on to another worker", ["worker"])
-        self.handovers = counter("disaggregated", "Requests answered by a decode worker with another's prefill")
-        self.prefill_time = times("prefill_seconds", "Of a prompt computed for another worker")
-        text = "From asking a decode worker to go on to the first byte of its answer"
-        self.transfer_time = times("transfer_seconds", text)
-        text = "Requests that one worker did all of, though there are others"
-        self.locals = counter("local_prefills", text, ["reason"])
-        text = "Prefills or transfers that came to nothing"
-        self.fallbacks = counter("disaggregation_fallbacks", text, ["reason"])
-        text = "Prefixes that a worker was to fetch from another, by what came of it"
-        self.pulls = counter("pulls", text, ["outcome"])
-        self.pulled_tokens = counter("pulled_tokens", "Prompt tokens that were fetched instead of computed")
-        text = "Prompts that prefill workers were told nobody will fetch, by whether they held them"
-        self.releases = counter("releases", text, ["outcome"])
-        text = "Answers to requests that had a partial worker report its cached blocks again, by what they showed"
-        self.full_reports = counter("full_reports", text, ["worker", "report"])
-        text = "Partial ranks that are asked for full reports no more, by why"
-        self.healed = counter("healed", text, ["worker", "reason"])
         text = "Blocks that partial ranks said they had cached and the index had not, each counted once a rank"
         self.healing_hits = gauge("healing_hits", text, ["worker"])
         text = "A number that changes whenever such a block is new"
         self.healing_digest = gauge("healing_digest", text, ["worker"])
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens routed", at)
-        self._overlap_tokens = counter("overlap_tokens", "Prompt tokens predicted to be cached", at)
-        text = "Tokens of whole answers: as the worker says or, of a stream where it does not, its events"
-        self._output_tokens = counter("output_tokens", text, at)
-        text = "How far the predicted cached tokens of a request were over or under those its worker reported"
-        sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
-        self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
-        self._error = cache(self._overlap_error.labels)
-        self.queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did", ["model"])
-        text = "From a request's arrival to the first byte of its answer's body"
-        self._ttft = times("time_to_first_byte_seconds", text, at)
-        text = "From a request's arrival to the end of its answer, where that is whole and a 200"
-        self._request_time = histogram("request_seconds", text, ["model"], buckets=_REQUEST_BUCKETS_S)
-        text = "Between two tokens of such an answer, if it is a stream: their mean"
-        self._token_time = histogram("inter_token_seconds", text, ["model"], buckets=_TOKEN_BUCKETS_S)
-        self.series_of = cache(self._series_of)
+
+    def observe(self, value: float, *name_and_labels: str) -> None:
+        """Count a value in a histogram."""
+        bounds, observed = _HISTOGRAMS[name_and_labels[0]][0], self._observed.get(name_and_labels)
+        if observed is None:
+            observed = self._observed[name_and_labels] = [0.0] * (len(bounds) + 2)
+        observed[bisect_left(bounds, value)] += 1
+        observed[-1] += value
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what was predicted with what the worker says it found in its cache."""
@@ -130,27 +142,32 @@ class RouterMetrics:
             return
         error_tokens = decision.overlap_tokens - usage.cached_tokens
         sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"
-        self._error(decision.chosen.target.worker, sign).observe(abs(error_tokens))
+        self.observe(abs(error_tokens), "overlap_error_tokens", decision.chosen.target.worker, sign)
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
-        for series in (self.request, self._error, self.series_of):
-            series.cache_clear()
-        tokens = (self._prompt_tokens, self._overlap_tokens, self._output_tokens)
-        healing = (self.full_reports, self.healed, self.healing_hits, self.healing_digest)
-        for metric in (*tokens, *healing, self._requests, self.retries, self._overlap_error, self._ttft):
-            metric.remove_by_labels({"worker": worker})
+        for series in (self.counts, self._observed):
+            for key in [key for key in series if key[1:2] == (worker,)]:
+                del series[key]
+        for gauge in (self.healing_hits, self.healing_digest):
+            gauge.remove_by_labels({"worker": worker})
 
-    def _series_of(self, worker: str, model: str) -> ModelSeries:
-        """Return what requests for the model count in at the worker; models are those that workers serve, and one."""
-        return ModelSeries(
-            self._prompt_tokens.labels(worker, model),
-            self._overlap_tokens.labels(worker, model),
-            self._output_tokens.labels(worker, model),
-            self._ttft.labels(worker, model),
-            self._request_time.labels(model),
-            self._token_time.labels(model),
-        )
+    def collect(self) -> Iterator[Metric]:
+        """Yield what was counted, in any thread."""
+        counters = {
+            name: CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        for (name, *labels), count in list(self.counts.items()):
+            counters[name].add_metric(labels, count)
+        histograms = {
+            name: HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
+            for name, (_, text, *labels) in _HISTOGRAMS.items()
+        }
+        for (name, *labels), (*counts, total) in list(self._observed.items()):
+            bounds = [*map(floatToGoString, _HISTOGRAMS[name][0]), "+Inf"]
+            histograms[name].add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
+        yield from (*counters.values(), *histograms.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

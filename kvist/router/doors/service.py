@@ -264,7 +264,7 @@ class RouterService:
             self._access_log.write(request, request_id, error.status, error.message)
 
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
-        self._metrics.refusals.labels(str(error.status)).inc()
+        self._metrics.counts["refusals", str(error.status)] += 1
         headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after_s))

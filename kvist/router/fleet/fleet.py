@@ -5,14 +5,14 @@ What is known of them comes from whoever checks them (`membership`), in this pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import gcd
 from typing import NamedTuple
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.identity import ServedModel
 from kvist.router.fleet.rendering import Renderings
-from kvist.router.fleet.worker import Worker, WorkerState
+from kvist.router.fleet.worker import CircuitState, Worker, WorkerState
 from kvist.router.index import Caches, RankStatus
 from kvist.router.policy.decision import Role
 
@@ -56,6 +56,7 @@ class Fleet:
         self._model_ids: frozenset[str | None] = frozenset()
         self._sizes_seen: Mapping[str, int] = {}
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
+        self._serving: dict[str | None, list[Worker]] = {}
         self.has_prefill_workers = False
         """Whether some worker, in whatever state, is there to compute prompts for others."""
         self.has_roles = False
@@ -87,6 +88,7 @@ class Fleet:
     def identified(self) -> None:
         """Take in what some worker says that it serves."""
         self._sizes_of_models.clear()
+        self._serving.clear()
         self._ranks.clear()
         roles = {worker.role for worker in self._workers.values()}
         self.has_prefill_workers, self.has_roles = Role.PREFILL in roles, bool(roles - {Role.BOTH})
@@ -132,18 +134,24 @@ class Fleet:
         """Return the worker of this URL."""
         return self._workers.get(url)
 
-    def routable(self, model: str | None, excluded: Iterable[str] = ()) -> list[Worker]:
+    def routable(self, model: str | None, excluded: Collection[str] = ()) -> list[Worker]:
         """Return the workers that may take a request for the model now."""
-        now_s, skipped = self._now_s(), set(excluded)
+        now_s, serving = self._now_s(), self._serving.get(model)
+        if serving is None:
+            serving = [
+                worker
+                for worker in self._workers.values()
+                if worker.serves(model) and (self.engines is None or worker.engine in self.engines)
+            ]
+            if model in self._model_ids or model is None:  # of others there may be any number
+                self._serving[model] = serving
         return [
             worker
-            for worker in self._workers.values()
+            for worker in serving
             if worker.health.is_healthy
             and not worker.is_draining
-            and worker.breaker.allows(now_s)
-            and worker.url not in skipped
-            and worker.serves(model)
-            and (self.engines is None or worker.engine in self.engines)
+            and (worker.breaker.state is CircuitState.CLOSED or worker.breaker.allows(now_s))
+            and worker.url not in excluded
         ]
 
     def is_known(self, model: str | None) -> bool:
