@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Self, Unpack
 
-from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window
+from kvist.events import EngineCleared, EngineStored, Tier
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question, Ticker, follow
 from kvist.events.session import NO_REPLAY, SourceState
@@ -164,7 +163,7 @@ class SidecarFeed:
         self._resume_ranks()
         if not self._publisher.learn_block_size(batch.events):
             return
-        for event in join_removals(batch.events):
+        for event in batch.events:
             self._ranks.add(event.rank)
             self._publisher.report(event)
             if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
@@ -227,21 +226,6 @@ class SidecarFeed:
         if told != self._published_completeness:
             self._published_completeness = told
             self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
-
-
-def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
-    """Yield the events with neighbouring removals of one group and tier in one: vLLM's, of a block, are 8 µs each."""
-    for kind, run in groupby(events, _removal_kind):
-        if kind is None:
-            yield from run
-            continue
-        removals = [event for event in run if isinstance(event, EngineRemoved)]
-        hashes = [block_hash for event in removals for block_hash in event.block_hashes]
-        yield EngineRemoved(hashes, *kind) if len(removals) > 1 else removals[0]
-
-
-def _removal_kind(event: EngineEvent) -> tuple[Window, int | None, int, Tier | None] | None:
-    return (event.window, event.group, event.rank, event.tier) if isinstance(event, EngineRemoved) else None
 
 
 def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:

@@ -6,20 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, repeat
 from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, encode_snapshot_part
+from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, cut, identity
+from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, identity
 from kvist.events.transports import Message, ReplayRequest
-from kvist.events.types import Holding, SnapshotPart
+from kvist.events.types import SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -80,7 +78,7 @@ class Change(NamedTuple):
 
 
 class RankBlocks:
-    """The exact blocks of one rank by tier, each with a number that the caller gives: a time, or its depth."""
+    """The exact blocks of one rank by tier, each with a number that the caller gives, such as a time."""
 
     def __init__(self) -> None:
         self.tiers: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
@@ -90,8 +88,8 @@ class RankBlocks:
     def num_blocks(self) -> int:
         return sum(map(len, self.tiers))
 
-    def apply(self, event: Event, notes: Iterable[int] = ()) -> Change:
-        """Apply an event; each block that is new is remembered with the number that stands in its place in `notes`."""
+    def apply(self, event: Event, note: int = 0) -> Change:
+        """Apply an event; each block that is new is remembered with a number."""
         if isinstance(event, Cleared):
             gone = [block for held in self.tiers for block in held]
             gone_notes = [note for held in self.tiers for note in held.values()]
@@ -101,7 +99,7 @@ class RankBlocks:
             return Change()
         held, blocks = self.tiers[event.tier], hashes_of(event)
         if isinstance(event, Stored):
-            new = {block: note for block, note in zip(blocks, notes or repeat(0), strict=False) if block not in held}
+            new = dict.fromkeys((block for block in blocks if block not in held), note)
             held.update(new)
             self.digest = self.digest + blocks_digest(list(new), event.tier) & _U64_MASK
             return Change(new=list(new), num_in_vain=len(blocks) - len(new))
@@ -109,35 +107,18 @@ class RankBlocks:
         self.digest = self.digest - blocks_digest(gone, event.tier) & _U64_MASK
         return Change(gone=gone, notes=[held.pop(block) for block in gone], num_in_vain=len(blocks) - len(gone))
 
-    def restore(self, slices: Iterable[HeldBlocks], note: int | None = None) -> Change:
-        """Hold what a snapshot says, and nothing else; blocks that are new get `note`, or their depths if None."""
+    def restore(self, slices: Iterable[HeldBlocks], note: int) -> Change:
+        """Hold what a snapshot says, and nothing else; blocks that are new are remembered with a number."""
         before, self.tiers = self.tiers, tuple({} for _ in Tier)
         self.digest = 0
         for held in slices:
             self.digest = self.digest + held.holding().digest & _U64_MASK
             for tier in Tier:
-                of_tier = held.tiers >> tier & 1 == 1
-                notes = held.depths[of_tier].tolist() if note is None else repeat(note)
-                blocks = zip(held.hashes[of_tier].tolist(), notes, strict=False)
-                self.tiers[tier].update((block, before[tier].get(block, number)) for block, number in blocks)
+                blocks = held.hashes[held.tiers >> tier & 1 == 1].tolist()
+                self.tiers[tier].update((block, before[tier].get(block, note)) for block in blocks)
         new = [block for was, now in zip(before, self.tiers, strict=True) for block in now if block not in was]
         gone = [block for was, now in zip(before, self.tiers, strict=True) for block in was if block not in now]
         return Change(new, gone)
-
-    def depth_of(self, block: int) -> int:
-        """Return a block's depth, if that is the number it has; 0 if it is not held."""
-        return next((held[block] for held in self.tiers if block in held), 0)
-
-    def to_arrays(self) -> HeldBlocks:
-        """Return every block once, as snapshots have them, if their numbers are depths."""
-        depths = {block: depth for held in self.tiers for block, depth in held.items()}
-        tiers = np.zeros(len(depths), np.uint8)
-        for tier, held in zip(Tier, self.tiers, strict=True):
-            if held:
-                is_held = np.fromiter((block in held for block in depths), bool, len(depths))
-                tiers |= is_held * np.uint8(1 << tier)
-        hashes = np.fromiter(depths, np.uint64, len(depths))
-        return HeldBlocks(hashes, np.fromiter(depths.values(), np.uint32, len(depths)), tiers)
 
 
 def hashes_of(event: Stored | Removed) -> list[int]:
@@ -148,21 +129,12 @@ def hashes_of(event: Stored | Removed) -> list[int]:
 class _Kept:
     """What is kept of one canonical rank, or of an engine's whole stream: messages, and what was held before them."""
 
-    def __init__(self, epoch: int, before: Batch | None = None, slices: Sequence[HeldBlocks] = ()) -> None:
-        """Keep what comes behind `before`, a batch that says of whom; None where it is not known what was held then."""
+    def __init__(self, epoch: int, next_sequence: int = 0, before: Sequence[Message] | None = None) -> None:
+        """Keep what comes from a number on, behind a snapshot of what was held then; None where that is not known."""
         self.epoch = epoch
         self.before = before
-        self.next_sequence = 0 if before is None else before.sequence
+        self.first_sequence = self.next_sequence = next_sequence
         self.messages: deque[Message] = deque()
-        self._slices = slices  # of a snapshot, until something is applied to it: a tenth of the memory, and no time
-        self._applied = RankBlocks()
-
-    @property
-    def blocks(self) -> RankBlocks:
-        if self._slices:
-            self._applied.restore(self._slices)
-            self._slices = ()
-        return self._applied
 
     def append(self, message: Message) -> None:
         if message.sequence > self.next_sequence:
@@ -171,43 +143,24 @@ class _Kept:
         self.messages.append(message)
 
     def drop_oldest(self) -> int:
-        """Forget the oldest message but for what it did; return its size."""
-        message = self.messages.popleft()
-        if self.before is not None:
-            self.before = self._apply(message, self.before)
-        return len(message.payload)
+        """Forget the oldest message, and with it what was held before those that are left; return its size."""
+        self.before = None
+        return len(self.messages.popleft().payload)
 
-    def answer(self, request: ReplayRequest, topic: bytes) -> tuple[Iterator[Message], list[Message]]:
+    def answer(self, request: ReplayRequest) -> tuple[Sequence[Message], list[Message]]:
         """Return the snapshot to begin with, if one is needed and to be had, and the messages behind it."""
         starts_at = request.start_sequence if request.epoch in (None, self.epoch) else 0
-        if request.epoch is None or self.before is None or starts_at >= self.before.sequence:
-            return iter(()), [message for message in self.messages if message.sequence >= starts_at]
-        slices = self._slices
-        held = HeldBlocks(*map(np.concatenate, zip(*slices, strict=True))) if slices else self._applied.to_arrays()
-        state = replace(self.before, events=(Heartbeat(*held.holding()),))
-        # Parts are made one by one, without what is applied from now on.
-        parts = cut(state, held)
-        return (Message(topic, state.sequence, encode_snapshot_part(part)) for part in parts), list(self.messages)
-
-    def _apply(self, message: Message, before: Batch) -> Batch | None:
-        try:
-            batch, num_unknown_events = decode_batch(message.payload, before.worker)
-        except MalformedMessageError:
-            return None
-        blocks = self.blocks
-        for event in batch.events:
-            parent = event.parent if isinstance(event, Stored) else None
-            blocks.apply(event, count(0 if parent is None else blocks.depth_of(parent) + 1))
-        return replace(before, sequence=batch.sequence + 1) if num_unknown_events == 0 else None
+        if request.epoch is None or self.before is None or starts_at >= self.first_sequence:
+            return (), [message for message in self.messages if message.sequence >= starts_at]
+        return self.before, list(self.messages)
 
 
 class SentBuffer:
     """Keeps the newest numbered messages of one publication, up to `max_bytes`; a `ReplaySource`, safe across threads.
 
     Unlike a publisher's buffer it takes what was recorded: holes, duplicates, and publishers that were started anew,
-    whose earlier messages are of no use to anyone. Of a rank that was recorded from its publisher's start, or with a
-    snapshot, it knows what was held before the oldest message, and answers with that, as the publisher did: for each
-    block held then, some 150 bytes beside `max_bytes`.
+    whose earlier messages are of no use to anyone. Of a rank that was recorded with a snapshot it answers with that, as
+    the publisher did, until messages behind it have to go.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -253,7 +206,7 @@ class SentBuffer:
         with self._lock:
             self.num_asked += 1
             answers = [
-                kept.answer(request, numbering or b"")
+                kept.answer(request)
                 for numbering, kept in self._kept.items()
                 if numbering is None or request.topic in (None, b"", numbering)
             ]
@@ -272,26 +225,19 @@ class SentBuffer:
             engine = self._kept.get(None)
             return [*self._last.values(), *([] if engine is None else list(engine.messages)[-1:])]
 
-    def holding(self, topic: bytes) -> Holding | None:
-        """Return what a rank held before the oldest message that is kept of it, None where that is not known."""
-        kept = self._kept.get(topic)
-        if kept is None or kept.before is None:
-            return None
-        return Holding(kept.blocks.num_blocks, kept.blocks.digest)
-
     def _restore(self, recorded: RecordedSnapshot) -> None:
         """Let a snapshot stand for all that was before it, also where that had holes."""
         topic, state = recorded.messages[0].topic, recorded.heartbeat
         kept = self._kept.get(topic)
         if kept is None or state.epoch >= kept.epoch:
-            self._begin(topic, _Kept(state.epoch, state, recorded.snapshot.slices))
+            self._begin(topic, _Kept(state.epoch, state.sequence, recorded.messages))
             self._last[topic] = Message(topic, state.sequence, encode_batch(state))
 
     def _restore_nothing(self, topic: bytes, beat: CanonicalEnvelope) -> None:
         """Know again what a rank holds of which something was missing, since that is nothing."""
         kept = self._kept.get(topic)
         if kept and kept.before is None and (beat.epoch, beat.sequence) >= (kept.epoch, kept.next_sequence):
-            self._begin(topic, _Kept(beat.epoch, _nothing_before(beat, beat.sequence)))
+            self._begin(topic, _Kept(beat.epoch, beat.sequence, (nothing_before(beat, topic),)))
 
     def _begin(self, numbering: bytes | None, kept: _Kept) -> None:
         """Forget what was kept of a numbering, and keep what comes from here on."""
@@ -305,7 +251,7 @@ class SentBuffer:
     ) -> None:
         kept = self._kept.get(numbering)
         if kept is None or epoch > kept.epoch:
-            kept = _Kept(epoch, None if envelope is None else _nothing_before(envelope, 0))
+            kept = _Kept(epoch, 0, None if envelope is None else ())
             self._begin(numbering, kept)
         if epoch < kept.epoch or message.sequence < kept.next_sequence:
             return
@@ -316,6 +262,7 @@ class SentBuffer:
             self._size_bytes -= self._by_age.popleft().drop_oldest()
 
 
-def _nothing_before(envelope: CanonicalEnvelope, sequence: int) -> Batch:
-    """Return a batch that says of whom nothing is held before a number."""
-    return Batch(envelope.worker, envelope.rank, envelope.epoch, sequence, envelope.block_size, 0.0, ())
+def nothing_before(envelope: CanonicalEnvelope, topic: bytes) -> Message:
+    """Return a snapshot that says of a rank that it held nothing before a batch."""
+    of = envelope.worker, envelope.rank, envelope.epoch, envelope.sequence, envelope.block_size
+    return Message(topic, envelope.sequence, encode_snapshot_part(SnapshotPart(*of, 0, 1, 0, 0, b"", b"", b"")))

@@ -32,8 +32,8 @@ class _FollowedBlocks(RankBlocks):
         super().__init__()
         self._collector, self.rank_idx = collector, next(collector.rank_indices)
 
-    def apply(self, event: Event, notes: Iterable[int] = ()) -> Change:
-        before, change = self.tiers, super().apply(event, notes)
+    def apply(self, event: Event, note: int = 0) -> Change:
+        before, change = self.tiers, super().apply(event, note)
         if isinstance(event, Stored):
             blocks = hashes_of(event)
             self._collector.parents.update(zip(blocks, chain((event.parent,), blocks), strict=False))
@@ -43,7 +43,7 @@ class _FollowedBlocks(RankBlocks):
             self._note_changes_since(before)
         return change
 
-    def restore(self, slices: Iterable[HeldBlocks], note: int | None = None) -> Change:
+    def restore(self, slices: Iterable[HeldBlocks], note: int) -> Change:
         before, slices = self.tiers, tuple(slices)
         change = super().restore(slices, note)
         for held in slices:

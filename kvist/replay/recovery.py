@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Heartbeat, WorkerRank
-from kvist.events.codec import decode_batch, encode_snapshot_part, is_snapshot_part
+from kvist.events.codec import decode_batch, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MESSAGE_BYTES
-from kvist.events.types import MAX_RANKS, Holding, SnapshotPart
-from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector
+from kvist.events.types import MAX_RANKS, Holding
+from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector, nothing_before
 from kvist.replay.envelope import (
     CanonicalEnvelope,
     Envelope,
@@ -156,7 +156,10 @@ class _RankRecovery:
         if snapshot is not None and any(isinstance(step, Restore) for step in steps):
             ready += [Timed(message, came_ns) for message in snapshot.messages]
         elif applied and any(isinstance(step, Clear) and step.reason is ClearReason.INCOMPLETE for step in steps):
-            ready.append(Timed(_nothing_before(applied[0].message), came_ns))
+            first = applied[0].message
+            envelope = read_envelope(first.payload)
+            assert isinstance(envelope, CanonicalEnvelope)
+            ready.append(Timed(nothing_before(envelope, first.topic), came_ns))
         return ready + applied
 
     def unanswered(self, now_s: float) -> list[Timed]:
@@ -300,14 +303,6 @@ def _rank_of(envelope: Envelope) -> WorkerRank | None:
 
 def _applied(steps: Sequence[Step[Timed]]) -> list[Timed]:
     return [step.body for step in steps if isinstance(step, Apply)]
-
-
-def _nothing_before(first: Message) -> Message:
-    """Return the snapshot of what a rank held before its publisher's first message: what was heard until now goes."""
-    of = read_envelope(first.payload)
-    assert isinstance(of, CanonicalEnvelope)
-    part = SnapshotPart(of.worker, of.rank, of.epoch, of.sequence, of.block_size, 0, 1, 0, 0, b"", b"", b"")
-    return Message(first.topic, of.sequence, encode_snapshot_part(part))
 
 
 def _published(message: Message) -> Holding:

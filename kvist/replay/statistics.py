@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import repeat, starmap
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import msgspec
@@ -283,7 +283,7 @@ class StatisticsCollector:
             rank.statistics.num_heartbeats_agreeing += agrees
             rank.statistics.num_heartbeats_differing += not agrees
             return
-        change, statistics = rank.blocks.apply(event, repeat(self.time_ms)), rank.statistics
+        change, statistics = rank.blocks.apply(event, self.time_ms), rank.statistics
         if isinstance(event, Stored):
             removed = rank.removed[event.tier]
             again = removed.intersection(change.new)

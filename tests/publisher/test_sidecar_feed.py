@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvist.events import Cleared, EngineCleared, EngineRemoved, Tier
+from kvist.events import Cleared, EngineRemoved
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher.sidecar import SidecarFeed, join_removals
+from kvist.publisher.sidecar import SidecarFeed
 from kvist.publisher.state import SidecarState, pack, unpack
 
 QUICK = PublisherLimits(coalesce_s=0)
@@ -375,16 +375,6 @@ def test_a_feed_is_not_settled_before_all_of_an_answer_is_taken(start):
     assert not feed.is_settled
     assert list(taking)
     assert feed.is_settled
-
-
-def test_neighbouring_removals_of_one_kind_are_joined_and_nothing_else_changes_place():
-    gone = [EngineRemoved([number]) for number in range(3)]
-    other_group, other_tier = EngineRemoved([5], group=1), EngineRemoved([6], tier=Tier.HOST)
-    cleared = EngineCleared()
-    events = [*gone, other_group, other_tier, gone[0], cleared, gone[1]]
-    joined = [EngineRemoved([0, 1, 2]), other_group, other_tier, gone[0], cleared, gone[1]]
-    assert list(join_removals(events)) == joined
-    assert list(join_removals([])) == []
 
 
 def test_an_incomplete_rank_says_so_and_stays_it_when_it_is_saved(start, publication):

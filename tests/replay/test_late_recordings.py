@@ -200,7 +200,7 @@ async def test_a_replay_answers_subscribers_as_the_publisher_did(tmp_path, until
     (source,) = {record.source for record in read(path)}
     publications = open_publications(["tcp://127.0.0.1:0"], [source])
     url = publications[source].endpoint
-    player = Player(Script(lambda: RecordingReader(path)), publications, pace=Pace(None), replay_bytes=2000)
+    player = Player(Script(lambda: RecordingReader(path)), publications, pace=Pace(None))
     async with following(url) as (early, early_indexer):
         await player.play()
         task = asyncio.create_task(player.repeat())

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
@@ -20,10 +19,8 @@ from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
 CONNECT_TIMEOUT_S = 5.0
-WAKES_PER_S, MAX_BURST = 10_000, 200
-"""A message is worth a wake of its own while those of all links are no more a second than this, beyond a burst."""
 NAP_S = 0.002
-"""Beyond that a dense stream is read once in so long: many small reads cost more than a few large ones.
+"""A dense stream is read once in so long: many small reads cost more than a few large ones.
 
 All naps of a process end together, so that one turn of the event loop serves many sources.
 """
@@ -103,28 +100,10 @@ def _path(address: str) -> str:
     return f"\0{path[1:]}" if path.startswith("@") else path
 
 
-class Pace:
-    """Tells whether messages come too fast for a wake each: a bucket that each takes a token from, and time fills."""
-
-    def __init__(self) -> None:
-        self._num_tokens = float(MAX_BURST)
-        self._at_s = 0.0
-
-    def is_exceeded(self, num_messages: int, now_s: float) -> bool:
-        """Take note of messages, and return whether the bucket is empty."""
-        filled = min(MAX_BURST, self._num_tokens + (now_s - self._at_s) * WAKES_PER_S)
-        self._num_tokens = max(-MAX_BURST, filled - num_messages)
-        self._at_s = now_s
-        return self._num_tokens < 0
-
-
-_paces: WeakKeyDictionary[asyncio.AbstractEventLoop, Pace] = WeakKeyDictionary()
-
-
 class Link:
     """Reads for a connection until its peer is gone, or left; stops while the inbox is full.
 
-    A reader on the event loop wakes it at once. In a flood it has none: it looks itself, after a nap, which also saves
+    A reader on the event loop wakes it at once. A dense stream has none: it is looked at after a nap, which also saves
     the loop's bookkeeping (20 µs each time with asyncio's own transports, which must pause for that).
     """
 
@@ -144,7 +123,7 @@ class Link:
         self.is_left = False
         """Whether it was we who ended it: the peer broke the protocol or was silent."""
         self._loop = asyncio.get_running_loop()
-        self._pace, self._patience_s = _paces.setdefault(self._loop, Pace()), patience_s
+        self._patience_s = patience_s
         self._sock = sock
         self._fd = sock.fileno()  # asyncio writes a socket out for each look-up of one, and not a number
         self._connection = connection
@@ -205,15 +184,14 @@ class Link:
         self._advance()
         if not self._ended.done():
             num_messages = self._connection.num_messages - num_before
-            is_exceeded = self._pace.is_exceeded(num_messages, now_s) or self._patience_s > 0
-            is_flood = is_exceeded and since_s < num_messages * (self._patience_s or DENSE_S)
-            self._plan(now_s, is_flood, num_bytes < len(space))
+            is_dense = since_s < num_messages * (self._patience_s or DENSE_S)
+            self._plan(now_s, is_dense, num_bytes < len(space))
 
-    def _plan(self, now_s: float, is_flood: bool, is_emptied: bool) -> None:
+    def _plan(self, now_s: float, is_dense: bool, is_emptied: bool) -> None:
         """Choose what leads to the next read: more bytes, the end of a nap, now, or a take."""
         if self._inbox.is_full:
             self._drop_reader()
-        elif not is_flood:
+        elif not is_dense:
             self._await_reader()
         else:
             self._drop_reader()

@@ -19,7 +19,6 @@ from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.zmtp import ZmtpSubscription
 from kvist.events.transports.zmtp.inbox import CAPACITY_BYTES
-from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
 
 
 class Peer:
@@ -104,26 +103,6 @@ async def test_a_patient_subscription_reads_together_what_comes_close_together_a
                 sizes.append(len(block))
         assert received == messages
         assert len(sizes) < 60
-
-
-def test_messages_are_worth_a_wake_each_up_to_a_rate_and_in_bursts():
-    """By a clock of our own: a rate just below the limit never exceeds it, one just above does, and rest restores."""
-
-    def num_exceeded(pace: Pace, rate: float, num_messages: int) -> int:
-        nonlocal now_s
-        num = 0
-        for _ in range(num_messages):
-            now_s += 1 / rate
-            num += pace.is_exceeded(1, now_s)
-        return num
-
-    now_s = 0.0
-    assert num_exceeded(Pace(), 0.99 * WAKES_PER_S, 10_000) == 0
-    assert num_exceeded(Pace(), 1000 * WAKES_PER_S, MAX_BURST) == 0
-    pace = Pace()
-    assert num_exceeded(pace, 2 * WAKES_PER_S, 10_000) > 9000
-    now_s += 2.1 * MAX_BURST / WAKES_PER_S
-    assert num_exceeded(pace, 1000 * WAKES_PER_S, MAX_BURST) == 0
 
 
 @pytest.mark.parametrize(
