@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from time import monotonic, sleep
+from collections.abc import Callable, Iterator
+from time import monotonic
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from kvist.http import ServerStatistics
 
 SLICE_S = 0.0005
-"""How long values are read before others on the loop get a turn, or rendered before the loop may have the interpreter.
-
-Unasked, a thread would keep it for 5 ms whenever the loop has read from a socket or written to one.
-"""
-REST_S = 0.0001
-PAUSE = 4
-"""Pages are not begun for so many times as the last one took: scrapes take a fifth of a core at most."""
+"""How long values are read before others on the loop get a turn."""
 
 
 def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
@@ -46,24 +38,12 @@ class MetricsPage:
         """Show what `collect` yields, which may pause at each None, and what `registry` has, read in the thread."""
         self._collect = collect
         self._registry = registry
-        self._lock = asyncio.Lock()
-        self._num_begun = self._number = 0
-        self._may_begin_s = 0.0
-        self._page = b""
+        self._turn = asyncio.Lock()
 
     async def text(self) -> bytes:
-        """Return the page, no value older than this call; who calls while one is rendered shares the next one."""
-        num_begun = self._num_begun
-        async with self._lock:
-            if self._number <= num_begun:
-                await asyncio.sleep(self._may_begin_s - monotonic())
-                number = self._num_begun = self._num_begun + 1
-                began_s = monotonic()
-                metrics = await self._read()
-                self._page = await asyncio.to_thread(self._render, metrics)
-                self._number, now_s = number, monotonic()
-                self._may_begin_s = now_s + PAUSE * (now_s - began_s)
-            return self._page
+        """Return the page, no value older than this call."""
+        async with self._turn:
+            return await asyncio.to_thread(self._render, await self._read())
 
     async def _read(self) -> list[Metric]:
         metrics = []
@@ -77,35 +57,11 @@ class MetricsPage:
         return metrics
 
     def _render(self, metrics: list[Metric]) -> bytes:
-        page = CollectorRegistry(auto_describe=False)
-        page.register(_Paced(chain(metrics, () if self._registry is None else self._registry.collect())))
-        return generate_latest(page)
+        return generate_latest(_Metrics([*metrics, *(() if self._registry is None else self._registry.collect())]))
 
 
-class _Paced(Collector):
-    """Hands metrics on, and rests now and then while their samples are gone through."""
+class _Metrics(list[Metric], Collector):
+    """Metrics that were read."""
 
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-        self._rests_at_s = monotonic() + SLICE_S
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._metrics:
-            metric.samples = _Samples(metric.samples, self._rest)
-            yield metric
-
-    def _rest(self) -> None:
-        if monotonic() >= self._rests_at_s:
-            sleep(REST_S)
-            self._rests_at_s = monotonic() + SLICE_S
-
-
-class _Samples(list[Sample]):
-    def __init__(self, samples: Iterable[Sample], rest: Callable[[], None]) -> None:
-        super().__init__(samples)
-        self._rest = rest
-
-    def __iter__(self) -> Iterator[Sample]:
-        for sample in super().__iter__():
-            self._rest()
-            yield sample
+    def collect(self) -> list[Metric]:
+        return self
