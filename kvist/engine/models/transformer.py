@@ -24,13 +24,15 @@ _ATTENTION = "kvist_paged"
 class CausalLM(nn.Module):
     """Logits for the next token of every sequence.
 
-    Made on torch's default device with uninitialised parameters: `weights.load_model` fills them.
+    Made on torch's default device with uninitialised parameters: `weights.load_model` fills them, and `kv_scales`, by
+    which a layer's keys and values are divided in a cache of eight bits (none: 1).
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> None:
         """Raise InvalidValueError for sizes that are no model's."""
         super().__init__()
         self.config = config
+        self.kv_scales: dict[int, tuple[float, float]] = {}
         windows = (effective_window(layer.window, max_model_len) for layer in config.layers)
         self.kernel_windows = [None if window is FULL else window for window in windows]  # where any can be outgrown
         kind = getattr(transformers, config.architecture)
@@ -110,7 +112,12 @@ def attend(
     """
     pages = batch.layers[module.layer_idx]
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    if model.config.layers[module.layer_idx].kv_source is None:
+    source = model.config.layers[module.layer_idx].kv_source
+    owner = module.layer_idx if source is None else source
+    scales = model.kv_scales.get(owner) if pages.cache.itemsize == 1 else None
+    if scales is not None:
+        key, value, scaling = key / scales[0], value / scales[1], scaling * scales[0]
+    if source is None:
         write_kv(key, value, pages.cache, pages.slot_mapping)
     out = torch.empty_like(query)
     parts = (slice(batch.num_decodes), None), (slice(batch.num_decodes, None), batch.prefill_start_loc)
@@ -130,7 +137,7 @@ def attend(
                 soft_cap=getattr(model.config.text, "attn_logit_softcapping", None),
                 sinks=None if s_aux is None else s_aux.float(),
             )
-    return out[None], None
+    return (out if scales is None else out * scales[1])[None], None
 
 
 transformers.AttentionInterface.register(_ATTENTION, attend)

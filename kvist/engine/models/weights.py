@@ -24,6 +24,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 _SHARABLE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
+_KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
 _NUM_NAMED = 5  # of the offending weights, in an error
 
 
@@ -47,6 +48,7 @@ def load_model(
             model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
         wholes = targets if shard is None else _whole_targets(config, stored)
+        model.kv_scales = _kv_scales(files, config)
         missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
         for name in targets.keys() - missing:
             _fill(name, targets[name], list(wholes[name].shape), stored[name], config, shard)
@@ -66,6 +68,16 @@ def _stored_parts(files: Iterable[Any], config: ModelConfig) -> dict[str, Stored
             if split is not None:
                 parts.setdefault(split[0], {})[split[1]] = (file, theirs)
     return parts
+
+
+def _kv_scales(files: Iterable[Any], config: ModelConfig) -> dict[int, tuple[float, float]]:
+    """Return the scales of keys and values of each layer that has any: of several the largest, 1 for none."""
+    found: dict[tuple[int, str], float] = {}
+    for file in files:
+        for ours, theirs in _text_names(file.keys(), config).items():
+            if (match := _KV_SCALE.fullmatch(ours)) and (scale := float(file.get_tensor(theirs).max())) > 0:
+                found[int(match[1]), match[2]] = scale
+    return {layer: (found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer, _ in found}
 
 
 def _fill(

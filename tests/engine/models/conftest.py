@@ -104,5 +104,5 @@ class Harness:
 
 @pytest.fixture
 def harness(checkpoint: Callable[[str], Path]) -> Callable[..., Harness]:
-    """Put a random model, by its name, over memory of its own."""
-    return lambda name, **settings: Harness(checkpoint(name), **settings)
+    """Put a random model, by its name, or one in a directory, over memory of its own."""
+    return lambda model, **settings: Harness(model if isinstance(model, Path) else checkpoint(model), **settings)

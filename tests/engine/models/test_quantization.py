@@ -19,6 +19,7 @@ from kvist.engine.loading import load_engine
 from kvist.engine.models.config import load_model_config
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
+from kvist.kvcache import KvDtype
 from kvist.transfer.heads import Part
 
 Tensors = dict[str, torch.Tensor]
@@ -223,3 +224,24 @@ def test_parts_that_make_no_weight_are_named(quantized, change: Callable[[Tensor
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(InvalidValueError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.attn.{}_scale"])
+def test_keys_and_values_out_of_range_fit_an_eight_bit_cache_by_their_scales(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path, harness: Callable[..., Any]
+) -> None:
+    tensors = load_file(checkpoint("llama") / "model.safetensors")
+    for key, tensor in list(tensors.items()):
+        for part, factor in (("q_proj", 2**-12), ("k_proj", 2**12), ("v_proj", 2**14), ("o_proj", 2**-14)):
+            tensor.mul_(factor if part in key else 1)
+        if key.endswith("k_proj.weight"):
+            layer = key.partition("self_attn")[0]
+            for kind, scale in (("k", 2.0**12), ("v", 2.0**14)):
+                tensors[layer + name.format(kind, kind)] = torch.tensor([scale])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    plain, scaled = (harness(model, kv_dtype=KvDtype.FP8_E4M3) for model in ("llama", tmp_path))
+    prompt = list(range(3, 43))
+    expected, got = (model.step((model.open(prompt), len(prompt))) for model in (plain, scaled))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
