@@ -60,20 +60,21 @@ class LoopClock:
 class Deadline:
     """Calls `on_expired(phase)` once, not before the last deadline set has passed; `None` phase: nothing is awaited."""
 
-    __slots__ = ("_clock", "_handle", "_on_expired", "_when_s", "phase")
+    __slots__ = ("_armed_at_s", "_clock", "_handle", "_on_expired", "_when_s", "phase")
 
     def __init__(self, clock: LoopClock, on_expired: Callable[[str], None]) -> None:
         self._clock = clock
         self._on_expired = on_expired
-        self._when_s = 0.0
+        self._when_s = self._armed_at_s = 0.0
         self._handle: asyncio.TimerHandle | None = None
         self.phase: str | None = None
 
     def set(self, phase: str, timeout_s: float) -> None:
         """Replaces whatever was awaited by `phase`, from now on."""
         self.phase = phase
-        self._when_s = self._clock.now_s() + timeout_s
-        if self._handle is not None and self._when_s + self._clock.late_s < self._handle.when():
+        at_s = self._clock.loop.time() + timeout_s
+        self._when_s = at_s - self._clock.late_s
+        if self._handle is not None and at_s < self._armed_at_s:
             self._handle.cancel()
             self._handle = None
         if self._handle is None:
@@ -91,7 +92,8 @@ class Deadline:
             self._handle = None
 
     def _arm(self) -> None:
-        self._handle = self._clock.loop.call_at(self._when_s + self._clock.late_s, self._fire)
+        self._armed_at_s = self._when_s + self._clock.late_s
+        self._handle = self._clock.loop.call_at(self._armed_at_s, self._fire)
 
     def _fire(self) -> None:
         self._handle = None

@@ -222,7 +222,7 @@ class PricedPolicy:
             compute,
             cached_tokens,
         )
-        no_tokens, nothing = np.zeros_like(cached_tokens), np.zeros_like(cost_s)
+        no_tokens, nothing = np.zeros(len(held), np.int64), np.zeros(len(held))
         prices = Prices(
             cost_s, price, compute, cached_tokens, work, num_tokens, marks, self, no_tokens, nothing, nothing
         )
