@@ -233,6 +233,10 @@ class _Server:
                 watcher = group.create_task(_cancel_on_disconnect(request, generation), name="watch for disconnect")
                 answer = await collect(generation, job, shape)
                 watcher.cancel()
+        if await request.is_disconnected():  # after the last output: what is held for who asked is in no use
+            for times in generation.times.values():
+                if times.remote_request_id is not None:
+                    await self._engine.withdraw(times.remote_request_id)
         if isinstance(answer, RequestError):
             raise answer
         return _json(answer)

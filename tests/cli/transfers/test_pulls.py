@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from kvist.engine import bundled_model_path
+from kvist.router import attempts
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 
 MODEL = bundled_model_path()
-FLAGS = ("--kv-events", "tcp://127.0.0.1:0", "--kv-transfer-tokens-per-s", "1e6", "--kv-transfer-timeout", "3")
+FLAGS = ("--kv-events", "tcp://127.0.0.1:0", "--kv-transfer-tokens-per-s", "1e6", "--kv-transfer-timeout", "5")
 
 
 def make_prompt(count: int, seed: int) -> list[int]:
@@ -27,11 +28,13 @@ async def metric(client: httpx.AsyncClient, name: str) -> float:
 
 
 async def test_what_a_busy_worker_holds_is_fetched_by_another_whose_answer_is_as_if_it_had_computed_all(
-    serve: Callable[..., Any],
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attempts, "PULL_TIMEOUT_S", 60.0)
     async with serve(MODEL, *FLAGS) as holder, serve(MODEL, *FLAGS) as other, serve(MODEL) as alone:
         holder_url, other_url = (str(each.client.base_url) for each in (holder, other))
-        config = RouterConfig(worker_urls=(holder_url, other_url), port=0, max_worker_requests=1, debug_headers=True)
+        settings = {"max_worker_requests": 1, "silence_timeout_s": 60.0, "debug_headers": True}
+        config = RouterConfig(worker_urls=(holder_url, other_url), port=0, **settings)
         async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=120) as client:
 
             async def explain(prompt: list[int], worker: str, num_blocks: int) -> dict[str, Any]:
@@ -76,6 +79,7 @@ async def test_what_a_busy_worker_holds_is_fetched_by_another_whose_answer_is_as
                 await explain([*first, 8, 9], other_url, 75)
                 assert await ask([*first, 8, 9]) == (None, 1200)
 
+                monkeypatch.setattr(attempts, "PULL_TIMEOUT_S", 0.1)
                 await holder.stop()
                 assert await ask([*second, 6, 7]) == (None, 0)
                 assert await metric(client, 'pulls_total{outcome="prefill_failed"}') == 1
