@@ -451,7 +451,7 @@ class Forwarding:
                 self._fall_back(Local.PREFILL_REFUSED)
             else:
                 self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
-            if self.pull is not None:
+            if self.pull is not None and self.router.fleet.get(self.pull.answer.chosen.target.worker) is not None:
                 self._answer_by(self.pull.answer)
             else:
                 self._ask_next()

@@ -20,6 +20,7 @@ seem faster for it (docs/decisions.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -123,6 +124,7 @@ class Dispatched:
     work: int
     num_tokens: int
     dispatched_at_s: float
+    """For what is learnt from it; inf if that is nothing."""
     marks: Marks
     marked_until_s: float
     is_streamed: bool
@@ -264,14 +266,15 @@ class PricedPolicy:
     ) -> Dispatched:
         """Take note that the request was sent to this rank, which stands at `chosen_idx` in the prices.
 
-        One that does not compute the prompt fetches it: nobody waits for that, and nothing is learnt from it.
+        One that does not compute the prompt fetches it: nobody waits for that, and nothing is learnt from it. Nor is it
+        from one that fetches a part first: nobody here knows how long that took, or that it failed.
         """
         work = round(float(prices.compute[chosen_idx])) if computes else 0
         unit_s, num_tokens, marks = float(prices.load.unit_s[chosen_idx]), prices.num_tokens, prices.marks
         is_streamed = is_streamed and computes
         self._work.dispatch(now_s, rank, work, unit_s, num_tokens, is_streamed)
         until_s = self._in_flight.add(now_s, rank, marks)
-        begins_s = now_s + float(prices.fetch_s[chosen_idx])
+        at_s = math.inf if prices.fetch_s[chosen_idx] else now_s
         return Dispatched(
-            self._work, self._in_flight, rank, work, num_tokens, begins_s, marks, until_s, is_streamed, is_streamed
+            self._work, self._in_flight, rank, work, num_tokens, at_s, marks, until_s, is_streamed, is_streamed
         )

@@ -205,7 +205,10 @@ class WorkRows:
             own[WHOLE] += work
 
     def answer(self, now_s: float, rank: int, work: int, dispatched_at_s: float) -> None:
-        """Take a request's first token: its prompt is computed, and its time since the last one is learnt from."""
+        """Take a request's first token: its prompt is computed, and its time since the last one is learnt from.
+
+        Nothing is learnt from one dispatched at infinity.
+        """
         own, rows = self._own[:, rank], self._rows[:, :, rank]
         since_at_s = max(dispatched_at_s, *rows[:, ANSWERED_AT].tolist())
         own[QUEUED] -= work
@@ -213,7 +216,7 @@ class WorkRows:
         # Of prompts that are not streamed and were computed meanwhile, nobody knows what part of the time they took; of
         # those whose answers are told of later it is known too late, and each router would count the time of all.
         is_alone = sum(rows[self._num_shared :, QUEUED].tolist()) <= 0
-        if work > MIN_LEARNT_WORK and is_alone and max(rows[:, BUSY_UNTIL].tolist()) <= since_at_s:
+        if work > MIN_LEARNT_WORK and is_alone and max(rows[:, BUSY_UNTIL].tolist()) <= since_at_s < math.inf:
             own[NUM_LEARNT] += 1
             num_learnt = sum(rows[:, NUM_LEARNT].tolist())
             decay = LEARNT_DECAY ** max(0.0, num_learnt - own[LEARNT_AT])

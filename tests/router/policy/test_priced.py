@@ -82,9 +82,15 @@ def test_what_another_rank_holds_is_fetched_where_that_is_cheaper_than_computing
     assert list(pulled.terms_s()["fetch"]) == list(pulled.fetch_s)
     slow = policy.weigh(*asked, pull=Pull(15, np.full(4, 1e-4), min_tokens=256))
     assert list(slow.cost_s) == list(alone.cost_s)
-    request = policy.dispatched(5.0, 0, pulled, 0)
-    assert request.work == round(work_of(4000, 15 * BLOCK))
-    assert request.dispatched_at_s == pytest.approx(5.0 + fetch_s)  # nothing is computed before
+    assert policy.dispatched(5.0, 0, pulled, 0).work == round(work_of(4000, 15 * BLOCK))
+
+
+def test_how_fast_a_rank_computes_is_not_learnt_where_a_part_was_to_be_fetched() -> None:
+    policy = policy_of(1)
+    prices = policy.weigh(5.0, 8000, hashes_of(8000), [0], pull=Pull(15, np.array([1e-6]), min_tokens=256))
+    assert prices.fetched_tokens[0] == 15 * BLOCK
+    policy.dispatched(5.0, 0, prices, 0).answered(35.0)  # the fetch has failed
+    assert policy.weigh(35.0, 8000, (), [0]).load.unit_s == pytest.approx([UNIT_S])
 
 
 def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not() -> None:

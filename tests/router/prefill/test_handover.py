@@ -212,7 +212,7 @@ async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router
 
 @pytest.mark.parametrize(
     ("outcome", "num_asked"),
-    [("pulled", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3)],
+    [("pulled", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3), ("removed", 2)],
 )
 async def test_a_prefix_that_cannot_be_fetched_is_computed(
     outcome: str, num_asked: int, worker, router, http_bytes, until
@@ -232,6 +232,8 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
             return
         assert asked in (None, params, {"do_remote_decode": True, "max_cached_tokens": 384})
         is_held = asked is not None and asked != params and outcome != "prefill_refused"
+        if is_held and outcome == "removed":
+            front.service.fleet.remove(d.url)
         held = {"kv_transfer_params": params} if is_held else {}
         writer.write(http_bytes.response(json.dumps({"choices": [{"text": "x"}]} | held).encode()))
 
@@ -244,9 +246,10 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         busy = asyncio.create_task(front.complete(LONG, max_tokens=99))
         await until(lambda: p.completions)
         assert (await front.complete(LONG)).json()["choices"][0]["text"] == "x"
-        assert await count(front, f'pulls_total{{outcome="{outcome}"}}') == 1
+        counted = "decode_failed" if outcome == "removed" else outcome
+        assert await count(front, f'pulls_total{{outcome="{counted}"}}') == 1
         assert await count(front, "pulled_tokens_total") == (384 if outcome == "pulled" else 0)
-        released = ["held-1"] if outcome in ("transfer_failed", "decode_failed") else []
+        released = ["held-1"] if counted in ("transfer_failed", "decode_failed") else []
         await until(lambda: p.released == released)
         bodies = [json.loads(each.body) for each in (*p.completions, *d.completions)]
         assert sum(body.get("max_tokens") != 99 for body in bodies) == num_asked
