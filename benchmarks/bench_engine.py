@@ -1,9 +1,10 @@
 """What does paged, continuously batched serving gain or cost against transformers' own `generate`, on one CPU core?
 
-Bound by the matrix products of the model, which are the same on both sides; the rest is attention over the cache and
-the overhead of a step. The baseline is transformers with its dynamic cache and SDPA, one batch of equally long prompts,
-so that it wastes nothing on padding. "shared" prompts have all but their last 16 tokens in common: transformers has no
-use for that. CPU seconds, best of some runs, after a warm-up.
+The bundled model is so small that few requests are bound by how many operations a step is, the same on both sides but
+for attention over the cache, sampling and scheduling; many, by matrix products. The baseline is transformers with its
+dynamic cache and SDPA, one batch of equally long prompts, so that it wastes nothing on padding. "shared" prompts have
+all but their last 16 tokens in common: transformers has no use for that. CPU seconds, best of some runs in turns, after
+a warm-up.
 
     python benchmarks/bench_engine.py [--quick] [--save]
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import process_time
 
@@ -83,17 +84,19 @@ def transformers_runner() -> Callable[[Prompts, int], None]:
     return run
 
 
-def best_cpu_s(run: Callable[[Prompts, int], None], case: Case, repetitions: int) -> float:
-    """Return the least CPU seconds of some runs, each on prompts never seen before."""
+def best_cpu_s(runs: Sequence[Callable[[Prompts, int], None]], case: Case, repetitions: int) -> list[float]:
+    """Return each one's least CPU seconds of some repetitions in turns, every one on prompts never seen before."""
     rng = random.Random(0)
-    run(case.prompts(rng), 2)
-    times = []
+    for run in runs:
+        run(case.prompts(rng), 2)
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repetitions):
-        prompts = case.prompts(rng)
-        start = process_time()
-        run(prompts, case.output_len)
-        times.append(process_time() - start)
-    return min(times)
+        for run, of_run in zip(runs, times, strict=True):
+            prompts = case.prompts(rng)
+            start = process_time()
+            run(prompts, case.output_len)
+            of_run.append(process_time() - start)
+    return [min(of_run) for of_run in times]
 
 
 def main() -> None:
@@ -107,7 +110,7 @@ def main() -> None:
     rows, results = [], []
     for case in CASES:
         repetitions = 1 if args.quick else 5
-        mine, baseline = (best_cpu_s(run, case, repetitions) for run in (ours, theirs))
+        mine, baseline = best_cpu_s((ours, theirs), case, repetitions)
         num_tokens = case.num_requests * case.output_len
         name = f"{case.num_requests} x {case.prompt_len} -> {case.output_len}{' shared' if case.is_shared else ''}"
         ratio = baseline / mine

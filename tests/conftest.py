@@ -31,6 +31,8 @@ from hypothesis import HealthCheck, settings
 
 DEADLINE_S = 180.0  # far more than a machine with nothing else to do needs
 
+os.environ["OMP_NUM_THREADS"] = "1"  # as many engines run at once as there are cores, or more
+
 # A slow machine is no defect.
 settings.register_profile("kvist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvist")

@@ -136,7 +136,7 @@ def _serve(args: argparse.Namespace, index: int) -> list[str]:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
         role += ["--kv-transfer-bounce-mib", str(args.kv_transfer_bounce_mib)]
     name = [] if args.model else ["--served-model-name", "kvist-tiny"]
-    return ["serve", "--model", _model(args), "--port", "0", *name, *role, *_tracing(args)]
+    return ["serve", "--model", _model(args), "--port", "0", "--threads", "1", *name, *role, *_tracing(args)]
 
 
 def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:

@@ -110,7 +110,8 @@ def group_pages(
     pages = _pages_of_layers(slots, tables, num_layers) if has_scratch else slots
     writable = pages.copy()
     for row, table in enumerate(tables):
-        writable[:, row, [ordinal - table.first_held for ordinal in table.adopted]] = ABSENT
+        if table.adopted:
+            writable[:, row, [ordinal - table.first_held for ordinal in table.adopted]] = ABSENT
     written = writable[:, sequence, positions // block_size - page_offsets[sequence]].astype(np.int64)
     slot_mapping = np.where(written == ABSENT, ABSENT, written * block_size + positions % block_size)
     return GroupPages(pages, page_offsets, np.ascontiguousarray(slot_mapping))  # numpy may put tokens first

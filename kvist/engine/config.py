@@ -48,8 +48,8 @@ class EngineConfig:
     """blocks of a prompt that slide out of their window within a step share memory; less of it can be reused"""
     has_cuda_graphs: bool = True
     """on a GPU, replay decode steps that were captured"""
-    num_threads: Count = 1
-    """torch threads on the CPU"""
+    num_threads: Count | None = None
+    """torch threads on the CPU; if none, one a core, or OMP_NUM_THREADS"""
     tensor_parallel_size: Count = 1
     """processes to split the model over, by heads; on GPUs, rank i on cuda:i"""
 

@@ -86,9 +86,10 @@ def load_engine(
     """Return the engine with its memory, which `allocate` gives, and on other ranks what `open_server` opens there.
 
     Cache events go to `sink`. Raises InvalidValueError for a directory, setting or memory that cannot work. Sets
-    torch's thread count.
+    torch's thread count, if told to.
     """
-    torch.set_num_threads(config.num_threads)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:
         facts.plan.check_scratch()
@@ -155,7 +156,8 @@ def _load(
 
 def _follow(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:
     """Be one of the other ranks, from loading its shard to the end."""
-    torch.set_num_threads(config.num_threads)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     facts = _facts(config, leader.rank)
     model = _load_model(config, facts)
     num_blocks = leader.agree(_num_blocks(config, facts))

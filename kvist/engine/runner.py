@@ -133,7 +133,11 @@ class Runner:
 
     def _to_forward_batch(self, batch: HostBatch) -> ForwardBatch:
         by_group = [
-            [self._to_device(array) for array in (group.block_tables, group.page_offsets, group.slot_mapping)]
+            (
+                self._to_device(group.block_tables).unbind(),
+                self._to_device(group.page_offsets),
+                self._to_device(group.slot_mapping).unbind(),
+            )
             for group in batch.groups
         ]
         layers = []

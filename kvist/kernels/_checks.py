@@ -17,13 +17,18 @@ MAX_HEAD_DIM = 512
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What every attention op takes by keyword, and hands on as it is."""
+    """What every attention op takes by keyword, and hands on as it is.
+
+    `memo`, empty at first, is for calls over the same tables and lengths, on caches alike but for their numbers: what
+    the reference derives from them stays in it.
+    """
 
     scale: Required[float]
     page_offsets: torch.Tensor | None
     sinks: torch.Tensor | None
     window: int | None
     soft_cap: float | None
+    memo: dict[tuple[int, int | None], tuple[torch.Tensor, ...]]
 
 
 def check_tensor(
@@ -41,8 +46,7 @@ def check_tensor(
         raise ValueError(f"{name} has dtype {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
-    row = tensor[0] if tensor.ndim > 1 and tensor.shape[0] else tensor
-    if not row.is_contiguous():
+    if not (tensor.is_contiguous() or (tensor.ndim > 1 and tensor[0].is_contiguous())):
         raise ValueError(f"{name} has strides {list(tensor.stride())}; expected contiguous rows")
 
 

@@ -15,16 +15,13 @@ from typing import Unpack
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_tensor, row_stride
-from kvist.kernels._dense import attend, gather_kv
+from kvist.kernels._dense import attend_last, attend_ragged
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import TileShape, attend_tile, decode_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
 from kvist.kernels._triton import device_facts, is_launched, jit, next_power_of_2, tl, widen_for_interpreter
 
 MAX_SPLITS = 128
 _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warps; of 256 they do not.
-# Bounds the score matrix of the reference, and lets it skip the keys that a chunk of rows cannot see. Of 32, 64, 128
-# and 256 rows, 64 was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
-_REFERENCE_ROWS = 64
 
 
 @jit()
@@ -306,80 +303,5 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """`paged_attention` in torch: decodes in one batched product, else a chunk of a sequence at a time."""
     if query_start_loc is None:
-        return _decode(query, kv_cache, block_tables, seq_lens, options)
-    block_size, window, page_offsets = kv_cache.shape[3], options.get("window"), options.get("page_offsets")
-    out = torch.zeros_like(query)
-    starts = query_start_loc.tolist()
-    offsets = [0] * len(seq_lens) if page_offsets is None else page_offsets.tolist()
-    seqs = zip(block_tables, offsets, starts[:-1], starts[1:], seq_lens.tolist(), strict=True)
-    for table, page_offset, start, end, seq_len in seqs:
-        if start == end:
-            continue
-        first_query = seq_len - (end - start)
-        first_page = 0 if window is None else max(0, first_query - window + 1) // block_size
-        if first_page < page_offset:
-            raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
-        block_idxs = table[first_page - page_offset : -(-seq_len // block_size) - page_offset]
-        key, value = (pages[:, 0] for pages in gather_kv(kv_cache, block_idxs[None]))
-        for row in range(start, end, _REFERENCE_ROWS):
-            rows = slice(row, min(row + _REFERENCE_ROWS, end))
-            first_row = first_query + row - start - first_page * block_size
-            out[rows] = _attend_rows(query[rows], first_row, key, value, options)
-    return out
-
-
-def _attend_rows(
-    query: torch.Tensor, first_query: int, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    """Consecutive rows `[rows, num_heads, head_dim]` attend; `first_query` counts from the first key given."""
-    window, sinks = options.get("window"), options.get("sinks")
-    scale, soft_cap = options["scale"], options.get("soft_cap")
-    num_rows, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[0]
-    low = 0 if window is None else max(0, first_query - window + 1)
-    keys = torch.arange(low, first_query + num_rows, device=query.device)
-    positions = torch.arange(first_query, first_query + num_rows, device=query.device)[:, None]
-    visible = keys <= positions
-    if window is not None:
-        visible &= positions - keys < window
-    heads_per_kv = num_heads // num_kv_heads
-    grouped = query.transpose(0, 1).reshape(num_kv_heads, heads_per_kv * num_rows, head_dim)
-    seen = slice(low, first_query + num_rows)
-    visible = visible.repeat(heads_per_kv, 1)
-    if sinks is not None:
-        sinks = sinks.repeat_interleave(num_rows).view(num_kv_heads, heads_per_kv * num_rows, 1)
-    attended = attend(grouped, key[:, seen], value[:, seen], visible, scale=scale, soft_cap=soft_cap, sinks=sinks)
-    return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
-
-
-def _decode(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """One token a sequence: the window's pages gathered, padded to the longest of the batch, one batched matmul."""
-    scale, soft_cap = options["scale"], options.get("soft_cap")
-    window, page_offsets, sinks = options.get("window"), options.get("page_offsets"), options.get("sinks")
-    batch, num_heads, head_dim = query.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    lengths = seq_lens.long()
-    first_key = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
-    first_page = first_key // block_size
-    num_pages = int(((lengths + block_size - 1) // block_size - first_page).max()) if batch else 0
-    if num_pages == 0:
-        return torch.zeros_like(query)
-    pages = first_page[:, None] + torch.arange(num_pages, device=query.device)
-    keys = (first_page * block_size)[:, None] + torch.arange(num_pages * block_size, device=query.device)
-    visible = (keys >= first_key[:, None]) & (keys < lengths[:, None])
-    # Pages past a row's end only fill the rectangle: any block will do, nothing of it is visible.
-    is_filler = pages * block_size >= lengths[:, None]
-    columns = pages if page_offsets is None else pages - page_offsets[:, None]
-    block_idxs = block_tables.gather(1, columns.masked_fill(is_filler, 0)).masked_fill(is_filler, 0)
-    key, value = gather_kv(kv_cache, block_idxs)
-    value[:, ~visible] = 0.0
-    grouped = query.view(batch, num_kv_heads, -1, head_dim).transpose(0, 1)
-    row_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)
-    attended = attend(grouped, key, value, visible[:, None, :], scale=scale, soft_cap=soft_cap, sinks=row_sinks)
-    return attended.transpose(0, 1).reshape(batch, num_heads, head_dim).to(query.dtype)
+        return attend_last(query, kv_cache, block_tables, seq_lens, options)
+    return attend_ragged(query, kv_cache, block_tables, seq_lens, query_start_loc, options)

@@ -71,15 +71,13 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
 def write_kv_reference(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """`write_kv` in torch: two indexed assignments."""
-    block_size = kv_cache.shape[3]
-    is_written = slot_mapping >= 0
-    slots = slot_mapping[is_written]
-    block_idxs, offsets = slots // block_size, slots % block_size
-    for kv, tensor in enumerate((key, value)):
-        rows = tensor[is_written]
-        if kv_cache.dtype in FP8_DTYPES:
-            # torch makes infinities of what e5m2 cannot hold.
-            largest = torch.finfo(kv_cache.dtype).max
-            rows = rows.clamp(-largest, largest)
-        kv_cache[block_idxs, kv, :, offsets] = rows.to(kv_cache.dtype)
+    """`write_kv` in torch: an indexed assignment."""
+    rows, block_size = torch.stack([key, value], dim=1), kv_cache.shape[3]
+    is_unwritten = slot_mapping < 0
+    if is_unwritten.any():
+        rows, slot_mapping = rows[~is_unwritten], slot_mapping[~is_unwritten]
+    if kv_cache.dtype in FP8_DTYPES:
+        # torch makes infinities of what e5m2 cannot hold.
+        largest = torch.finfo(kv_cache.dtype).max
+        rows = rows.clamp(-largest, largest)
+    kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size] = rows.to(kv_cache.dtype)

@@ -46,11 +46,11 @@ class KvTensors:
                 raise RuntimeError(f"group {group.group_id}: {device} has not {size_bytes >> 20} MiB left") from error
             self.pools.append(memory.view(dtype).view(shape))
         self._places = plan.places
+        self._by_slot = [self.pools[place.group_id][:, place.position] for place in plan.places]
 
     def by_slot(self, layer_idx: int) -> torch.Tensor:
         """Return `[num_slots, kv_factor, num_kv_heads, block_size, head_dim]`: page i is the layer's part of slot i."""
-        place = self._places[layer_idx]
-        return self.pools[place.group_id][:, place.position]
+        return self._by_slot[layer_idx]
 
     def by_page(self, layer_idx: int) -> torch.Tensor:
         """Return the layer's whole pool, `[num_slots * num_layers, ...]`: any page of it can be any layer's."""

