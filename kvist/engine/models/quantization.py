@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -31,14 +32,35 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where AutoAWQ's packing has each of eight neighbours (`packing_utils.py`)."""
 
 
+class _Weights(msgspec.Struct, frozen=True):
+    num_bits: Literal[2, 4, 8] | None = None
+    block_structure: tuple[int, int] | None = None
+
+
+class _Group(msgspec.Struct, frozen=True):
+    weights: _Weights | None = None
+
+
+class _Sizes(msgspec.Struct, frozen=True):
+    """What a `quantization_config` says of sizes; numbers of other widths would not fill what they are packed in."""
+
+    weight_block_size: tuple[int, int] | None = None
+    config_groups: dict[str, _Group] | None = None
+
+
 def check_quantization(quantization: Any) -> None:
     """Raise InvalidValueError for a `quantization_config` whose weights cannot be read."""
-    if not isinstance(quantization, dict) or quantization.get("quant_method") not in _READABLE:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not isinstance(quantization, dict) or method not in [*_READABLE]:
         raise InvalidValueError("quantization_config.quant_method", method, f"one of {[*_READABLE]}")
     for field, readable in _READABLE[quantization["quant_method"]].items():
         if (value := quantization.get(field, readable[0])) not in readable:
             raise InvalidValueError(f"quantization_config.{field}", value, f"one of {[*readable]}")
+    try:
+        msgspec.convert(quantization, _Sizes)
+    except msgspec.ValidationError as error:
+        expected = f"num_bits 2, 4 or 8 and blocks of two numbers ({error})"
+        raise InvalidValueError("quantization_config", quantization, expected) from None
 
 
 def split_name(stored: str) -> tuple[str, str] | None:
@@ -73,10 +95,10 @@ def dequantize(name: str, parts: Parts, quantization: dict[str, Any]) -> torch.T
         raise InvalidValueError(f"parts of {name}", shapes, expected) from error
 
 
-def _block_size(quantization: dict[str, Any]) -> list[int] | None:
-    groups = [each.get("weights") or {} for each in quantization.get("config_groups", {}).values()]
-    sizes = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
-    return next((size for size in sizes if size), None)
+def _block_size(quantization: dict[str, Any]) -> tuple[int, int] | None:
+    said = msgspec.convert(quantization, _Sizes)
+    of_groups = [each.weights.block_structure for each in (said.config_groups or {}).values() if each.weights]
+    return next((size for size in (said.weight_block_size, *of_groups) if size), None)
 
 
 def _scale(parts: Parts, block_size: Sequence[int] | None) -> torch.Tensor:

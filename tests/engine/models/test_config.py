@@ -98,6 +98,18 @@ def test_end_tokens_come_from_both_files(edited: Edit) -> None:
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
             "quantization_config.format: got 'nvfp4-pack-quantized', expected one of",
         ),
+        (
+            "qwen3",
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 3}}},
+                }
+            },
+            "quantization_config: got .*, expected num_bits 2, 4 or 8 .*3",
+        ),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8", "config_groups": ["group_0"]}}, "config_groups"),
+        ("qwen3", {"quantization_config": {"quant_method": ["fp8"]}}, "quant_method: got .'fp8'., expected one of"),
         ("qwen3-sliding", {"sliding_window": 0}, "sliding_window: got 0"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types: .* sliding_window holds for every layer"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
