@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -116,6 +116,44 @@ def _turns(requests: Sequence[Request]) -> Iterator[tuple[Request, Request | Non
         seen.update(request.blocks)
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """A turn in aiperf's input files, of which all are in the prompts of those behind; times in milliseconds."""
+
+    text: str
+    timestamp: float | None = None
+    delay: float = 0.0
+    output_length: int | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of a chat."""
+
+    role: str = ""
+    content: Any = None
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """A request's body."""
+
+    messages: list[Message] = []
+    prompt: str = ""
+    tools: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Return all of the prompt, in the order in which templates put it."""
+        said = (f"{each.role} {each.content}" for each in self.messages)
+        return "\n".join([*([repr(self.tools)] if self.tools else []), *said, self.prompt])
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """When aiperf sent a request."""
+
+    request_start_ns: int
+
+
 class TraceLine(msgspec.Struct, frozen=True):
     """A line of a trace. Times are in seconds, but for `timestamp`, which is in milliseconds."""
 
@@ -139,10 +177,14 @@ class TraceLine(msgspec.Struct, frozen=True):
     session: str | None = None
     pause_s: float | None = None
     tenant: str | None = None
-    # What carries text: lines for `vllm bench serve --dataset-name custom`, and aiperf's single turns.
+    # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
     prompt: str | None = None
-    text: str | None = None
     output_tokens: int | None = None
+    text: str | None = None
+    text_input: str | None = None
+    turns: list[Turn] = []
+    payload: Payload | None = None
+    metadata: Metadata | None = None
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
@@ -175,7 +217,7 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
         block_size = block_size or own_block_size
         if own_block_size not in (None, block_size):
             raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
-        requests.append(_request(place, line, float(len(requests))))
+        requests += _requests(place, line, float(len(requests)))
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
@@ -200,18 +242,30 @@ def _lines(path: Path) -> Iterator[str]:
             raise InvalidValueError("trace", str(path), f"lines of JSON, in gzip if it ends in .gz ({error})") from None
 
 
-def _request(place: str, line: TraceLine, default_at_s: float) -> Request:
+def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
+    """Yield a line's request, or one for each turn."""
     at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
     if line.hash_ids is not None and line.timestamp is not None and line.input_length:
         blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
         request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
-        return replace(request, pause_s=line.pause_s, session=line.session)
-    text = line.prompt or line.text
-    if not text:
-        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt or text"
+        yield replace(request, pause_s=line.pause_s, session=line.session)
+        return
+    turns, text = line.turns, line.prompt or line.text or line.text_input
+    if line.payload is not None:
+        text, payload = line.payload.text, line.payload
+        at_s = at_s if line.metadata is None else line.metadata.request_start_ns / 1e9
+        turns = [Turn(text, output_length=payload.max_completion_tokens or payload.max_tokens)]
+    elif text:
+        turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
+    if not turns:
+        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text, turns or payload"
         raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
-    num_output = line.output_length or line.output_tokens or DEFAULT_OUTPUT_TOKENS
-    return Request(0, at_s, _named(text), max(1, len(text) // CHARACTERS_A_TOKEN), num_output)
+    said = ""
+    for turn in turns:
+        said += turn.text
+        at_s = at_s + turn.delay / 1e3 if turn.timestamp is None else turn.timestamp / 1e3
+        num_tokens = max(1, len(said) // CHARACTERS_A_TOKEN)
+        yield Request(0, at_s, _named(said), num_tokens, turn.output_length or DEFAULT_OUTPUT_TOKENS)
 
 
 def _named(text: str) -> tuple[int, ...]:

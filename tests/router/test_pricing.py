@@ -120,15 +120,23 @@ async def test_an_answer_that_is_not_streamed_is_waited_for_as_long_as_it_should
         await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_learnt_speeds_are_shown(worker, router, http_bytes) -> None:
-    async with (
-        worker(answer=slow_by(0.0, http_bytes)) as fast,
-        worker(answer=slow_by(0.2, http_bytes)) as slow,
-        router(fast.url, slow.url, block_size=16, expected_cache_tokens=0) as front,
-    ):
-        assert {each["prompt_tokens_per_s"] for each in (await front.workers()).values()} == {None}
-        for start in range(8):
-            await asyncio.gather(*(front.complete([start * 2 + at, *TOKENS], stream=True) for at in range(2)))
-        shown = await front.workers()
-        assert shown[slow.url]["prompt_tokens_per_s"] < len(TOKENS) / 0.2 * 1.1
-        assert shown[fast.url]["prompt_tokens_per_s"] > shown[slow.url]["prompt_tokens_per_s"]
+async def test_learnt_speeds_outlive_the_router_and_are_shown(worker, router, http_bytes, tmp_path, caplog) -> None:
+    def routing() -> Any:
+        return router(fast.url, slow.url, block_size=16, expected_cache_tokens=0, state_dir=str(tmp_path))
+
+    async with worker(answer=slow_by(0.0, http_bytes)) as fast, worker(answer=slow_by(0.2, http_bytes)) as slow:
+        async with routing() as front:
+            assert {each["prompt_tokens_per_s"] for each in (await front.workers()).values()} == {None}
+            for start in range(8):
+                await asyncio.gather(*(front.complete([start * 2 + at, *TOKENS], stream=True) for at in range(2)))
+            learnt, shown = await seconds_of(front, TOKENS), await front.workers()
+            assert shown[slow.url]["prompt_tokens_per_s"] < len(TOKENS) / 0.2 * 1.1
+            assert shown[fast.url]["prompt_tokens_per_s"] > shown[slow.url]["prompt_tokens_per_s"]
+        async with routing() as front:
+            again = await seconds_of(front, TOKENS)
+            for each in (fast, slow):
+                assert again[each.url]["compute"] == pytest.approx(learnt[each.url]["compute"])
+        (tmp_path / "router.speeds.json").write_text('[{"worker": "w", "rank": 0, "seconds": -1, "work": 1}]')
+        async with routing() as front:
+            assert "Expected `float` > 0.0 - at `$[0].seconds`" in caplog.text
+            assert (await front.complete(TOKENS, stream=True)).status_code == 200

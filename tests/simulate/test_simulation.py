@@ -461,9 +461,29 @@ def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> N
             [{"prompt": 300 * "a"}, {"prompt": 300 * "a" + 300 * "b", "output_tokens": 7}],
             [(0.0, 75, 256), (1.0, 150, 7)],
         ),
-        (  # aiperf --custom-dataset-type single_turn
-            [{"text": 600 * "a", "timestamp": 500}, {"text": 600 * "a", "timestamp": 2500, "output_length": 3}],
+        (  # aiperf --custom-dataset-type single_turn, and a trace with texts
+            [{"text": 600 * "a", "timestamp": 500}, {"text_input": 600 * "a", "timestamp": 2500, "output_length": 3}],
             [(0.0, 150, 256), (2.0, 150, 3)],
+        ),
+        (  # aiperf --custom-dataset-type multi_turn
+            [
+                {
+                    "session_id": "s",
+                    "turns": [{"text": 300 * "a"}, {"text": 600 * "b", "delay": 1500, "output_length": 9}],
+                }
+            ],
+            [(0.0, 75, 256), (1.5, 225, 9)],
+        ),
+        (  # aiperf --export-level raw
+            [
+                {
+                    "metadata": {"request_start_ns": at_ns, "x_request_id": "r"},
+                    "payload": {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 5},
+                    "responses": [],
+                }
+                for at_ns, text in ((10**18, 395 * "a"), (10**18 + 4 * 10**9, 795 * "a"))
+            ],
+            [(0.0, 100, 5), (4.0, 200, 5)],
         ),
     ],
 )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol, Self
 from urllib.parse import parse_qs
 
@@ -46,6 +47,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import Replicas
+from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.regret import Regret, Routed
@@ -135,6 +137,9 @@ class Keeper:
         discovered = self.membership.discovery.metrics
         self._page = MetricsPage(lambda: chain(own.collect(), discovered(), gauges()), registry)
         self._counted, self._started_s = counted or gauges, started_s
+        self._speeds = None
+        if config.state_dir is not None:
+            self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_others)
         self._endpoints = {
@@ -155,6 +160,8 @@ class Keeper:
             await exits.enter_async_context(self.models)  # reads while workers are asked who they are
             if self.index is not None:
                 await exits.enter_async_context(self.index)
+            if self._speeds is not None:
+                await exits.enter_async_context(self._speeds)
             await exits.enter_async_context(self.membership)
             await self.models.configured()
             if self.replicas is not None:

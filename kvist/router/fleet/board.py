@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.router.policy.in_flight import NUM_SLOTS, SLOT
-from kvist.router.policy.work import NUM_FIELDS, learnt_of
+from kvist.router.policy.work import LEARNT, LEARNT_S, NUM_FIELDS, learnt_of
 from kvist.router.tenants.rows import ROW_WORDS as TENANT_ROW_WORDS
 
 if TYPE_CHECKING:
-    pass
+    from kvist.router.fleet.speeds import LearntSpeed
 
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
@@ -120,6 +120,8 @@ class LoadBoard:
         )
         """All cells, that of the row as a whole first; `cell_floats` are the same."""
         self.cell_floats = self.cell_ints.view(float)
+        self.learnt_before: dict[WorkerRank, LearntSpeed] = {}
+        """What a rank begins with that is named from now on."""
         self._columns: dict[WorkerRank, int] = {}
         self._free: list[int] = []
         self._read_names()
@@ -179,6 +181,8 @@ class LoadBoard:
             if column == MAX_COLUMNS:
                 raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
             self.ints[0] += 1
+        if (learnt := self.learnt_before.get(target)) is not None:  # no front knows of the column yet
+            self.work[0, [LEARNT_S, LEARNT], column] = learnt.seconds, learnt.work
         self._write_name(column, name)
         self._columns[target] = column
         return column
