@@ -174,7 +174,7 @@ class EngineLane:
         self._go_to(0)
 
     def tidy(self) -> None:
-        """Forget some names that are not needed any more; call it now and then."""
+        """Give back some of the memory that is not needed any more; call it now and then."""
         for rank in self.ranks.values():
             rank.residency.tidy()
 

@@ -19,7 +19,7 @@ from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Ar
 from kvist.publisher.residency import NO_SCOPE, Held, Released, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
-from kvist.radix.memory import reserved_array, table_bytes
+from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of tables: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
@@ -48,13 +48,16 @@ class Table:
 
     def clear(self) -> None:
         """Forget everything, and give the memory back."""
-        self.segments: Records = reserved_array(SEGMENT, self._num_segments)
+        memory = reserved(SEGMENT.itemsize * self._num_segments)
+        self.segments: Records = np.frombuffer(memory, SEGMENT)
         self.head = reserved_array(HEAD, 1)
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
+        self._table = TableMemory(self.head, self.segments, Region(memory))
+        self._most = 0  # rows since all segments were of the size they need
 
     @property
     def size_bytes(self) -> int:
-        return table_bytes(self.segments)
+        return self._table.size_bytes
 
     def __len__(self) -> int:
         return int(self.head["num_rows"][0])
@@ -66,6 +69,17 @@ class Table:
     def put(self, keys: NDArray[np.uint64], values: NDArray[np.uint64], part: int = 0) -> None:
         """Let something stand under each key, for 0 nothing."""
         compiled.put(self.head, self.segments, part, keys, values)
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
+        self._most = max(self._most, len(self))
+        if len(self) * 2 >= self._most:
+            return
+        shrinkable = self._table.shrinkable()
+        if shrinkable:
+            self._table.shrink(shrinkable[0])
+        else:
+            self._most = len(self)
 
     def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         rows = self.segments[number]["rows"][: self.segments[number]["room"]]
@@ -124,9 +138,11 @@ class EngineResidency:
         return slot
 
     def tidy(self) -> None:
-        """Forget some names that are not needed any more; call it now and then."""
+        """Give back some of the memory that is not needed any more; call it now and then."""
         if len(self.names) > self._most_names and self._index.evicted_from(self._source):
             self._drop_stale()
+        self.names.tidy()
+        self.counts.tidy()
 
     def clear(self) -> None:
         self._index.clear(*self._source)

@@ -8,6 +8,7 @@ only where their id changes. `compiled` has what is hot, over arrays that its `l
 
 from kvist.radix.index import RadixIndex
 from kvist.radix.reader import RadixReader
+from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import ApplyResult, Depths, Match, Residencies, Statistics
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "RadixIndex",
     "RadixReader",
     "Residencies",
+    "Snapshot",
     "Statistics",
 ]

@@ -7,7 +7,8 @@ import mmap
 import operator
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule, Holding
+from kvist.radix._housekeeping import Sweeper
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
 from kvist.radix.compiled.layout import Record, Records
-from kvist.radix.memory import CORE_BYTES, index_bytes, reserved, reserved_array, segment_bits_for, table_bytes
-from kvist.radix.snapshot import take_snapshot
+from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
+from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
 
 _U64_END = 1 << 64
@@ -83,9 +85,9 @@ class RadixIndex:
             segment_bits = segment_bits_for(max_blocks or 0)
         if not 0 <= segment_bits <= _MAX_SEGMENT_BITS:
             raise InvalidValueError("segment_bits", segment_bits, f"0 to {_MAX_SEGMENT_BITS}")
-        memory = reserved(index_bytes(segment_bits)) if memory is None else memory
-        self.core: Records = np.frombuffer(memory, layout.CORE, 1)
-        self.segments: Records = np.frombuffer(memory, layout.SEGMENT, 1 << segment_bits, CORE_BYTES)
+        region = Region(reserved(index_bytes(segment_bits))) if memory is None else Region(memory, mmap.MADV_REMOVE)
+        self.core: Records = np.frombuffer(region.memory, layout.CORE, 1)
+        self.segments: Records = np.frombuffer(region.memory, layout.SEGMENT, 1 << segment_bits, CORE_BYTES)
         self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         self._core["table"]["multiplier"], self._core["table"]["bits"] = multiplier, segment_bits
@@ -97,9 +99,9 @@ class RadixIndex:
         self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
         self._core["max_blocks"] = max_blocks or 0
-        self._retired: list[int] = []  # slots that wait for a sweep to begin
-        self._sweeping: list[int] = []  # free once the sweep under way, which is at a segment, is through
-        self._next_segment = 0
+        table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
+        self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
+        self._snapshot: weakref.ref[Snapshot] | None = None
         # A process's first call takes 10 ms, in which Numba makes the acquaintance of arrays: not when somebody waits.
         matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64), 0)
 
@@ -165,7 +167,7 @@ class RadixIndex:
             self._slots.add(source)
 
     def remove_worker(self, worker: str) -> None:
-        """Forget a worker and all its ranks; at once, whatever they held. A sweep frees the blocks."""
+        """Forget a worker and all its ranks; at once, whatever they held. A sweep gives the memory back."""
         for source in self._sources(worker, None):
             self._retire(source)
 
@@ -222,7 +224,7 @@ class RadixIndex:
             num_retired=int(core["num_retired"]),
             num_evicted=int(core["num_evicted"]),
             num_sets=int(core["num_sets"]),
-            size_bytes=self._size_bytes(),
+            size_bytes=self._sweeper.size_bytes,
         )
 
     @property
@@ -232,33 +234,29 @@ class RadixIndex:
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
     def sweep(self, max_rows: int = 50_000) -> bool:
-        """Free some of what ranks that are gone held, looking at about `max_rows` rows; return whether more is left.
+        """Do a bounded slice of housekeeping, of about `max_rows` rows; return whether more is left to do.
 
-        Call it from the host's loop, now and then while it returns False.
+        It frees the blocks of ranks that are gone, then memory that is no longer needed. Call it from the host's loop,
+        now and then while it returns False.
         """
-        num_rows = 0
         with self.writing:
-            while num_rows < max_rows and (self._sweeping or self._retired):
-                if not self._sweeping:
-                    self._sweeping, self._retired, self._next_segment = self._retired, [], 0
-                housekeeping.purge(self.core, self.segments, self._next_segment)
-                num_rows += 1 + int(self.segments["room"][self._next_segment])
-                self._next_segment += 1
-                if self._next_segment == len(self.segments):
-                    self._slots.free_swept(self._sweeping)
-                    self._sweeping = []
-        return bool(self._sweeping or self._retired)
+            return self._sweeper.sweep(max_rows)
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
-    def snapshot(self, max_blocks_per_chunk: int = 4096) -> Iterator[Residencies]:
+    def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
         """Return an iterator over all that is held now, in no order; later changes do not show.
 
-        It is copied at once: 16 bytes a block, until the iterator is dropped.
+        One snapshot at a time. It takes up to 16 bytes a block while it is open.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
-        return take_snapshot(self._core, self.segments, self._slots, max_blocks_per_chunk)
+        if self._snapshot is not None and self._snapshot() is not None:
+            raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
+        with self.writing:
+            snapshot = Snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, self._forget_snapshot)
+        self._snapshot = weakref.ref(snapshot)
+        return snapshot
 
     def restore(self, residencies: Residencies) -> None:
         """Hold what is told, of a snapshot for instance, beside what is held already; parts may come in any order."""
@@ -314,13 +312,11 @@ class RadixIndex:
         with self.writing:
             slot = self._slots.remove(source)
         if slot is not None:
-            self._retired.append(slot)
+            self._sweeper.retired.append(slot)
 
-    def _size_bytes(self) -> int:
-        core = self._core
-        sets = int(core["end_of_sets"]) * int(core["sets"].itemsize + core["buckets"].itemsize)
-        words, slots = int(core["end_of_words"]) * 8, len(self._slots.ranks) * int(self._slots.table.itemsize)
-        return table_bytes(self.segments) + sets + words + slots
+    def _forget_snapshot(self) -> None:
+        self._snapshot = None
+        self._sweeper.on_snapshot_closed()
 
 
 def _note(event: Stored | Removed, operations: list[bytes], parts: list[bytes]) -> None:

@@ -172,12 +172,12 @@ def test_a_snapshot_still_tells_what_is_evicted_meanwhile() -> None:
     index, chains = RadixIndex(max_blocks=1_000, segment_bits=3), random_hashes(12, 100)
     for chain in chains[:8]:
         index.store(W0, Tier.GPU, None, chain)
-    snapshot = index.snapshot(50)
-    for chain in chains[8:]:
-        index.store(W1, Tier.GPU, None, chain)
-        check_invariants(index)
-    assert index.evicted_from(W0)
-    told = [block for chunk in snapshot for block in chunk.hashes.tolist()]
+    with index.snapshot(50) as snapshot:
+        for chain in chains[8:]:
+            index.store(W1, Tier.GPU, None, chain)
+            check_invariants(index)
+        assert index.evicted_from(W0)
+        told = [block for chunk in snapshot for block in chunk.hashes.tolist()]
     assert sorted(told) == sorted(chains[:8].ravel().tolist())
     check_invariants(index)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import Holding
-from kvist.radix import ApplyResult, Depths, RadixIndex
+from kvist.radix import ApplyResult, Depths, RadixIndex, snapshot
 from kvist.radix.compiled.layout import MAX_DEPTH
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
@@ -244,7 +244,7 @@ def test_strided_and_read_only_hashes_are_taken(index: RadixIndex, u64: U64) -> 
 
 
 @pytest.mark.parametrize("segment_bits", [0, 4, 8])
-def test_segments_grow_with_the_index_and_are_used_again(segment_bits: int) -> None:
+def test_segments_grow_with_the_index_and_are_given_back(segment_bits: int) -> None:
     index, chains = RadixIndex(segment_bits=segment_bits), random_hashes(600, 100)
     empty_bytes = index.statistics().size_bytes
     for number, chain in enumerate(chains):
@@ -256,16 +256,25 @@ def test_segments_grow_with_the_index_and_are_used_again(segment_bits: int) -> N
     for chain in chains[50:]:
         for worker in range(7):
             index.remove(WorkerRank(f"w{worker}", 0), Tier.GPU, chain)
+    sweep_all(index)
     check_invariants(index)
     assert all(gpu_depths(index, chain) == {WorkerRank(f"w{n % 7}", 0): 100} for n, chain in enumerate(chains[:50]))
-    for number, chain in enumerate(random_hashes(500, 100, seed=2)):
-        index.store(WorkerRank(f"w{number % 7}", 0), Tier.GPU, None, chain)
-    assert index.statistics().size_bytes <= statistics.size_bytes
+    assert index.statistics().size_bytes < statistics.size_bytes * 2 / 3
     for worker in range(7):
         index.remove_worker(f"w{worker}")
     sweep_all(index)
     check_invariants(index)
-    assert index.statistics().num_blocks == 0
+    assert index.statistics().size_bytes < empty_bytes + 100_000
+
+
+@pytest.mark.parametrize("num_blocks", [300, 3_000, 11_000, 40_000])
+def test_housekeeping_comes_to_an_end_whatever_the_index_holds(num_blocks: int) -> None:
+    index = RadixIndex()
+    hashes = np.random.default_rng(num_blocks).integers(0, 1 << 64, num_blocks, np.uint64)
+    index.store(WorkerRank("a", 0), Tier.GPU, None, hashes)
+    while index.sweep():
+        pass
+    assert index._sweeper._table.shrinkable() == []
 
 
 def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behind() -> None:
@@ -298,27 +307,87 @@ def test_an_index_goes_as_soon_as_nobody_refers_to_it(u64: U64) -> None:
         index = RadixIndex(max_blocks=max_blocks)
         index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4, 5, 6))
         index.sweep()
-        snapshot = index.snapshot()
-        next(snapshot)
+        with index.snapshot() as snapshot:
+            next(snapshot)
         reference = weakref.ref(index)
         del index, snapshot
         assert reference() is None
 
 
-def test_memory_does_not_grow_with_a_fleet_of_thousands_that_come_and_go(u64: U64) -> None:
+def test_memory_is_back_where_it_began_after_a_fleet_of_thousands_came_and_went(u64: U64) -> None:
     index, rng, prefix = RadixIndex(), np.random.default_rng(1), random_hashes(64)
     index.match(u64(1))
+    initial_bytes = index.statistics().size_bytes
     for number in range(6_000):
         source = WorkerRank(f"w{number}", 0)
         index.store(source, Tier.GPU, None, prefix[: int(rng.integers(1, 64))])
         index.store(source, Tier.HOST, None, random_hashes(32, seed=number))
-        if number >= 1_000:
-            index.remove_worker(f"w{number - 1_000}")
-            index.sweep(20_000)
-        if number == 3_000:
-            size_bytes = index.statistics().size_bytes
-    assert index.statistics().size_bytes < size_bytes * 1.2
+        if number >= 3_000:
+            index.remove_worker(f"w{number - 3_000}")
+            index.sweep(2_000)
+    assert index.statistics().size_bytes > initial_bytes + 1_000_000
+    for number in range(3_000, 6_000):
+        index.remove_worker(f"w{number}")
+    sweep_all(index)
     check_invariants(index)
+    assert index.statistics().size_bytes <= initial_bytes + 4096 * 8
+    index.store(WorkerRank("w9999", 0), Tier.GPU, None, prefix)
+    assert gpu_depths(index, prefix) == {WorkerRank("w9999", 0): 64}
+
+
+def test_a_snapshot_takes_16_bytes_a_block_however_much_changes() -> None:
+    index, chains = RadixIndex(), random_hashes(3_000, 100)
+    for chain in chains:
+        index.store(W0, Tier.GPU, None, chain)
+    sweep_all(index)
+    full_bytes = index.statistics().size_bytes
+    with index.snapshot() as snapshot:
+        for number, chunk in enumerate(snapshot):
+            index.remove(W0, Tier.GPU, chunk.hashes[:1])
+            if number == 40:
+                for chain in chains[:1_000]:
+                    index.remove(W0, Tier.GPU, chain)
+            assert index.statistics().size_bytes <= full_bytes + 16 * 300_000
+    assert number > 70
+    sweep_all(index)
+    assert index.statistics().size_bytes <= full_bytes
+    check_invariants(index)
+
+
+def test_what_is_copied_while_a_snapshot_begins_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_MAX_VISITS", 1)
+    blocks = random_hashes(3_000)
+    for num_steps in range(12):
+        index = RadixIndex(segment_bits=3)
+        for first in range(0, len(blocks), 30):
+            index.store(W0, Tier.GPU, None, blocks[first : first + 30])
+            index.store(W1, Tier.GPU, None, blocks[first : first + 20])
+        with index.snapshot(100) as steps:
+            chunks = [next(steps) for _ in range(num_steps)]
+            index.remove(W0, Tier.GPU, blocks)
+            check_invariants(index)
+            chunks += steps
+        told = [block for chunk in chunks for block in chunk.hashes.tolist()]
+        shared = [block for first in range(0, len(blocks), 30) for block in blocks[first : first + 20].tolist()]
+        assert sorted(told) == sorted(blocks.tolist() + shared)
+        sweep_all(index)
+        check_invariants(index)
+
+
+def test_a_forgotten_snapshot_leaves_no_memory_behind() -> None:
+    index, blocks = RadixIndex(segment_bits=3), random_hashes(3_000)
+    index.store(W0, Tier.GPU, None, blocks)
+    index.store(W1, Tier.GPU, None, blocks[:20])
+    sweep_all(index)
+    size_bytes = index.statistics().size_bytes
+    snapshot = index.snapshot(100)
+    next(snapshot)
+    index.store(W1, Tier.HOST, None, blocks[:30])
+    assert index.statistics().size_bytes > size_bytes + 3_000
+    del snapshot
+    sweep_all(index)
+    check_invariants(index)
+    assert index.statistics().size_bytes <= size_bytes + 4096
 
 
 def test_depths_are_told_up_to_the_greatest() -> None:
@@ -367,16 +436,38 @@ def test_a_snapshot_shows_its_moment_while_everything_changes() -> None:
         index.store(WorkerRank(f"w{number % 5}", 0), Tier.GPU, None, chain)
     digests = {source: index.digest(source) for source in index.ranks()}
     copy = RadixIndex(segment_bits=0)
-    for number, chunk in enumerate(index.snapshot(max_blocks_per_chunk=100)):
-        copy.restore(chunk)
-        index.store(W1, Tier.HOST, None, random_hashes(500, seed=number + 10))
-        index.remove(WorkerRank(f"w{number % 5}", 0), Tier.GPU, chains[number])
-        index.remove_worker(f"w{number}")
-        index.sweep()
-        check_invariants(index)
+    with index.snapshot(max_blocks_per_chunk=100) as snapshot:
+        for number, chunk in enumerate(snapshot):
+            copy.restore(chunk)
+            index.store(W1, Tier.HOST, None, random_hashes(500, seed=number + 10))
+            index.remove(WorkerRank(f"w{number % 5}", 0), Tier.GPU, chains[number])
+            index.remove_worker(f"w{number}")
+            index.sweep()
+            check_invariants(index)
     assert {source: copy.digest(source) for source in copy.ranks()} == digests
     check_invariants(copy)
     sweep_all(index)
     check_invariants(index)
+
+
+def test_a_segment_that_empties_and_fills_again_is_not_copied_twice(u64: U64) -> None:
+    index = RadixIndex(segment_bits=0, seed=7)
+    index.store(W0, Tier.GPU, None, u64(1))
+    with index.snapshot() as snapshot:
+        index.remove(W0, Tier.GPU, u64(1))
+        sweep_all(index)  # gives the vacant segment's memory back
+        index.store(W0, Tier.GPU, None, u64(2))
+        assert [block for chunk in snapshot for block in chunk.hashes.tolist()] == [1]
+    check_invariants(index)
+
+
+def test_only_one_snapshot_is_open_at_a_time_and_a_forgotten_one_closes_itself(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2))
+    forgotten = index.snapshot()
+    with pytest.raises(InvalidValueError, match="snapshot"):
+        index.snapshot()
+    index.store(W0, Tier.HOST, None, u64(1, 2))
+    del forgotten
+    assert {block for chunk in index.snapshot() for block in chunk.hashes.tolist()} == {1, 2}
     with pytest.raises(InvalidValueError, match="max_blocks_per_chunk"):
         index.snapshot(0)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, RadixIndex, Residencies
+from kvist.radix import ApplyResult, RadixIndex, Residencies, Snapshot, snapshot
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -51,7 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.oracle = type(self).make_oracle()
         self.cap = max_blocks
         self.num_evicted = 0
-        self.snapshot: Iterator[Residencies] | None = None
+        self.snapshot: Snapshot | None = None
 
     @rule(source=sources, tier=tiers, chain=chains, start=st.integers(0, 11), length=st.integers(0, 12))
     def store_part_of_a_chain(self, source: WorkerRank, tier: Tier, chain: list[int], start: int, length: int) -> None:
@@ -137,7 +138,9 @@ class IndexMachine(RuleBasedStateMachine):
     def end_the_snapshot(self, is_abandoned: bool) -> None:
         if self.snapshot is None:
             return
-        if not is_abandoned:
+        if is_abandoned:
+            self.snapshot.close()
+        else:
             self.chunks += self.snapshot
             self.check_chunks()
         self.snapshot = None
@@ -162,9 +165,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def restore_the_index_onto_itself(self) -> None:
-        for chunk in self.index.snapshot(7):
-            self.index.restore(chunk)
-            check_invariants(self.index)
+        if self.snapshot is None:
+            for chunk in self.index.snapshot(7):
+                self.index.restore(chunk)
+                check_invariants(self.index)
 
     def forget_what_was_evicted(self) -> None:
         """Blocks go only beyond the cap; nobody holds them then, and all who held them say so."""
@@ -193,10 +197,11 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(
-    make_oracle: Callable[[], Any], blocks_of: Callable[[RadixIndex], set[int]]
+    make_oracle: Callable[[], Any], blocks_of: Callable[[RadixIndex], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     IndexMachine.make_oracle = staticmethod(make_oracle)
     IndexMachine.blocks_of = staticmethod(blocks_of)
+    monkeypatch.setattr(snapshot, "_MAX_VISITS", 3)  # many steps
     run_state_machine_as_test(
         IndexMachine,
         settings=settings(

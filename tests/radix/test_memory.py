@@ -1,4 +1,4 @@
-"""An index lies in memory that is handed to it, and takes of it what it needs."""
+"""An index lies in memory that is handed to it, takes of it what it needs, and gives it back."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_what_is_written_through_one_mapping_is_matched_through_another() -> Non
     while index.sweep():
         pass
     check_invariants(index)
+    assert os.fstat(descriptor).st_blocks * 512 < full_bytes - 50_000 * 16
     assert match(core, segments, query, blocks, len(blocks)) == 0
     os.close(descriptor)
 

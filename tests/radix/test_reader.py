@@ -174,7 +174,7 @@ class Writer:
             self.index.apply(rank, [Removed(chain[SHORT:].tobytes(), Tier.HOST)])
 
     def grow(self, step: int) -> None:
-        """Come and go with many blocks of nobody's interest, so that segments and sets grow and move."""
+        """Come and go with many blocks of nobody's interest, so that segments and sets grow, move and shrink."""
         filler = WorkerRank(f"filler {step % 7}", 0)
         self.index.store(filler, Tier.GPU, None, np.random.default_rng(step).integers(1, 2**64, 3000, np.uint64))
         self.index.store(filler, Tier.GPU, None, self.chains[step % NUM_CHAINS])

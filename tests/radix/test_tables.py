@@ -1,4 +1,4 @@
-"""Tables answer as a dict does while they grow and lose rows, in little memory at every size."""
+"""Tables answer as a dict does while they grow, lose rows and shrink, in little memory at every size."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 
 from kvist.indexer.compiled.engine_blocks import look, put
 from kvist.radix.compiled.layout import HEAD, SEGMENT
-from kvist.radix.memory import reserved_array, table_bytes
+from kvist.radix.memory import Region, TableMemory, reserved
 
 
 class Map:
     """A table of numbers, as an engine's names are."""
 
     def __init__(self, bits: int = 4, multiplier: int = 0x9E37_79B9_7F4A_7C15) -> None:
-        self.segments = reserved_array(SEGMENT, 1 << bits)
+        memory = reserved(SEGMENT.itemsize << bits)
+        self.segments = np.frombuffer(memory, SEGMENT)
         self.head = np.zeros(1, HEAD)
         self.head["multiplier"], self.head["bits"] = multiplier, bits
+        self.memory = TableMemory(self.head, self.segments, Region(memory))
 
     def __setitem__(self, key: int, value: int) -> None:
         put(self.head, self.segments, 0, np.array([key], np.uint64), np.array([value], np.uint64))
@@ -39,7 +41,7 @@ def random_keys(num_keys: int) -> Any:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 4])
-def test_a_table_answers_as_a_dict_while_it_grows_and_loses(bits: int) -> None:
+def test_a_table_answers_as_a_dict_while_it_grows_loses_and_shrinks(bits: int) -> None:
     numbers, keys = Map(bits), random_keys(20_000).tolist()
     for value, key in enumerate(keys, 1):
         numbers[key] = value
@@ -47,8 +49,13 @@ def test_a_table_answers_as_a_dict_while_it_grows_and_loses(bits: int) -> None:
         numbers[key] = value
     assert len(numbers) == 20_000
     assert all(numbers[key] == value for value, key in enumerate(keys, 1))
+    full_bytes = numbers.memory.size_bytes
     for key in keys[2_000:]:
         del numbers[key]
+    for number in numbers.memory.shrinkable():
+        numbers.memory.shrink(number)
+    assert numbers.memory.shrinkable() == []
+    assert numbers.memory.size_bytes < full_bytes / 3
     assert [numbers[key] for key in keys] == [*range(1, 2_001), *[0] * 18_000]
 
 
@@ -75,7 +82,7 @@ def test_a_row_takes_at_most_27_bytes_and_24_on_average_at_every_size() -> None:
         for value, key in enumerate(keys[at:end], 1):
             numbers[key] = value
         at = end
-        sizes.append(table_bytes(numbers.segments) / end)
+        sizes.append(numbers.memory.size_bytes / end)
     assert np.mean(sizes) < 24.5
     assert max(sizes) < 27
 

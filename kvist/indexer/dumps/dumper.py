@@ -39,7 +39,7 @@ class Namespaced(Protocol):
 
 
 class Dumper:
-    """Makes dumps, one at a time: each holds on to a moment of an index, in a copy."""
+    """Makes dumps, one at a time: each holds on to a moment of an index, of which what changes is kept twice."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -55,15 +55,15 @@ class Dumper:
             await write(writer.frame(DumpHead(VERSION)))
             for each in [*indexes]:
                 await _settled(each.indexer)
-                snapshot = each.index.snapshot(BLOCKS_AT_ONCE)
-                await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
-                for rank, names in _names_of(each.indexer):
-                    await write(writer.names(rank, names))
-                    await asyncio.sleep(0)
-                for held in snapshot:
-                    for start in range(0, len(held.hashes), ROWS_PER_FRAME):
-                        await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
-                    await asyncio.sleep(0)
+                with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
+                    await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
+                    for rank, names in _names_of(each.indexer):
+                        await write(writer.names(rank, names))
+                        await asyncio.sleep(0)
+                    for held in snapshot:
+                        for start in range(0, len(held.hashes), ROWS_PER_FRAME):
+                            await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
+                        await asyncio.sleep(0)
             await write(writer.end())
 
 

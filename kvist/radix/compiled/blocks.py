@@ -89,12 +89,34 @@ def stamp(index: Record, row: Record) -> None:
 @helper
 def replace(index: Record, segment: Record, place: int, set_id: int) -> None:
     """Have a row refer to another set; without one it goes, and the one behind it may be at its place."""
+    before_change(index, segment)
     before = signed(segment.rows[place].set_id)
     if set_id:
         segment.rows[place].set_id = set_id
     else:
         delete(index.table, segment, place)
     refer(index, set_id, before)
+
+
+# --- Snapshots, which are told what was there when they began -------------------------------------------------------
+
+
+@helper
+def capture(segment: Record) -> None:
+    """Copy what an open snapshot has to tell of a segment."""
+    rows, copies, count = segment.rows, segment.copies, 0
+    for place in range(segment.room):
+        if rows[place].set_id:
+            copies[count].hash, copies[count].value = rows[place].hash, rows[place].value
+            count += 1
+    segment.is_captured, segment.num_copied = 1, count
+
+
+@helper
+def before_change(index: Record, segment: Record) -> None:
+    """Let an open snapshot have what it has not yet of a segment that is about to change."""
+    if index.captured_stamp and not segment.is_captured:
+        capture(segment)
 
 
 # --- One block ------------------------------------------------------------------------------------------------------
@@ -118,6 +140,7 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
     segment = segments[number]
     place = locate(index.table, segments, number, block_hash)
     if place < 0:
+        before_change(index, segment)
         place = insert(index.table, segments, number, -1 - place, block_hash, _U1)
         segment.rows[place].set_id = layout.INLINE | slot << 4 | 1 << tier
         segment.rows[place].marks = depth | index.epoch

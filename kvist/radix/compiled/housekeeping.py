@@ -1,4 +1,4 @@
-"""Bounded slices of what goes over a whole index: forgetting ranks that are gone, evicting, copying."""
+"""Bounded slices of what goes over a whole index: forgetting ranks that are gone, evicting, telling a snapshot."""
 
 # mypy: disable-error-code="no-any-return"
 # To mypy, what a record has is Any.
@@ -11,10 +11,10 @@ from numba import int64, types, uint32
 from numpy.typing import NDArray
 
 from kvist.radix.compiled import layout
-from kvist.radix.compiled.blocks import EPOCH_MARKS, credit, replace
+from kvist.radix.compiled.blocks import EPOCH_MARKS, capture, credit, replace
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records
-from kvist.radix.compiled.sets import PURGE, changed, is_retired, list_members
+from kvist.radix.compiled.sets import PURGE, changed, free_set, is_retired, list_members
 
 _NUM_SAMPLES = 64
 """Rows looked at for each one evicted, 0.3 µs."""
@@ -38,6 +38,15 @@ def purge(core: Records, segments: Records, number: int) -> None:
         if left != set_id:
             replace(index, segment, place, left)
         place += left != 0 or set_id == 0  # another row may have come to the place of one that went
+
+
+@jit((layout.CORE_TYPE, int64, int64))
+def free_sets(core: Records, first: int, end: int) -> None:
+    """Free the sets of some numbers to which nothing refers: those that stayed for a snapshot which is over."""
+    index = core[0]
+    for set_id in range(first, end):
+        if index.sets[set_id].stamp and index.sets[set_id].references == 0:
+            free_set(index, set_id)
 
 
 # --- Eviction -------------------------------------------------------------------------------------------------------
@@ -97,16 +106,26 @@ def evict(core: Records, segments: Records, num_blocks: int) -> None:
 # --- Snapshots ------------------------------------------------------------------------------------------------------
 
 
-@jit((layout.SEGMENTS_TYPE, layout.ROWS_TYPE))
-def copy_rows(segments: Records, output: Records) -> None:
-    """Write all rows, as many as there is room for."""
-    count = 0
-    for number in range(len(segments)):
-        rows = segments[number].rows
-        for place in range(segments[number].room):
-            if rows[place].set_id:
-                output[count].hash, output[count].value = rows[place].hash, rows[place].value
-                count += 1
+@jit((layout.SEGMENTS_TYPE, int64, int64, layout.ROWS_TYPE, int64))
+def tell(segments: Records, number: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
+    """Write what a snapshot tells, from some row of a segment's copies on, until the output is full.
+
+    Returns how many rows, and the segment and row to go on with.
+    """
+    count = num_visited = 0
+    while number < len(segments) and count < len(output) and num_visited < max_visits:
+        segment = segments[number]
+        if segment.count and not segment.is_captured:
+            capture(segment)
+            num_visited += segment.room
+        while first < segment.num_copied and count < len(output):
+            output[count].hash, output[count].value = segment.copies[first].hash, segment.copies[first].value
+            first += 1
+            count += 1
+        if first == segment.num_copied:
+            number, first = number + 1, 0
+        num_visited += 1
+    return count, number, first
 
 
 @jit((layout.CORE_TYPE, types.Array(uint32, 1, "C")))

@@ -48,14 +48,14 @@ ROW = np.dtype(
 )
 SEGMENT = np.dtype(
     {
-        "names": ["room", "count", "rows"],
-        "formats": ["i8", "i8", (ROW, (SEGMENT_ROWS,))],
-        "offsets": [0, 8, 64],
-        "itemsize": mmap.PAGESIZE + ROW.itemsize * SEGMENT_ROWS,
+        "names": ["room", "count", "is_captured", "num_copied", "rows", "copies"],
+        "formats": ["i8"] * 4 + [(ROW, (SEGMENT_ROWS,))] * 2,
+        "offsets": [*range(0, 32, 8), 64, 64 + ROW.itemsize * SEGMENT_ROWS],
+        "itemsize": mmap.PAGESIZE + 2 * ROW.itemsize * SEGMENT_ROWS,
     },
     align=True,
 )
-"""There is room for as many `rows` as `room` says."""
+"""There is room for as many `rows` as `room` says. `copies` are what a snapshot is to tell."""
 HEAD = np.dtype(
     [
         ("multiplier", "u8"),  # odd and secret, so that nobody can choose where hashes land
@@ -119,6 +119,7 @@ CORE = np.dtype(
         ("num_evicted", "i8"),
         ("num_retired", "i8"),  # slots whose rank is gone, and which sets may still have
         ("retirement", "i8"),  # a number for the last time that a slot was retired
+        ("captured_stamp", "i8"),  # an open snapshot may refer to sets up to this stamp, so they stay; 0: none is open
         ("num_sets", "i8"),
         ("last_stamp", "i8"),
         ("end_of_sets", "i8"),  # records from here on were never used

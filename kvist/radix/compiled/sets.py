@@ -1,7 +1,7 @@
 """Interned sets of slots: who holds a block, in which tiers, by one id; `layout` says what an id is.
 
-A set's record counts the rows that refer to it, and goes with the last of them. Its words lie in runs of one big array;
-runs that are free again are listed by size.
+A set's record counts the rows that refer to it, and goes with the last of them; while a snapshot is open, a set that
+its copies may refer to stays. Its words lie in runs of one big array; runs that are free again are listed by size.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -213,7 +213,13 @@ def _intern(index: Record, count: int) -> int:
 
 
 @helper
-def _free_set(index: Record, set_id: int) -> None:
+def stays(index: Record, stamp: int) -> bool:
+    """Whether an open snapshot may have copied rows with a set of this stamp."""
+    return stamp <= index.captured_stamp
+
+
+@helper
+def free_set(index: Record, set_id: int) -> None:
     """Forget a set to which nothing refers."""
     record = index.sets[set_id]
     bucket = _bucket_of(signed(record.hash), index.num_buckets)
@@ -240,8 +246,8 @@ def refer(index: Record, set_id: int, before: int) -> None:
     if before and not before & INLINE:
         record = index.sets[before]
         record.references -= np.uint32(1)
-        if record.references == 0:
-            _free_set(index, before)
+        if record.references == 0 and not stays(index, record.stamp):
+            free_set(index, before)
 
 
 @helper

@@ -13,9 +13,10 @@ from __future__ import annotations
 import mmap
 
 import numpy as np
+from numba import int64
 
 from kvist.radix.compiled import layout
-from kvist.radix.compiled.jit import helper, signed
+from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records
 
 _U0, _U1, _U32 = (np.uint64(n) for n in (0, 1, 32))
@@ -125,3 +126,9 @@ def delete(head: Record, segment: Record, place: int) -> None:
     rows[vacant].value = _U0
     segment.count -= 1
     head.num_rows -= 1
+
+
+@jit((*layout.TABLE_TYPES, int64, int64))
+def resize(heads: Records, segments: Records, number: int, room: int) -> None:
+    """Move a segment's rows into so much room, which must be more than they are, or 0 for none."""
+    lay_out(heads[0], segments, number, room)
