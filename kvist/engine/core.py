@@ -31,6 +31,9 @@ from kvist.transfer.commands import Command, FetchCompleted, FetchFailed, FetchR
 
 logger = logging.getLogger(__name__)
 
+_TOO_MANY = "kv transfer failed: too many prompts are held"
+_NOBODY = "kv transfer failed: nobody fetches the prompt"
+
 
 class PromptTooLongError(InvalidValueError):
     """A prompt and the tokens wanted for it do not fit into the context."""
@@ -128,7 +131,7 @@ class EngineCore:
                 raise InvalidValueError("kv_transfer_params", handoff, expected)
             if isinstance(handoff, RemoteDecode):
                 return 1
-            check_handoff(handoff, num_prompt, self.limits.vocab_size)
+            check_handoff(handoff, num_prompt)
         return longest - num_prompt if limit is None else limit
 
     def add_request(self, request_id: str, wanted: SequenceInput, times: RequestTimes | None = None) -> None:
@@ -185,11 +188,15 @@ class EngineCore:
         self._is_stuck = False
         match report:
             case OfferReleased(remote_request_id, is_fetched):
-                handoffs.offer_released(remote_request_id, is_fetched)
+                self._end_unwanted(handoffs.offer_released(remote_request_id, is_fetched))
             case FetchReleased(request_id):
                 handoffs.fetch_released(request_id)
-            case FetchCompleted(request_id):
-                self._run_fetched(handoffs.fetch_completed(request_id))
+            case FetchCompleted(request_id, int(token_id)) if token_id >= self.limits.vocab_size:
+                expected = f"below {self.limits.vocab_size}"
+                self.on_report(FetchFailed(request_id, f"first_token_id: got {token_id}, expected {expected}"))
+                self.on_report(FetchReleased(request_id))
+            case FetchCompleted(request_id, token_id):
+                self._run_fetched(handoffs.fetch_completed(request_id), token_id)
             case FetchFailed(request_id, reason):
                 self._do_without(handoffs.fetch_failed(request_id, reason), reason, handoffs.is_fallback_allowed)
 
@@ -205,8 +212,10 @@ class EngineCore:
         num_preemptions = self._scheduler.statistics().num_preemptions
         has_reserved = self._reserve()
         scheduled = self._scheduler.schedule()
+        has_preempted = self._scheduler.statistics().num_preemptions > num_preemptions
+        if has_preempted and self._handoffs is not None:
+            self._handoffs.withdraw_preempted()
         if not scheduled:
-            has_preempted = self._scheduler.statistics().num_preemptions > num_preemptions
             self._is_stuck = not (has_reserved or has_preempted)
             return []
         sampled = [each.request for each in scheduled if each.is_sampled]
@@ -217,7 +226,11 @@ class EngineCore:
         except (RuntimeError, ValueError) as error:  # what torch and the kernels raise; our own bugs end the engine
             return self._fail(scheduled, error)
         self._scheduler.commit(scheduled)
-        return [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
+        chunked = [each for each, _ in scheduled if each not in sampled and isinstance(each.handoff, RemoteDecode)]
+        if chunked and logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # no token was waited for
+        outputs = [output for request in chunked for output in self._hand_over(request)]
+        return outputs + [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
 
     def flush_cache(self) -> None:
         self.kv_cache.flush()
@@ -231,15 +244,31 @@ class EngineCore:
             HandoffStatistics() if self._handoffs is None else self._handoffs.statistics(),
         )
 
-    def _run_fetched(self, request: Request | None) -> None:
+    def _hand_over(self, request: Request) -> list[RequestOutput]:
+        """Let another worker fetch a chunk, of which the first is told of; where there is no room, end the request."""
+        assert self._handoffs is not None
+        if not self._handoffs.can_hold(request):
+            del self._requests[request.request_id]
+            self._scheduler.remove(request)
+            return [RequestOutput(request.request_id, error=_TOO_MANY)]
+        is_first = request.times.remote_request_id is None
+        remote_request_id = self._handoffs.computed(request)
+        return [RequestOutput(request.request_id, remote_request_id=remote_request_id)] if is_first else []
+
+    def _end_unwanted(self, request: Request | None) -> None:
+        """End a request that computes a prompt which nobody will fetch."""
+        if request is not None and self._requests.pop(request.request_id, None) is not None:
+            self._scheduler.remove(request)
+            self._outputs.append(RequestOutput(request.request_id, error=_NOBODY))
+
+    def _run_fetched(self, request: Request | None, first_token_id: int | None) -> None:
         """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs.
 
         What was fetched of a prompt is cached: it begins as any other.
         """
         if request is None:
             return
-        assert isinstance(request.handoff, RemotePrefill)
-        if not request.handoff.first_token_ids:
+        if first_token_id is None:
             assert request.blocks is not None
             self.kv_cache.close(request.blocks)
             request.blocks = None
@@ -249,7 +278,7 @@ class EngineCore:
         self._scheduler.run(request)
         if request.params.temperature > 0:
             request.random.random()  # the first token has taken one number, wherever it was sampled
-        self._outputs.append(self._advance(request, request.handoff.first_token_ids[0], None))
+        self._outputs.append(self._advance(request, first_token_id, None))
 
     def _offer_cached(self, request: Request, max_tokens: int) -> RequestOutput:
         """Hold what is cached of a prompt for another worker, and end the request."""
@@ -292,6 +321,7 @@ class EngineCore:
         self._num_output_tokens += 1
         if request.constraint is not None and (error := request.constraint.error):
             del self._requests[request.request_id]
+            self._withdraw(request)
             self._scheduler.remove(request)
             return RequestOutput(request.request_id, error=f"the output's grammar failed: {error}")
         if request.num_output_tokens == 1:
@@ -312,14 +342,11 @@ class EngineCore:
             self._note_end(request, reason)
             if isinstance(request.handoff, RemoteDecode):
                 assert self._handoffs is not None
-                if not self._handoffs.has_room_to_hold:
+                if not self._handoffs.can_hold(request):
                     self._scheduler.remove(request)
-                    return RequestOutput(request.request_id, error="kv transfer failed: too many prompts are held")
-                blocks = self._scheduler.detach(request)
-                remote_request_id = self._handoffs.offer(blocks, len(request.prompt_token_ids))
-                request.times.remote_request_id = remote_request_id
-            else:
-                self._scheduler.remove(request)
+                    return RequestOutput(request.request_id, error=_TOO_MANY)
+                remote_request_id = self._handoffs.computed(request, token_id)
+            self._scheduler.remove(request)
         return RequestOutput(
             request.request_id,
             (token_id,),
@@ -331,6 +358,11 @@ class EngineCore:
             token_id if is_end and token_id in (request.params.stop_token_ids or ()) else request.text.stopped_by,
             remote_request_id=remote_request_id,
         )
+
+    def _withdraw(self, request: Request) -> None:
+        """Have nobody wait for the rest of a prompt that is not computed any more."""
+        if request.times.remote_request_id is not None:
+            self.withdraw(request.times.remote_request_id)
 
     def _note_end(self, request: Request, reason: FinishReason) -> None:
         times = request.times
@@ -348,6 +380,7 @@ class EngineCore:
         self._scheduler.discard(scheduled)
         for request, _ in scheduled:
             del self._requests[request.request_id]
+            self._withdraw(request)
         return [RequestOutput(request.request_id, error=f"the engine failed: {error}") for request, _ in scheduled]
 
 

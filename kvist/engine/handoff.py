@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from kvist.engine.request import Request
 from kvist.errors import InvalidValueError
-from kvist.kvcache import ABSENT, KvCacheManager, SequenceBlocks
+from kvist.kvcache import ABSENT, KvCacheManager, SequenceBlocks, num_blocks_for
 from kvist.openai.requests import RemotePrefill
 from kvist.transfer import commands
 
@@ -71,6 +71,14 @@ class FetchSpeed:
         return math.exp2((self._at_s - now_s) / _HALF_LIFE_S)
 
 
+@dataclass(slots=True)
+class _Held:
+    """Filled blocks of a prompt that another worker may fetch, and the request that computes the others."""
+
+    blocks: SequenceBlocks
+    request: Request | None
+
+
 class Handoffs:
     """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
 
@@ -85,39 +93,57 @@ class Handoffs:
         self._speed = None if tokens_per_s is None else FetchSpeed(tokens_per_s)
         self._kv_cache = kv_cache
         self._command = command
-        self._held: dict[str, SequenceBlocks] = {}
+        self._held: dict[str, _Held] = {}
         self._receiving: dict[str, Request] = {}
         self._abandoned: dict[str, SequenceBlocks] = {}
         self._counts = HandoffStatistics()
 
-    @property
-    def has_room_to_hold(self) -> bool:
-        return len(self._held) < _MAX_HELD
+    def can_hold(self, request: Request) -> bool:
+        return request.times.remote_request_id is not None or len(self._held) < _MAX_HELD
 
-    def offer(self, blocks: SequenceBlocks, num_tokens: int) -> str:
-        """Hold a computed prompt's blocks; return the name to fetch them by, which nobody can guess or meet twice."""
-        remote_request_id = uuid.uuid4().hex
-        self._held[remote_request_id] = blocks
-        self._counts.num_offered += 1
-        self._command(commands.Offer(remote_request_id, num_tokens, _lists(blocks)))
+    def computed(self, request: Request, first_token_id: int | None = None) -> str:
+        """Hold what is computed of a prompt, all of it if its first token is known, whatever becomes of the request.
+
+        Returns the name to fetch it by, which nobody can guess or meet twice.
+        """
+        assert request.blocks is not None
+        num_tokens, size = len(request.prompt_token_ids), self._kv_cache.block_size
+        is_whole = first_token_id is not None
+        remote_request_id = request.times.remote_request_id
+        if remote_request_id is None:
+            remote_request_id = self._offer(request, self._kv_cache.keep_nothing(request.chain, num_tokens))
+        num_blocks = num_blocks_for(num_tokens, size) if is_whole else request.num_computed_tokens // size
+        self._kv_cache.keep(self._held[remote_request_id].blocks, request.blocks, num_blocks)
+        self._tell(remote_request_id, first_token_id, is_whole=is_whole)
         return remote_request_id
 
     def offer_cached(self, request: Request, max_tokens: int) -> tuple[int, str | None]:
         """Hold what is cached of a prompt's first tokens; return how many that are, and the name if it is anything."""
         prompt = request.token_ids[:max_tokens]
         hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
-        if not hit.num_tokens or not self.has_room_to_hold:
+        if not hit.num_tokens or not self.can_hold(request):
             return 0, None
         blocks = self._kv_cache.reserve(hit, request.chain, prompt, hit.num_tokens)
         assert blocks is not None, "what is cached needs no room"
-        return hit.num_tokens, self.offer(blocks, hit.num_tokens)
+        remote_request_id = self._offer(request, blocks)
+        self._tell(remote_request_id, None, is_whole=True)
+        return hit.num_tokens, remote_request_id
 
-    def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
+    def offer_released(self, remote_request_id: str, is_fetched: bool) -> Request | None:
+        """Give a prompt's blocks back; return the request, if that still computes it, for nobody."""
         if not is_fetched:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
         self._counts.num_sent += is_fetched
         self._counts.num_given_up += not is_fetched
-        self._kv_cache.close(self._held.pop(remote_request_id))
+        held = self._held.pop(remote_request_id)
+        self._kv_cache.close(held.blocks)
+        return held.request
+
+    def withdraw_preempted(self) -> None:
+        """Withdraw prompts whose requests start over: what is held of them would keep the memory full."""
+        for remote_request_id, held in self._held.items():
+            if held.request is not None and held.request.blocks is None:
+                self.withdraw(remote_request_id)
 
     def withdraw(self, remote_request_id: str) -> bool:
         """Have what is held under this name fetched no more, and released; False if nothing is."""
@@ -180,6 +206,21 @@ class Handoffs:
         counts = replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
         return replace(counts, tokens_per_s=speed)
 
+    def _offer(self, request: Request, blocks: SequenceBlocks) -> str:
+        remote_request_id = request.times.remote_request_id = uuid.uuid4().hex
+        self._held[remote_request_id] = _Held(blocks, request)
+        self._counts.num_offered += 1
+        self._command(commands.Offer(remote_request_id, blocks.num_tokens))
+        return remote_request_id
+
+    def _tell(self, remote_request_id: str, first_token_id: int | None, *, is_whole: bool) -> None:
+        """Tell which blocks are filled; if all are, their request has nothing to do for them any more."""
+        held = self._held[remote_request_id]
+        if is_whole:
+            held.request = None
+        lists = tuple(tuple(table.block_ids) for table in held.blocks.tables)
+        self._command(commands.Computed(remote_request_id, lists, is_whole, first_token_id))
+
     def _note_speed(self, request: Request, num_tokens: int) -> None:
         times = request.times
         times.fetched_s = time.monotonic()
@@ -194,23 +235,15 @@ class Handoffs:
         request.blocks = None
 
 
-def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int, vocab_size: int) -> None:
+def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int) -> None:
     """Raise InvalidValueError unless what another worker says of a prompt fits it, and that worker can be asked."""
-    token_ids, name_len = handoff.first_token_ids, len(handoff.remote_request_id)
     try:
-        if handoff.num_tokens > num_prompt_tokens or (token_ids and handoff.num_tokens < num_prompt_tokens):
-            expected = f"{num_prompt_tokens}, as the prompt, or less without first_token_ids"
-            raise InvalidValueError("num_tokens", handoff.num_tokens, expected)
-        if len(token_ids) > 1 or max(token_ids, default=0) >= vocab_size:
-            raise InvalidValueError("first_token_ids", token_ids, f"at most one token, below {vocab_size}")
-        if not 1 <= name_len <= commands.MAX_NAME_LEN:
+        if handoff.num_tokens > num_prompt_tokens:
+            raise InvalidValueError("num_tokens", handoff.num_tokens, f"at most {num_prompt_tokens}, as the prompt")
+        if not 1 <= len(handoff.remote_request_id) <= commands.MAX_NAME_LEN:
             # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
             expected = f"1 to {commands.MAX_NAME_LEN} characters"
             raise InvalidValueError("remote_request_id", handoff.remote_request_id, expected)
         commands.check_endpoints(handoff.remote_endpoints)
     except InvalidValueError as error:
         raise InvalidValueError(f"kv_transfer_params.{error.field}", error.value, error.expected) from None
-
-
-def _lists(blocks: SequenceBlocks) -> commands.BlockLists:
-    return tuple(tuple(table.block_ids) for table in blocks.tables)

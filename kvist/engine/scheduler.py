@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.engine.request import Request
-from kvist.kvcache import KvCacheManager, PrefixHit, SequenceBlocks, can_resume
+from kvist.kvcache import KvCacheManager, PrefixHit, can_resume
 from kvist.kvcache.stale import num_blocks_for
 from kvist.openai.requests import RemotePrefill
 
@@ -127,13 +127,6 @@ class Scheduler:
         assert request.blocks is None
         self._receiving.remove(request)
         request.num_cached_tokens = None
-
-    def detach(self, request: Request) -> SequenceBlocks:
-        """Forget a running request, but leave its blocks to the caller."""
-        assert request.blocks is not None
-        self._running.remove(request)
-        blocks, request.blocks = request.blocks, None
-        return blocks
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and give back its blocks."""

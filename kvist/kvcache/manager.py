@@ -162,6 +162,19 @@ class KvCacheManager:
             table.block_ids.extend(pool.allocate(num_missing))
         return SequenceBlocks(tuple(tables), chain, num_tokens, hit.num_tokens, is_scratch_allowed=False)
 
+    def keep_nothing(self, chain: BlockHashChain, num_tokens: int) -> SequenceBlocks:
+        """Return a hold on no blocks yet of what a query at position `num_tokens` sees: each table begins there."""
+        stale = [num_stale_blocks(num_tokens, pool.group.window, self.block_size) for pool in self.pools]
+        tables = tuple(BlockTable(array("i", [ABSENT] * first), first) for first in stale)
+        return SequenceBlocks(tables, chain, num_tokens, 0, is_scratch_allowed=False)
+
+    def keep(self, kept: SequenceBlocks, sequence: SequenceBlocks, num_blocks: int) -> None:
+        """Hold a sequence's first `num_blocks` blocks, too, whatever becomes of it: what is kept already stays so."""
+        for pool, mine, theirs in zip(self.pools, kept.tables, sequence.tables, strict=True):
+            more = theirs.block_ids[len(mine.block_ids) : num_blocks]
+            pool.acquire(more)
+            mine.block_ids.extend(more)
+
     def accept(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
         """Note between steps that a reserved sequence's blocks hold what they should: it can be found, and grow."""
         assert not self._stepped, "accept within a step"

@@ -167,15 +167,14 @@ class RemoteDecode(msgspec.Struct, frozen=True):
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched.
+    """The prompt is computed at `remote_endpoints`, by rank; its blocks and its first token are to be fetched.
 
-    Without a first token they are those of its first `num_tokens` alone, and the rest is computed here.
+    Where `num_tokens` are less than the prompt, it is those of its first ones alone, and the rest is computed here.
     """
 
     remote_endpoints: tuple[str, ...]
     remote_request_id: str
     num_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    first_token_ids: tuple[TokenId, ...]
 
 
 Handoff: TypeAlias = RemoteDecode | RemotePrefill

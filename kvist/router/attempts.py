@@ -1,7 +1,8 @@
 """One worker's part in a request: asked once, told of by callbacks, and accounted for on every way out.
 
     _Attempt        load, circuit, metrics and span of a worker that is asked
-    PrefillAttempt  computes a prompt for another worker; its answer names what it holds, unless both are asked at once
+    PrefillAttempt  computes a prompt for another worker; its answer names what it holds, unless both are asked at once,
+                    and may go on beside the other's
     AnswerAttempt   answers the client: bytes are relayed as they come, from the first of the body on
 
 What becomes of the request after that is its owner's to decide (`kvist.router.forward`).
@@ -21,7 +22,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.handover import Plan
+from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
 from kvist.router.usage import ReportedUsage, UsageReader
@@ -156,6 +157,7 @@ class PrefillAttempt(_Attempt):
         self.answer = bytearray()
         self.is_done = False
         self._dialect = plan.dialect
+        self.handover: Handover | None = None
         self._started_s = owner.router.now_s()
         self._deadline = Deadline(owner.router.pool.clock, self._give_up)
         super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
@@ -168,6 +170,10 @@ class PrefillAttempt(_Attempt):
         """Keep what names the blocks, tells of the prompt, or says what is wrong."""
         self.answer += piece
         self._check_length(len(self.answer))
+        if self._dialect.hands_over_early and self.handover is None and self.status == OK:
+            handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer))
+            if handoff is not None:
+                self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self._started_s)
 
     def on_end(self) -> None:
         """Report what was computed, or why nothing was."""
@@ -184,7 +190,11 @@ class PrefillAttempt(_Attempt):
         handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
         if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
             self.owner.router.routing.computed(self.owner.ask, self._worker.url)
-        self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self._started_s)
+        now_s = self.owner.router.now_s()
+        if self.handover is None:
+            self.owner.on_prefilled(self, handoff, now_s - self._started_s)
+        elif not self.handover.is_fetched:
+            self.handover.prefill_s, self.handover.sent_s = now_s - self._started_s, now_s
 
     def on_failure(self, error: UpstreamError) -> None:
         """Report that there is nothing to fetch."""

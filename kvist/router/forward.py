@@ -445,12 +445,13 @@ class Forwarding:
     # What came of an attempt.
 
     def on_prefilled(self, attempt: PrefillAttempt, handoff: Handoff | None, prefill_s: float) -> None:
-        """Go on with the prompt that a worker computed, or without it; the other of a pair does so by itself."""
+        """Go on with the prompt that a worker computes, or without it; the other of a pair does so by itself."""
         if attempt is self.attempt:
             if handoff is None:
                 self._fall_back(Local.PREFILL_REFUSED)
             else:
                 self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
+                attempt.handover = self.handover
             if self.pull is not None and self.router.fleet.get(self.pull.answer.chosen.target.worker) is not None:
                 self._answer_by(self.pull.answer)
             else:
@@ -465,7 +466,7 @@ class Forwarding:
             self.tried.discard(other.decision.chosen.target.worker)
             other.stop(CLIENT_LEFT_STATUS, _PARTED)
         elif attempt is not self.attempt:
-            return  # the decode worker has what it needs
+            return  # the decode worker has what it needs, or says that it has not
         worker = attempt.decision.chosen.target.worker
         logger.warning("prefill failed worker=%s reason=%s", worker, reason)
         self.tried.add(worker)

@@ -25,14 +25,24 @@ _ENDPOINT: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})",
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Let a computed prompt's blocks be fetched once: a list a group by ordinal, ABSENT where no later query sees them.
-
-    Whatever happens, one `OfferReleased` follows.
-    """
+    """Let a prompt's blocks be fetched once, as they are computed. Whatever happens, one `OfferReleased` follows."""
 
     remote_request_id: str
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Note which blocks of an offer are filled: a list a group by ordinal, ABSENT where nobody will want them.
+
+    Each time the lists are longer, until all `is_whole`; then the prompt's first token is told, if it is one that was
+    computed to its end. To say more of what has ended is no error.
+    """
+
+    remote_request_id: str
     block_ids_per_group: BlockLists
+    is_whole: bool
+    first_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ class WithdrawOffer:
     remote_request_id: str
 
 
-Command: TypeAlias = Offer | Fetch | CancelFetch | WithdrawOffer
+Command: TypeAlias = Offer | Computed | Fetch | CancelFetch | WithdrawOffer
 """What an engine asks for; to end what has ended is no error."""
 
 
@@ -78,9 +88,10 @@ class OfferReleased:
 
 @dataclass(frozen=True, slots=True)
 class FetchCompleted:
-    """Every byte of a fetch is in its block."""
+    """Every byte of a fetch is in its block; the prompt's first token is what its sender says, if anything."""
 
     request_id: str
+    first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,19 +54,22 @@ def pair_blocks(
     num_tokens: int,
     source_ids: Sequence[int],
     destination_ids: Sequence[int],
+    ordinals: range,
 ) -> BlockPairs:
-    """Return what to copy where, for every block that the receiver will read; both lists end at the prompt's end.
+    """Return what to copy where of the blocks at these ordinals, for every one that the receiver will read.
 
-    The receiver may ask for stale blocks, which are trimmed, and for less than the sender has, down to nothing. Raises
-    BlockCountMismatchError for more blocks than the prompt has, and if the receiver needs a block that the sender does
-    not have: it would decode from whatever is there.
+    The source's list ends where the ordinals do, the destination's at the prompt's end. The receiver may ask for stale
+    blocks, which are trimmed, and for less than the sender has, down to nothing. Raises BlockCountMismatchError for
+    more blocks than the prompt has, and if the receiver needs a block that the sender does not have: it would decode
+    from whatever is there.
     """
     total, num_stale = num_blocks_for(num_tokens, block_size), num_stale_blocks(num_tokens, window, block_size)
     for block_ids in (source_ids, destination_ids):
         if len(block_ids) > total:
             reason = f"{len(block_ids)} blocks, but {num_tokens} tokens fill {total}"
             raise BlockCountMismatchError(group_id, reason)
-    num_wanted = min(len(destination_ids), total - num_stale)
+    destination_ids = destination_ids[: max(0, len(destination_ids) - (total - ordinals.stop))]
+    num_wanted = max(0, min(len(destination_ids), ordinals.stop - max(num_stale, ordinals.start)))
     if num_wanted > len(source_ids):
         reason = f"the destination needs {num_wanted} blocks, the source has {len(source_ids)}"
         raise BlockCountMismatchError(group_id, reason)
@@ -119,12 +122,12 @@ class KvMemory:
             pieces.append(np.stack([targets, np.full_like(targets, cut.size_bytes)], axis=1))
         return np.concatenate(pieces)
 
-    def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest) -> Int64s:
+    def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest, num_written: int) -> Int64s:
         """Return what to write for a request, `[num_fragments, 3]`: local address, address at the peer, bytes.
 
-        `tables` are a held prompt's, by ordinal. What touches on both sides is one piece. Raises
-        BlockCountMismatchError when the peer has counted the prompt, its groups or its blocks differently, and
-        InvalidValueError for a block that it does not have.
+        `tables` are an offered prompt's, by ordinal, as far as they are filled; of each, `num_written` blocks are done.
+        What touches on both sides is one piece. Raises BlockCountMismatchError when the peer has counted the prompt,
+        its groups or its blocks differently, and InvalidValueError for a block that it does not have.
         """
         groups, block_size, peer = self.hello.groups, self.hello.block_size, request.hello
         if request.num_tokens != num_tokens:
@@ -136,8 +139,9 @@ class KvMemory:
             window: KnownWindow = FULL if group.window is None else group.window
             held = prompt_blocks(tables[group_id], num_tokens, block_size)
             wanted = request.block_ids_per_group[group_id]
-            pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted)
-            largest = max(pairs.destination_ids, default=-1)
+            ordinals = range(num_written, min(len(tables[group_id]), num_blocks_for(num_tokens, block_size)))
+            pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted, ordinals)
+            largest = max(wanted, default=-1)
             if largest >= theirs.num_slots:
                 raise InvalidValueError("block_id", largest, f"0 to {theirs.num_slots - 1}")
             pieces = _pieces(group, block_size, self.hello.part, peer.part)

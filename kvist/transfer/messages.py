@@ -20,7 +20,7 @@ from kvist.kvcache.plan import KvDtype, WindowPlan
 from kvist.transfer.commands import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a million blocks, and room
 
@@ -150,10 +150,17 @@ class ResultStatus(IntEnum):
 
 
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True, gc=False):
-    """What a sender's rank has to say at the end."""
+    """What a sender's rank has to say at the end; the prompt's first token, if all was written and there is one."""
 
     transfer_id: Count
     status: ResultStatus
+    first_token_id: Count | None = None
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=False):
+    """The sender's rank has written what is computed so far of a prompt."""
+
+    transfer_id: Count
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
@@ -176,11 +183,11 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 
-Message: TypeAlias = ReceiveRequest | Cancel | Result | Refusal | Ping
+Message: TypeAlias = ReceiveRequest | Cancel | Result | Progress | Refusal | Ping
 Fact: TypeAlias = tuple[RefusalReason, object, object]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ReceiveRequest | Cancel | Result | Refusal | Ping)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode_message(message: Message) -> bytes:

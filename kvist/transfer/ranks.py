@@ -69,8 +69,8 @@ class Ranks:
                 self._offers[name] = _Shared(set(ranks))
             case commands.Fetch(name):
                 self._fetches[name] = _Shared(set(ranks))
-            case commands.WithdrawOffer(name) | commands.CancelFetch(name):
-                shared = (self._offers if isinstance(command, commands.WithdrawOffer) else self._fetches).get(name)
+            case commands.Computed(name) | commands.WithdrawOffer(name) | commands.CancelFetch(name):
+                shared = (self._fetches if isinstance(command, commands.CancelFetch) else self._offers).get(name)
                 ranks = set() if shared is None else shared.unended
         return self._tell(ranks, command)
 
@@ -82,7 +82,7 @@ class Ranks:
             case commands.FetchFailed(name, reason):
                 return self._failed(rank, name, reason if self._num_ranks == 1 else f"at rank {rank}: {reason}")
             case commands.FetchCompleted(name) | commands.FetchReleased(name):
-                return self._fetch_ended(rank, name)
+                return self._fetch_ended(rank, name, report)
 
     def lost(self, rank: int) -> list[RanksAction]:
         """Take note that a rank's transfers have stopped: it reports nothing any more."""
@@ -105,11 +105,11 @@ class Ranks:
         offer = _pop_ended(self._offers, rank, name)
         return [] if offer is None else [commands.OfferReleased(name, not offer.has_failed)]
 
-    def _fetch_ended(self, rank: int, name: str) -> list[RanksAction]:
+    def _fetch_ended(self, rank: int, name: str, report: commands.Report) -> list[RanksAction]:
         fetch = _pop_ended(self._fetches, rank, name)
         if fetch is None:
             return []
-        return [commands.FetchReleased(name) if fetch.has_failed else commands.FetchCompleted(name)]
+        return [commands.FetchReleased(name) if fetch.has_failed else report]
 
     def _tell(self, ranks: set[int] | None, command: commands.Command) -> list[RanksAction]:
         return [Tell(rank, command) for rank in sorted((ranks or set()).difference(self._lost))]

@@ -301,6 +301,8 @@ class Receiver:
         match messages.decode_message(payload, endpoint):
             case messages.Result() as result:
                 self._do(self.protocol.reported(endpoint, result, now_s), now_s)
+            case messages.Progress(transfer_id=transfer_id):
+                self.protocol.progressed(endpoint, transfer_id, now_s)
             case messages.Ping():
                 pass
             case messages.Refusal(transfer_id=transfer_id) as refusal:
@@ -336,12 +338,12 @@ class Receiver:
                     if fetching.has_failed:
                         self._forget(transfer_id)
                         self._report(commands.FetchReleased(request_id))
-                case protocol.Complete():
+                case protocol.Complete(first_token_id=first_token_id):
                     self._forget(transfer_id)
                     self.bytes_received += fetching.num_bytes
                     self.fetch_seconds += now_s - fetching.began_s
                     self.observer(fetching.times(now_s, None))
-                    self._report(commands.FetchCompleted(request_id))
+                    self._report(commands.FetchCompleted(request_id, first_token_id))
                 case _:
                     pass
 

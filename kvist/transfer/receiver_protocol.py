@@ -42,9 +42,10 @@ class Release(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """Every byte is in its block."""
+    """Every byte is in its block, and this is the prompt's first token."""
 
     transfer_id: int
+    first_token_id: int | None
 
 
 class Fail(NamedTuple):
@@ -66,6 +67,7 @@ class _Transfer:
     deadline_s: float
     unreported: set[int]
     bounced: list[int] = field(default_factory=list)
+    first_token_id: int | None = None
     is_scattering: bool = False
     has_failed: bool = False
 
@@ -95,7 +97,14 @@ class ReceiverProtocol:
         if is_bounced:
             transfer.bounced.append(rank)
         transfer.unreported.discard(rank)
+        transfer.first_token_id = result.first_token_id
         return self._go_on(result.transfer_id)
+
+    def progressed(self, sender: str, transfer_id: int, now_s: float) -> None:
+        """Give a transfer more time: its sender has written what it had, and computes the rest."""
+        transfer, _ = self._find(sender, transfer_id)
+        if transfer is not None and not transfer.has_failed:
+            transfer.deadline_s = now_s + self._limits.transfer_timeout_s
 
     def refused(self, sender: str, transfer_id: int, reason: str, now_s: float) -> list[ReceiverAction]:
         """Take a refusal: the sender will not write."""
@@ -168,7 +177,7 @@ class ReceiverProtocol:
         del self._transfers[transfer_id]
         if transfer.has_failed:
             return [Release(transfer_id)]
-        return [Release(transfer_id), Complete(transfer_id)]
+        return [Release(transfer_id), Complete(transfer_id, transfer.first_token_id)]
 
     def _cancels(self, transfer_id: int, transfer: _Transfer, now_s: float) -> list[ReceiverAction]:
         transfer.deadline_s = now_s + self._limits.cancel_retry_s

@@ -31,10 +31,12 @@ class _Receiver(NamedTuple):
     peer: PeerId
 
 
-class _Held(NamedTuple):
-    """Blocks that are held, and since when."""
+@dataclass(slots=True)
+class _Held:
+    """An offered prompt: how much of it was computed, where, and since when it is held."""
 
-    offer: commands.Offer
+    num_tokens: int
+    tables: commands.BlockLists
     began_s: float
 
 
@@ -43,6 +45,7 @@ class _Write:
     receiver: str
     request: messages.ReceiveRequest
     write: Write
+    num_written: int
     num_bytes: int
     num_pieces: int
     is_bounced: bool
@@ -84,9 +87,16 @@ class Sender:
         return bool(self._writes)
 
     def offer(self, offer: commands.Offer, now_s: float) -> None:
-        """Hold blocks until they are fetched, or nobody has come in time."""
-        self._held[offer.remote_request_id] = _Held(offer, now_s)
+        """Hold a prompt's blocks until they are fetched, or nobody has come in time."""
+        self._held[offer.remote_request_id] = _Held(offer.num_tokens, ((),) * len(self._memory.hello.groups), now_s)
         self.protocol.hold(offer.remote_request_id, now_s)
+
+    def computed(self, computed: commands.Computed, now_s: float) -> None:
+        """Write what is computed to whoever waits for it; to add to an offer that has ended is no error."""
+        held = self._held.get(computed.remote_request_id)
+        if held is not None:
+            held.tables = computed.block_ids_per_group
+            self._do(self.protocol.computed(computed, _num_filled(held.tables), now_s), now_s)
 
     def withdraw(self, request_id: str, now_s: float) -> None:
         """Let an offer be fetched no more; one that has ended is no error."""
@@ -133,7 +143,8 @@ class Sender:
                 continue
             done = messages.ResultStatus.BOUNCED if write.is_bounced else messages.ResultStatus.SUCCESS
             status = done if error is None else messages.ResultStatus.FAILED
-            self._do(self.protocol.written(write.receiver, write.request.transfer_id, status), now_s)
+            written = (write.receiver, write.request.transfer_id, status, write.num_written)
+            self._do(self.protocol.written(*written), now_s)
 
     def tick(self, now_s: float) -> None:
         self._do(self.protocol.tick(now_s), now_s)
@@ -187,8 +198,8 @@ class Sender:
     def _do(self, actions: list[SenderAction], now_s: float) -> None:
         for action in actions:
             match action:
-                case StartWrite(receiver=receiver, request=request):
-                    self._write(receiver, request, now_s)
+                case StartWrite(receiver=receiver, request=request, num_written=num_written):
+                    self._write(receiver, request, num_written, now_s)
                 case Answer(receiver=receiver, message=message):
                     self._send(receiver, message)
                 case Free(request_id=request_id, is_fetched=is_fetched):
@@ -196,13 +207,15 @@ class Sender:
                     self.observer(commands.HoldTimes(request_id, held.began_s, now_s, is_fetched))
                     self._report(commands.OfferReleased(request_id, is_fetched))
 
-    def _write(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
-        """Write in one piece where the receiver has room for that and so have we, else as it is."""
-        offer, peer, room = self._held[request.request_id].offer, self._receivers[name].peer, request.room
+    def _write(self, name: str, request: messages.ReceiveRequest, num_written: int, now_s: float) -> None:
+        """Write in one piece where that is all, and the receiver has room for it and so have we, else as it is."""
+        held, peer, room = self._held[request.request_id], self._receivers[name].peer, request.room
+        num_filled = _num_filled(held.tables)
         try:
-            fragments = self._memory.fragments(offer.block_ids_per_group, offer.num_tokens, request)
+            fragments = self._memory.fragments(held.tables, held.num_tokens, request, num_written)
             if not len(fragments):
-                self._do(self.protocol.written(name, request.transfer_id, messages.ResultStatus.SUCCESS), now_s)
+                written = (name, request.transfer_id, messages.ResultStatus.SUCCESS, num_filled)
+                self._do(self.protocol.written(*written), now_s)
                 return
             bounced = None
             if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
@@ -216,7 +229,7 @@ class Sender:
             )
             self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
         else:
-            counts = (int(fragments[:, 2].sum()), len(fragments))
+            counts = (num_filled, int(fragments[:, 2].sum()), len(fragments))
             self._writes.append(_Write(name, request, write, *counts, bounced is not None, now_s))
 
     def _forget(self, name: str) -> None:
@@ -238,3 +251,8 @@ class Sender:
                 raise
             return False
         return True
+
+
+def _num_filled(tables: commands.BlockLists) -> int:
+    """Return how many blocks of a prompt every group has: a window's list may begin with more that nobody wants."""
+    return min(map(len, tables))

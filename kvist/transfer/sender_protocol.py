@@ -1,8 +1,9 @@
 """The end that has blocks: how long it holds a request's, for whom it writes, and when they are free.
 
-A request is held from the end of its prefill on, until every rank of the receiver has its part, until one of them fails
-or cancels, or until nobody has come. Its blocks are freed once, and only while no write reads them. No I/O and no clock
-is in here: methods take what happened and return what is to be done, in order.
+A request is held from its first chunk on, until every rank of the receiver has its part, until one of them fails or
+cancels, or until nobody has come. What is computed of it is written at once; a transfer waits for the rest. Blocks are
+freed once, and only while no write reads them. No I/O and no clock is in here: methods take what happened and return
+what is to be done, in order.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.commands import TransferLimits
-from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason, Result, ResultStatus
+from kvist.transfer.commands import Computed, TransferLimits
+from kvist.transfer.messages import Cancel, Progress, ReceiveRequest, Refusal, RefusalReason, Result, ResultStatus
 
 K = TypeVar("K")
 
 
 class StartWrite(NamedTuple):
-    """Write what a receiver asks for, then call `written`."""
+    """Write what is computed of what a receiver asks for, behind the blocks that are written, then call `written`."""
 
     receiver: str
     request: ReceiveRequest
+    num_written: int = 0
 
 
 class Answer(NamedTuple):
-    """Tell a receiver that nothing is under way for its transfer any more, or will be."""
+    """Tell a receiver how far its transfer is; but for progress, nothing is under way for it any more, or will be."""
 
     receiver: str
-    message: Result | Refusal
+    message: Result | Refusal | Progress
 
 
 class Free(NamedTuple):
@@ -50,18 +52,31 @@ class TransferKey(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Transfer:
+    """What one receiver asks for, and how many of the prompt's blocks were written; while none is, it waits."""
+
+    request: ReceiveRequest
+    deadline_s: float
+    num_written: int = 0
+    is_writing: bool = True
+
+
+@dataclass(slots=True)
 class _Held:
     """One request's blocks; `num_receivers` is known from the first that asks, and each of them asks once.
 
-    `write_deadlines_s` are those of the writes under way. What `is_given_up` has only their ends to wait for.
+    More than `num_computed` blocks come, unless it `is_whole`. What `is_given_up` waits for the ends of its writes.
     """
 
     deadline_s: float
+    num_computed: int = 0
+    is_whole: bool = False
+    first_token_id: int | None = None
     num_receivers: int | None = None
     receivers: set[str] = field(default_factory=set)
     num_fetched: int = 0
     is_given_up: bool = False
-    write_deadlines_s: dict[TransferKey, float] = field(default_factory=dict)
+    transfers: dict[TransferKey, _Transfer] = field(default_factory=dict)
 
     @property
     def has_all_receivers(self) -> bool:
@@ -84,6 +99,18 @@ class SenderProtocol:
             raise InvalidValueError("request_id", request_id, "an id never held before")
         self._held[request_id] = _Held(now_s + self._limits.hold_timeout_s)
 
+    def computed(self, computed: Computed, num_blocks: int, now_s: float) -> list[SenderAction]:
+        """Take note of how many blocks are filled; nothing if it has ended."""
+        request_id = computed.remote_request_id
+        held = self._held.get(request_id)
+        if held is None:
+            return []
+        held.num_computed, held.is_whole, held.first_token_id = num_blocks, computed.is_whole, computed.first_token_id
+        held.deadline_s = now_s + self._limits.hold_timeout_s
+        for transfer in held.transfers.values():
+            transfer.deadline_s = now_s + self._limits.transfer_timeout_s
+        return [each for key in list(held.transfers) for each in self._go_on(key)]
+
     def requested(self, receiver: str, request: ReceiveRequest, now_s: float) -> list[SenderAction]:
         """Take a request: write for it, or say why not. One that is being served already changes nothing."""
         key = TransferKey(receiver, request.transfer_id)
@@ -95,31 +122,32 @@ class SenderProtocol:
         held = self._held[request.request_id]
         held.num_receivers = held.num_receivers or request.hello.tensor_parallel_size
         held.receivers.add(receiver)
-        held.write_deadlines_s[key] = now_s + self._limits.transfer_timeout_s
+        held.transfers[key] = _Transfer(request, now_s + self._limits.transfer_timeout_s)
         self._request_ids[key] = request.request_id
         return [StartWrite(receiver, request)]
 
-    def written(self, receiver: str, transfer_id: int, status: ResultStatus) -> list[SenderAction]:
-        """Take note that a write has ended, and how: nothing is under way for it any more."""
+    def written(self, receiver: str, transfer_id: int, status: ResultStatus, num_written: int) -> list[SenderAction]:
+        """Take note that a write has ended, how, and how many blocks were written: none is under way for it now."""
         key = TransferKey(receiver, transfer_id)
-        request_id = self._request_ids.pop(key, None)
+        request_id = self._request_ids.get(key)
         if request_id is None:
             return []
         held = self._held[request_id]
-        del held.write_deadlines_s[key]
+        transfer = held.transfers[key]
+        transfer.num_written, transfer.is_writing = num_written, False
         if held.is_given_up:
-            status = ResultStatus.CANCELLED
-        self._remember(self._ended, key)
-        result = Answer(receiver, Result(transfer_id, status))
-        if status in (ResultStatus.FAILED, ResultStatus.CANCELLED):
-            return [result, *self.give_up(request_id)]
+            return [self._end(key, ResultStatus.CANCELLED), *self._free_if_done(request_id)]
+        if status is ResultStatus.FAILED:
+            return [self._end(key, status), *self.give_up(request_id)]
+        if not held.is_whole or num_written < held.num_computed:
+            return [Answer(receiver, Progress(transfer_id)), *self._go_on(key)]
         held.num_fetched += 1
-        return [result, *self._free_if_done(request_id)]
+        return [self._end(key, status), *self._free_if_done(request_id)]
 
     def rejected(self, receiver: str, transfer_id: int, reason: RefusalReason) -> list[SenderAction]:
         """Take note that a write could not be begun because of what its request asks for: the receiver hears why."""
         refusal = Answer(receiver, Refusal(reason, transfer_id))
-        actions = self.written(receiver, transfer_id, ResultStatus.FAILED)
+        actions = self.written(receiver, transfer_id, ResultStatus.FAILED, 0)
         return [refusal if isinstance(action, Answer) else action for action in actions]
 
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
@@ -141,7 +169,8 @@ class SenderProtocol:
         if held is None:
             return []
         held.is_given_up = True
-        return self._free_if_done(request_id)
+        waiting = [key for key, transfer in held.transfers.items() if not transfer.is_writing]
+        return [*(self._end(key, ResultStatus.CANCELLED) for key in waiting), *self._free_if_done(request_id)]
 
     def receiver_gone(self, receiver: str) -> list[SenderAction]:
         """Take note that a receiver's process has ended: what it was fetching is given up."""
@@ -153,7 +182,7 @@ class SenderProtocol:
         late = [
             request_id
             for request_id, held in self._held.items()
-            if now_s >= min(held.write_deadlines_s.values(), default=held.deadline_s)
+            if now_s >= min((each.deadline_s for each in held.transfers.values()), default=held.deadline_s)
         ]
         return [action for request_id in late for action in self.give_up(request_id)]
 
@@ -164,7 +193,7 @@ class SenderProtocol:
 
     @property
     def num_writing(self) -> int:
-        """Return how many writes are under way."""
+        """Return how many transfers are under way."""
         return len(self._request_ids)
 
     def _refusal_of(self, key: TransferKey, request: ReceiveRequest) -> RefusalReason | None:
@@ -179,10 +208,26 @@ class SenderProtocol:
             return RefusalReason.BUSY
         return None
 
+    def _go_on(self, key: TransferKey) -> list[SenderAction]:
+        """Write what was computed since a transfer began to wait; nothing is no work."""
+        held = self._held[self._request_ids[key]]
+        transfer = held.transfers[key]
+        if transfer.is_writing or held.is_given_up or transfer.num_written == held.num_computed:
+            return []
+        transfer.is_writing = True
+        return [StartWrite(key.receiver, transfer.request, transfer.num_written)]
+
+    def _end(self, key: TransferKey, status: ResultStatus) -> Answer:
+        held = self._held[self._request_ids.pop(key)]
+        del held.transfers[key]
+        self._remember(self._ended, key)
+        is_written = status in (ResultStatus.SUCCESS, ResultStatus.BOUNCED)
+        return Answer(key.receiver, Result(key.transfer_id, status, held.first_token_id if is_written else None))
+
     def _free_if_done(self, request_id: str) -> list[SenderAction]:
         held = self._held[request_id]
         is_fetched = held.num_fetched == held.num_receivers
-        if held.write_deadlines_s or not (held.is_given_up or is_fetched):
+        if held.transfers or not (held.is_given_up or is_fetched):
             return []
         del self._held[request_id]
         self._remember(self._freed, request_id)

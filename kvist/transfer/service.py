@@ -225,6 +225,8 @@ class KvTransferService:
         match command:
             case commands.Offer():
                 self._sender.offer(command, now_s)
+            case commands.Computed():
+                self._sender.computed(command, now_s)
             case commands.Fetch():
                 self._receiver.fetch(command, now_s)
             case commands.CancelFetch(request_id):

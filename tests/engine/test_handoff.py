@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from memory_invariants import check_engine
@@ -18,16 +19,16 @@ from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
-from kvist.kvcache import ABSENT
+from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.openai.requests import RemoteDecode, RemotePrefill, SamplingParams
 from kvist.transfer.commands import (
     CancelFetch,
     Command,
+    Computed,
     Fetch,
     FetchCompleted,
     FetchFailed,
     FetchReleased,
-    Offer,
     OfferReleased,
     WithdrawOffer,
 )
@@ -43,17 +44,18 @@ def make_prompt(count: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class Notes:
-    """Transfers that do nothing but note what they are asked."""
+    """Transfers that do nothing but note what they are asked, and which prompts were computed in part, or whole."""
 
-    offered: list[Offer] = field(default_factory=list)
+    chunks: list[Computed] = field(default_factory=list)
+    offered: list[Computed] = field(default_factory=list)
     wanted: list[Fetch] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
 
     def command(self, command: Command) -> None:
         match command:
-            case Offer():
-                self.offered.append(command)
+            case Computed(is_whole=is_whole):
+                (self.offered if is_whole else self.chunks).append(command)
             case Fetch():
                 self.wanted.append(command)
             case CancelFetch(request_id):
@@ -106,7 +108,8 @@ def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> 
     last = worker.outputs[request_id][-1]
     assert last.finish_reason is not None
     assert last.remote_request_id == worker.notes.offered[-1].remote_request_id
-    return RemotePrefill(("tcp://here:1",), last.remote_request_id, len(prompt), tuple(worker.tokens(request_id)))
+    assert worker.tokens(request_id) == [worker.notes.offered[-1].first_token_id]
+    return RemotePrefill(("tcp://here:1",), last.remote_request_id, len(prompt))
 
 
 def copy(source: Worker, target: Worker, wanted: Fetch) -> int:
@@ -154,7 +157,7 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         wanted = target.notes.wanted[-1]
         num_copied += copy(source, target, wanted)
         num_wanted += sum(each != ABSENT for ids in source.notes.offered[-1].block_ids_per_group for each in ids)
-        target.core.on_report(FetchCompleted(str(i)))
+        target.core.on_report(FetchCompleted(str(i), source.notes.offered[-1].first_token_id))
         source.core.on_report(OfferReleased(remote.remote_request_id, True))
         target.run()
         alone.run()
@@ -187,12 +190,12 @@ def test_a_prefix_that_is_cached_elsewhere_is_fetched_and_the_rest_computed(
     for i, (prompt, max_cached_tokens, num_held) in enumerate(held):
         offer = hold_prefix(source, str(i), prompt, max_cached_tokens)
         assert offer.num_cached_tokens == num_held
-        remote = RemotePrefill(("tcp://here:1",), offer.remote_request_id or "", num_held, ())
+        remote = RemotePrefill(("tcp://here:1",), offer.remote_request_id or "", num_held)
         target.core.add_request(str(i), SequenceInput(prompt, greedy(20), handoff=remote))
         target.run()
         if is_filled:
             copy(source, target, target.notes.wanted[-1])
-            target.core.on_report(FetchCompleted(str(i)))
+            target.core.on_report(FetchCompleted(str(i), None))
         else:
             target.core.on_report(FetchFailed(str(i), "the sender has died"))
             target.core.on_report(FetchReleased(str(i)))
@@ -220,6 +223,59 @@ def test_how_fast_prompts_are_fetched_is_learnt_and_a_failure_forgotten_in_minut
     assert speed.tokens_per_s(1e4) == pytest.approx(1000.0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_prompt_is_offered_chunk_by_chunk_and_what_is_told_of_stays_as_it_is(name: str, make_worker, greedy) -> None:
+    source = make_worker(name, max_num_batched_tokens=7, max_num_seqs=3)
+    prompt = make_prompt(31)
+    prefill(source, "0", prompt, greedy(5))
+    first, last = source.outputs["0"]
+    assert (first.token_ids, first.remote_request_id) == ((), last.remote_request_id)
+    told = [*source.notes.chunks, *source.notes.offered]
+    assert [(each.is_whole, each.first_token_id) for each in told[:4]] == [(False, None)] * 4
+    for group_id, pool in enumerate(source.core.kv_cache.pools):
+        lists = [each.block_ids_per_group[group_id] for each in told]
+        first_wanted = num_stale_blocks(31, pool.group.window, B)
+        assert [len(each) for each in lists] == [max(first_wanted, n) for n in (1, 3, 5, 7, 8)]
+        assert all(lists[-1][: len(each)] == each for each in lists)
+        assert [block_id == ABSENT for block_id in lists[-1]] == [i < first_wanted for i in range(8)]
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "aborted", "failed", "preempted"])
+def test_a_prompt_that_ends_amid_its_chunks_is_withdrawn_and_its_blocks_stay_until_nobody_reads_them(
+    end: str, make_worker, greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_worker("llama", num_blocks=20, max_model_len=80, max_num_batched_tokens=16, max_num_seqs=2)
+    if end == "preempted":
+        source.core.add_request("older", SequenceInput(make_prompt(30, 1), greedy(20)))
+        source.core.step()
+    source.core.add_request("0", SequenceInput(make_prompt(60), greedy(5), handoff=RemoteDecode()))
+    (told,) = [each for each in source.core.step() if each.request_id == "0"]
+    name = told.remote_request_id
+    match end:
+        case "withdrawn":
+            assert source.core.withdraw(name)
+        case "aborted":
+            source.core.abort("0")
+            assert source.core.withdraw(name), "as whoever lets it be aborted does"
+        case "failed":
+            monkeypatch.setattr(source.core._runner, "forward", Mock(side_effect=RuntimeError("lost")))
+            assert source.core.step()[-1].error == "the engine failed: lost"
+        case "preempted":
+            for _ in range(6):
+                source.core.step()
+    assert source.notes.withdrawn == [name]
+    check_engine(source.core)
+    assert source.num_used > 0
+    source.core.on_report(OfferReleased(name, False))
+    source.run()
+    assert [each.error for each in source.outputs.get("0", [])] in (
+        [],
+        ["kv transfer failed: nobody fetches the prompt"],
+    )
+    assert "0" not in source.core._requests
+    assert source.num_used == 0
+
+
 def test_each_group_is_given_what_it_lacks_itself(make_worker, greedy) -> None:
     source, target, alone = (make_worker("gemma3") for _ in range(3))
     prompt = make_prompt(30)
@@ -231,7 +287,7 @@ def test_each_group_is_given_what_it_lacks_itself(make_worker, greedy) -> None:
         target.run()
         wanted = target.notes.wanted[-1]
         copy(source, target, wanted)
-        target.core.on_report(FetchCompleted(name))
+        target.core.on_report(FetchCompleted(name, source.notes.offered[-1].first_token_id))
         target.run()
         alone.run()
         assert target.tokens(name) == alone.tokens(name)
@@ -254,7 +310,7 @@ def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:
     target.core.add_request("0", SequenceInput(prompt, params, handoff=prefill(source, "0", prompt, params)))
     target.run()
     copy(source, target, target.notes.wanted[0])
-    target.core.on_report(FetchCompleted("0"))
+    target.core.on_report(FetchCompleted("0", source.notes.offered[-1].first_token_id))
     target.run()
     assert target.tokens("0") == alone.tokens("0")
 
@@ -262,8 +318,6 @@ def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:
 def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> None:
     source = make_worker("gemma3")
     remote = prefill(source, "0", make_prompt(30), greedy(5))
-    assert source.tokens("0") == list(remote.first_token_ids)
-    assert len(remote.first_token_ids) == 1
     assert source.core.statistics().handoffs.num_held == 1
     assert source.num_used > 0
     check_engine(source.core)
@@ -303,9 +357,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
     prompt = make_prompt(31)
     alone.core.add_request("0", SequenceInput(prompt, greedy(9)))
     alone.run()
-    target.core.add_request(
-        "0", SequenceInput(prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31, (300,)))
-    )
+    target.core.add_request("0", SequenceInput(prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31)))
     target.run()
     reserved = set(target.notes.wanted[0].block_ids_per_group[0])
     target.core.on_report(FetchFailed("0", "the peer is gone"))
@@ -327,7 +379,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
 
 def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worker, greedy) -> None:
     target = make_worker("gemma3", is_fallback_allowed=False)
-    remote = RemotePrefill(("tcp://x:1",), "gone", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "gone", 31)
     target.core.add_request("0", SequenceInput(make_prompt(31), greedy(9), handoff=remote))
     target.run()
     target.core.on_report(FetchFailed("0", "unknown_request"))
@@ -340,7 +392,7 @@ def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worke
 @pytest.mark.parametrize("ending", ["completed", "failed"])
 def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: str, make_worker, greedy) -> None:
     target = make_worker("gemma3")
-    remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "id", 31)
     target.core.add_request("0", SequenceInput(make_prompt(31), greedy(9), handoff=remote))
     target.run()
     target.core.abort("0")
@@ -348,7 +400,7 @@ def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: s
     assert target.notes.cancelled == ["0"]
     assert target.num_used > 0, "a late write could land in them"
     if ending == "completed":
-        target.core.on_report(FetchCompleted("0"))
+        target.core.on_report(FetchCompleted("0", 300))
     else:
         target.core.on_report(FetchFailed("0", "cancelled"))
         target.core.on_report(FetchReleased("0"))
@@ -360,7 +412,7 @@ def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: s
 def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, greedy) -> None:
     target = make_worker("gemma3", max_num_seqs=2)
     for i in range(4):
-        remote = RemotePrefill(("tcp://x:1",), f"id{i}", 20, (300,))
+        remote = RemotePrefill(("tcp://x:1",), f"id{i}", 20)
         target.core.add_request(str(i), SequenceInput(make_prompt(20, i), greedy(3), handoff=remote))
     target.run()
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1"]
@@ -372,7 +424,7 @@ def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, g
     target.run()
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1", "3"]
     for request_id in ("1", "3"):
-        target.core.on_report(FetchCompleted(request_id))
+        target.core.on_report(FetchCompleted(request_id, 300))
     target.run()
     assert target.num_used == 0
 
@@ -390,34 +442,34 @@ def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released
 
 def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy) -> None:
     target = make_worker("gemma3")
-    remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "id", 31)
     target.core.add_request("0", SequenceInput(make_prompt(31), greedy(3, logprobs=True), handoff=remote))
     target.run()
     assert target.notes.wanted == []
     assert len(target.outputs["0"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "first_token_ids", "field"),
-    [
-        (30, (5,), "num_tokens"),
-        (32, (5,), "num_tokens"),
-        (32, (), "num_tokens"),
-        (31, (5, 6), "first_token_ids"),
-        (31, (512,), "first_token_ids"),
-    ],
-)
-def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
-    num_tokens: int, first_token_ids: tuple[int, ...], field: str, make_worker, greedy
-) -> None:
-    remote = RemotePrefill(("tcp://x:1",), "id", num_tokens, first_token_ids)
-    with pytest.raises(InvalidValueError, match=field):
+@pytest.mark.parametrize("num_tokens", [32, 100])
+def test_a_handoff_that_does_not_fit_the_prompt_is_refused(num_tokens: int, make_worker, greedy) -> None:
+    remote = RemotePrefill(("tcp://x:1",), "id", num_tokens)
+    with pytest.raises(InvalidValueError, match="num_tokens"):
         make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
+
+
+def test_a_prompt_whose_first_token_is_not_of_the_vocabulary_is_computed_here(make_worker, greedy) -> None:
+    target = make_worker("gemma3")
+    remote = RemotePrefill(("tcp://x:1",), "id", 31)
+    target.core.add_request("0", SequenceInput(make_prompt(31), greedy(3), handoff=remote))
+    target.run()
+    target.core.on_report(FetchCompleted("0", 512))
+    target.run()
+    assert (target.core.statistics().handoffs.num_fallbacks, len(target.tokens("0"))) == (1, 3)
+    assert target.num_used == 0
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
 def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, greedy) -> None:
-    remote = RemotePrefill(("tcp://x:1",), name, 31, (5,))
+    remote = RemotePrefill(("tcp://x:1",), name, 31)
     with pytest.raises(InvalidValueError, match="remote_request_id"):
         make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
 
@@ -432,7 +484,7 @@ def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, gre
     ],
 )
 def test_what_cannot_be_the_ranks_of_a_worker_is_refused(endpoints: tuple[str, ...], make_worker, greedy) -> None:
-    remote = RemotePrefill(endpoints, "id", 31, (5,))
+    remote = RemotePrefill(endpoints, "id", 31)
     with pytest.raises(InvalidValueError, match=r"kv_transfer_params\.remote_endpoints"):
         make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
 
@@ -448,13 +500,13 @@ def test_each_part_of_a_request_is_timed_where_it_is_done(make_worker, greedy) -
     source.core.add_request("P", SequenceInput(prompt, greedy(9), handoff=RemoteDecode()), times=times["P"])
     source.run()
     offered = source.notes.offered[-1].remote_request_id
-    held = RemotePrefill(("tcp://here:1",), offered, len(prompt), tuple(source.tokens("P")))
+    held = RemotePrefill(("tcp://here:1",), offered, len(prompt))
     for name in ("D", "failed", "aborted"):
         target.core.add_request(name, SequenceInput(prompt, greedy(9), handoff=held), times=times[name])
         target.run()
         assert times[name].fetching_s is not None
         assert times[name].fetched_s is times[name].ended_s is None
-    target.core.on_report(FetchCompleted("D"))
+    target.core.on_report(FetchCompleted("D", 300))
     target.core.on_report(FetchFailed("failed", "gone"))
     target.core.abort("aborted")
     target.run()

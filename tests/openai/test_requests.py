@@ -204,7 +204,6 @@ FETCH = {
     "remote_endpoints": ["tcp://10.0.0.1:7101", "tcp://[fe80::1]:7102"],
     "remote_request_id": "x",
     "num_tokens": 3,
-    "first_token_ids": [7],
 }
 
 
@@ -213,7 +212,7 @@ FETCH = {
     [
         (None, None),
         ({"do_remote_decode": True}, RemoteDecode()),
-        (FETCH, RemotePrefill(("tcp://10.0.0.1:7101", "tcp://[fe80::1]:7102"), "x", 3, (7,))),
+        (FETCH, RemotePrefill(("tcp://10.0.0.1:7101", "tcp://[fe80::1]:7102"), "x", 3)),
     ],
 )
 def test_a_part_of_a_request_can_be_another_workers(params: Any, read: Handoff | None) -> None:

@@ -11,9 +11,15 @@ if TYPE_CHECKING:
     from kvist.engine.core import EngineCore
 
 
-def check_memory(manager: KvCacheManager, sequences: Iterable[SequenceBlocks]) -> None:
-    """Raise AssertionError unless pools and tables agree, `sequences` being all that are open."""
+def check_memory(
+    manager: KvCacheManager, sequences: Iterable[SequenceBlocks], kept: Iterable[SequenceBlocks] = ()
+) -> None:
+    """Raise AssertionError unless pools and tables agree, `sequences` being all that are open, beside those `kept`."""
     counts = [[0] * pool.num_blocks for pool in manager.pools]
+    for each in kept:
+        for table, count in zip(each.tables, counts, strict=True):
+            for block_id in table.held():
+                count[block_id] += 1
     for sequence in sequences:
         for pool, table, count in zip(manager.pools, sequence.tables, counts, strict=True):
             assert len(table.block_ids) == num_blocks_for(sequence.num_tokens, manager.block_size)
@@ -35,10 +41,12 @@ def check_engine(core: EngineCore) -> None:
     assert len(core._requests) == num_known
     assert all(request.blocks is None for request in scheduler._waiting)
     held = [request.blocks for request in scheduler._running]
+    kept = []
     if handoffs is not None:
         held += [request.blocks for request in handoffs._receiving.values()]
-        held += [*handoffs._held.values(), *handoffs._abandoned.values()]
-    check_memory(core.kv_cache, [blocks for blocks in held if blocks is not None])
+        held += handoffs._abandoned.values()
+        kept += [each.blocks for each in handoffs._held.values()]
+    check_memory(core.kv_cache, [blocks for blocks in held if blocks is not None], kept)
 
 
 def _check_pool(pool: BlockPool, num_references: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, Write
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.commands import (
+    Computed,
     Fetch,
     FetchCompleted,
     FetchFailed,
@@ -35,6 +36,7 @@ from kvist.transfer.messages import GroupShape, PoolPlace
 from kvist.transfer.service import KvTransferService, make_hello
 
 B, W, NUM_SLOTS = 4, 9, 24
+FIRST_TOKEN_ID = 300
 PATIENCE_S = 60.0
 
 
@@ -59,7 +61,8 @@ class Reports:
         match report:
             case OfferReleased(remote_request_id, is_fetched):
                 self.note("release", remote_request_id, is_fetched)
-            case FetchCompleted(request_id):
+            case FetchCompleted(request_id, first_token_id):
+                assert first_token_id == FIRST_TOKEN_ID
                 self.note("completed", request_id)
             case FetchFailed(request_id, reason):
                 self.note("failed", request_id, reason)
@@ -170,7 +173,8 @@ class Worker:
     def offer(self, prompt: Prompt, tables: Sequence[Sequence[int]]) -> None:
         for rank in self.ranks:
             rank.fill(prompt.whole, tables)
-            rank.service.command(Offer(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+            rank.service.command(Offer(prompt.name, prompt.num_tokens))
+            rank.service.command(Computed(prompt.name, tuple(map(tuple, tables)), True, FIRST_TOKEN_ID))
 
     def fetch(self, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
         for rank in self.ranks:

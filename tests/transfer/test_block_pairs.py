@@ -15,7 +15,20 @@ BLOCK_SIZE, PROMPT_LEN, WINDOW = 16, 100, 40
 
 
 def pairs_of(window: KnownWindow, source: list[int], destination: list[int], group_id: int = 0) -> BlockPairs:
-    return pair_blocks(group_id, window, BLOCK_SIZE, PROMPT_LEN, source, destination)
+    return pair_blocks(group_id, window, BLOCK_SIZE, PROMPT_LEN, source, destination, range(7))
+
+
+def pairs_in_slices(
+    window: KnownWindow, block_size: int, prompt_len: int, table: list[int], wanted: tuple[int, ...], cut: int
+) -> BlockPairs:
+    """Return what is paired of the blocks before a cut, when no others are filled, and then of those behind it."""
+    lists: tuple[list[int], list[int]] = ([], [])
+    for ordinals in (range(cut), range(cut, num_blocks_for(prompt_len, block_size))):
+        filled = prompt_blocks(table[: ordinals.stop], prompt_len, block_size)
+        pairs = pair_blocks(0, window, block_size, prompt_len, filled, wanted, ordinals)
+        for each, more in zip(lists, pairs, strict=True):
+            each.extend(more)
+    return BlockPairs(*map(tuple, lists))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +51,7 @@ def test_stale_blocks_at_the_head_of_either_list_are_left_out() -> None:
     whole = list(range(10, 17))
     assert pairs_of(WINDOW, whole, [23, 24, 25, 26]).source_ids == (13, 14, 15, 16)
     assert pairs_of(WINDOW, [13, 14, 15, 16], whole).destination_ids == (13, 14, 15, 16)
-    assert pair_blocks(1, 128, 128, 1225 * 128, [10], [20, 21]) == ((10,), (21,))
+    assert pair_blocks(1, 128, 128, 1225 * 128, [10], [20, 21], range(1225)) == ((10,), (21,))
 
 
 def test_a_table_gives_what_lies_before_the_prompts_end() -> None:
@@ -50,7 +63,7 @@ def test_speculative_tokens_lie_behind_the_prompt_and_are_not_sent() -> None:
     table = [5, 6, 7]  # 16 tokens of the prompt and 7 guessed ones in blocks of 8
     assert prompt_blocks(table, 16, 8) == (5, 6)
     with pytest.raises(BlockCountMismatchError, match="3 blocks, but 16 tokens fill 2"):
-        pair_blocks(0, FULL, 8, 16, table, [])
+        pair_blocks(0, FULL, 8, 16, table, [], range(2))
 
 
 @pytest.mark.parametrize(("group_id", "window"), [(0, FULL), (1, WINDOW)])
@@ -80,7 +93,7 @@ def test_lists_and_tables_agree_in_twenty_thousand_shapes() -> None:
         num_left = max(num_stale, num_cached // block_size)
         exact = [ABSENT] * num_left + held[num_left:]
         wanted = prompt_blocks([*exact, *range(900, 900 + rng.randint(0, 3))], prompt_len, block_size)
-        pairs = pair_blocks(0, window, block_size, prompt_len, prompt_blocks(held, prompt_len, block_size), wanted)
+        pairs = pairs_in_slices(window, block_size, prompt_len, held, wanted, rng.randint(0, total))
         assert pairs == (wanted, wanted)
 
 
@@ -92,6 +105,7 @@ def test_lists_and_tables_agree_in_twenty_thousand_shapes() -> None:
     num_cached_blocks=st.integers(0, 20),
     num_extra_stale=st.integers(0, 20),
     num_guessed=st.integers(0, 20),
+    num_cut=st.integers(0, 70),
 )
 def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     block_size: int,
@@ -100,6 +114,7 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     num_cached_blocks: int,
     num_extra_stale: int,
     num_guessed: int,
+    num_cut: int,
 ) -> None:
     """Two memories token by token: the sender's holds positions, the receiver's is filled by the pairs."""
     total = num_blocks_for(prompt_len, block_size)
@@ -113,8 +128,8 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     destination = [ABSENT] * first_read + [2000 + block for block in range(first_read, num_reserved)]
 
     missing = [ABSENT] * num_cached + destination[num_cached:]
-    lists = (prompt_blocks(table, prompt_len, block_size) for table in (source, missing))
-    pairs = pair_blocks(0, window, block_size, prompt_len, *lists)
+    wanted = prompt_blocks(missing, prompt_len, block_size)
+    pairs = pairs_in_slices(window, block_size, prompt_len, source, wanted, min(num_cut, total))
     landed = dict(zip(pairs.destination_ids, pairs.source_ids, strict=True))
 
     expected = {

@@ -104,14 +104,19 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
         shares = KvMemory(target.hello).shares(lists, num_senders)
         assert sum(share.num_bytes for share in shares) == KvMemory(target.hello).num_bytes(lists)
         for sender, share in zip(senders, shares, strict=True):
-            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, request(num_tokens, lists, target.hello))
+            asked = request(num_tokens, lists, target.hello)
+            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, asked, 0)
             assert (fragments[:, 2].sum(), len(fragments) > share.num_pieces) == (share.num_bytes, False)
             room = b"".join(sender.memory[local : local + size].tobytes() for local, _, size in fragments.tolist())
             pieces = KvMemory(target.hello).pieces_of(lists, sender.hello.part)
             assert len(room) == pieces[:, 1].sum()
             for (address, size), end in zip(pieces.tolist(), np.cumsum(pieces[:, 1]), strict=True):
                 scattered.memory[address : address + size] = np.frombuffer(room[end - size : end], np.uint8)
-            for local, remote, size in fragments.tolist():
+            num_filled = rng.randint(0, total)
+            filled = [table[: max(num_filled, first)] for table, first in zip(tables, firsts, strict=True)]
+            slices = KvMemory(sender.hello).fragments(filled, num_tokens, asked, 0).tolist()
+            slices += KvMemory(sender.hello).fragments(tables, num_tokens, asked, num_filled).tolist()
+            for local, remote, size in slices:
                 target.memory[remote : remote + size] = sender.memory[local : local + size]
                 target.num_writes[remote : remote + size] += 1
         expected = make_rank(shapes, target.hello.part, block_size, total + 2)
@@ -125,7 +130,7 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_piece() -> None:
-    fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))))
+    fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))), 0)
     expected = [[10_192, 501_280, 192], [10_576, 501_472, 64], [91_024, 700_640, 128], [90_256, 700_768, 128]]
     np.testing.assert_array_equal(fragments, expected)
 
@@ -142,7 +147,7 @@ def test_ranks_with_the_same_heads_exchange_whole_slots_and_others_a_piece_of_ea
         source, target = (
             KvMemory(hello_of(shapes, (base,), 1, part)) for base, part in ((1000, sender), (0, receiver))
         )
-        assert source.fragments([[0]], B, request(B, ((0,),), target.hello)).tolist() == expected
+        assert source.fragments([[0]], B, request(B, ((0,),), target.hello), 0).tolist() == expected
         assert target.shares(((0,),), sender.num_ranks) == shares
 
 
@@ -153,7 +158,7 @@ def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
 
 
 def test_nothing_to_send_is_no_piece() -> None:
-    assert MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((), ()))).shape == (0, 3)
+    assert MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((), ())), 0).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +171,9 @@ def test_nothing_to_send_is_no_piece() -> None:
 )
 def test_a_peer_that_has_counted_differently_is_refused(asked: ReceiveRequest, reason: str) -> None:
     with pytest.raises(BlockCountMismatchError, match=reason):
-        MEMORY.fragments([[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked)
+        MEMORY.fragments([[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked, 0)
 
 
 def test_a_block_that_the_peer_does_not_have_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="block_id"):
-        MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))))
+        MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))), 0)

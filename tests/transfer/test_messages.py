@@ -17,6 +17,7 @@ from kvist.transfer.messages import (
     Message,
     Ping,
     PoolPlace,
+    Progress,
     ReceiveRequest,
     Refusal,
     RefusalReason,
@@ -31,7 +32,7 @@ from kvist.transfer.messages import (
 GROUPS = (GroupShape(None, 8, 128, "bfloat16", 2, (1,)), GroupShape(512, 4, 64, "bfloat16", 2, (0, 2)))
 POOLS = (PoolPlace(0x8000, 0x8000, 4), PoolPlace(0x28000, 0x4000, 2))
 HELLO = Hello("decode-0", "tiny", 16, 1337, GROUPS, 2, 1, "nixl", b"\x01\x02", POOLS)
-REQUEST = ReceiveRequest(2, 7, HELLO, Part(0, 3), "held-1", 100, ((22, 23), (24,)), Extent(0x100000, 59392))
+REQUEST = ReceiveRequest(3, 7, HELLO, Part(0, 3), "held-1", 100, ((22, 23), (24,)), Extent(0x100000, 59392))
 GOLDEN_HELLO = (
     "9a a86465636f64652d30 a474696e79 10 cd0539"
     "92 96c008cc80a862666c6f61743136029101 96cd02000440a862666c6f61743136029200 02"
@@ -40,11 +41,13 @@ GOLDEN_HELLO = (
 MESSAGES: list[tuple[Message, str]] = [
     (
         REQUEST,
-        f"99 a772656365697665 02 07 {GOLDEN_HELLO} 9200 03 a668656c642d31 64 92 921617 9118 92 ce00100000 cde800",
+        f"99 a772656365697665 03 07 {GOLDEN_HELLO} 9200 03 a668656c642d31 64 92 921617 9118 92 ce00100000 cde800",
     ),
     (Cancel(7, "held-1"), "93 a663616e63656c 07 a668656c642d31"),
-    (Result(12345, ResultStatus.SUCCESS), "93 a6726573756c74 cd3039 00"),
-    (Result(7, ResultStatus.BOUNCED), "93 a6726573756c74 07 03"),
+    (Result(12345, ResultStatus.SUCCESS, 300), "94 a6726573756c74 cd3039 00 cd012c"),
+    (Result(7, ResultStatus.CANCELLED), "94 a6726573756c74 07 02 c0"),
+    (Result(7, ResultStatus.BOUNCED, 5), "94 a6726573756c74 07 03 05"),
+    (Progress(7), "92 a870726f6772657373 07"),
     (Ping(), "91 a470696e67"),
     (
         Refusal(RefusalReason.BLOCK_SIZE, None, "16", "32"),
@@ -86,8 +89,8 @@ SENDER = msgspec.structs.replace(
 @pytest.mark.parametrize(
     ("theirs", "reason", "our_value", "their_value"),
     [
-        (msgspec.structs.replace(REQUEST, protocol_version=3), RefusalReason.PROTOCOL_VERSION, "2", "3"),
-        (msgspec.structs.replace(REQUEST, protocol_version=1), RefusalReason.PROTOCOL_VERSION, "2", "1"),
+        (msgspec.structs.replace(REQUEST, protocol_version=4), RefusalReason.PROTOCOL_VERSION, "3", "4"),
+        (msgspec.structs.replace(REQUEST, protocol_version=1), RefusalReason.PROTOCOL_VERSION, "3", "1"),
         (msgspec.structs.replace(REQUEST, sender=Part(1, 3)), RefusalReason.RANK, "rank 0 of 3", "rank 1 of 3"),
         (changed(model="other"), RefusalReason.MODEL, "tiny", "other"),
         (changed(block_size=32), RefusalReason.BLOCK_SIZE, "16", "32"),

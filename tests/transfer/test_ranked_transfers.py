@@ -29,7 +29,7 @@ from kvist.transfer.commands import (
 from kvist.transfer.ranks import RankedTransfers
 from kvist.transfer.service import FollowerInlet, TransferStatistics
 
-OFFER = Offer("held", 5, ((0, 1),))
+OFFER = Offer("held", 5)
 WANT = Fetch("r", ("tcp://p:1",), "held", 5, ((7, 8),))
 
 
@@ -96,7 +96,7 @@ def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> Non
         assert both.inlet.poll(both.second)
         expected = [OFFER, WANT, CancelFetch("r"), WithdrawOffer("held")]
         assert both.first.commands == both.second.commands == expected
-        both.report_of_first(FetchCompleted("r"))
+        both.report_of_first(FetchCompleted("r", 300))
         both.report_of_first(OfferReleased("held", True))
         assert both.reports == []
         both.inlet.report(FetchFailed("r", "no"))
@@ -153,7 +153,7 @@ def test_when_rank_0_closes_the_follower_is_to_end() -> None:
     with pair() as both:
         both.transfers.close()
         assert not both.inlet.poll(both.second)
-        both.inlet.report(FetchCompleted("r"))  # to nobody
+        both.inlet.report(FetchCompleted("r", 300))  # to nobody
 
 
 def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:

@@ -17,11 +17,11 @@ from kvist.transfer.commands import (
 )
 from kvist.transfer.ranks import Ranks, RanksAction, Tell
 
-OFFER = Offer("held", 5, ((0, 1),))
+OFFER = Offer("held", 5)
 WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, ((7, 8),))
 GIVE_UP = WithdrawOffer("held")
 CANCEL = CancelFetch("r")
-DONE, FREE = FetchCompleted("r"), FetchReleased("r")
+DONE, FREE = FetchCompleted("r", 300), FetchReleased("r")
 LOST = FetchFailed("r", "rank 1's transfers have stopped")
 
 

@@ -23,7 +23,7 @@ Input = Callable[[ReceiverProtocol], list[ReceiverAction]]
 
 
 def reports(rank: int, status: ResultStatus) -> Input:
-    return lambda receiver: receiver.reported(f"p{rank}", Result(ID, status), 1.0)
+    return lambda receiver: receiver.reported(f"p{rank}", Result(ID, status, 300), 1.0)
 
 
 def bounced(rank: int) -> Input:
@@ -95,11 +95,11 @@ TABLE: list[tuple[str, Input, list[ReceiverAction]]] = [
     ("asked, one reported", refused(0), [BUSY, RELEASE]),
     ("asked, one reported", refused(1), []),
     ("asked, one reported", direct(0), [StartScatter(ID, (1,))]),
-    ("asked, one wrote directly", direct(0), [RELEASE, Complete(ID)]),
+    ("asked, one wrote directly", direct(0), [RELEASE, Complete(ID, 300)]),
     ("scattering", bounced(0), []),
     ("scattering", failed(0), []),
     ("scattering", refused(0), []),
-    ("scattering", scattered(), [RELEASE, Complete(ID)]),
+    ("scattering", scattered(), [RELEASE, Complete(ID, 300)]),
     ("scattering", scattered("bad copy"), [Fail(ID, "scatter: bad copy"), RELEASE]),
     ("scattering", cancel, [LEFT]),
     ("scattering", ticks(10), [LATE]),
@@ -156,7 +156,7 @@ def test_every_transfer_is_forgotten_at_its_end_and_what_comes_late_changes_noth
     receiver = asked()
     direct(0)(receiver)
     assert receiver.num_active == 1
-    assert direct(1)(receiver) == [RELEASE, Complete(ID)]
+    assert direct(1)(receiver) == [RELEASE, Complete(ID, 300)]
     for late in (direct(1), refused(1), scattered(), cancel):
         assert late(receiver) == []
     assert receiver.num_active == 0

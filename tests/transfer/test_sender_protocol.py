@@ -5,9 +5,18 @@ from collections.abc import Callable
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.commands import TransferLimits
+from kvist.transfer.commands import Computed, TransferLimits
 from kvist.transfer.heads import WHOLE
-from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, Refusal, RefusalReason, Result, ResultStatus
+from kvist.transfer.messages import (
+    Cancel,
+    Hello,
+    Progress,
+    ReceiveRequest,
+    Refusal,
+    RefusalReason,
+    Result,
+    ResultStatus,
+)
 from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
@@ -18,15 +27,22 @@ Input = Callable[[SenderProtocol], list[SenderAction]]
 
 def request(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1) -> ReceiveRequest:
     hello = Hello("d", "tiny", 4, 7, (), num_receivers, 0, "any", b"", ())
-    return ReceiveRequest(2, transfer_id, hello, WHOLE, request_id, 4, ((1,),))
+    return ReceiveRequest(3, transfer_id, hello, WHOLE, request_id, 4, ((1,),))
 
 
 def asks(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1, name: str = D) -> Input:
     return lambda sender: sender.requested(name, request(transfer_id, request_id, num_receivers), 1.0)
 
 
-def written(transfer_id: int = 7, status: ResultStatus = ResultStatus.SUCCESS, name: str = D) -> Input:
-    return lambda sender: sender.written(name, transfer_id, status)
+def written(
+    transfer_id: int = 7, status: ResultStatus = ResultStatus.SUCCESS, name: str = D, num_written: int = 9
+) -> Input:
+    return lambda sender: sender.written(name, transfer_id, status, num_written)
+
+
+def computed(num_blocks: int = 9, first_token_id: int | None = 300, now_s: float = 0.0) -> Input:
+    told = Computed("r", (), first_token_id is not None, first_token_id)
+    return lambda sender: sender.computed(told, num_blocks, now_s)
 
 
 def rejected(sender: SenderProtocol) -> list[SenderAction]:
@@ -50,7 +66,8 @@ def gone(sender: SenderProtocol) -> list[SenderAction]:
 
 
 def result(status: ResultStatus, transfer_id: int = 7, name: str = D) -> Answer:
-    return Answer(name, Result(transfer_id, status))
+    is_whole = status in (ResultStatus.SUCCESS, ResultStatus.BOUNCED)
+    return Answer(name, Result(transfer_id, status, 300 if is_whole else None))
 
 
 def refusal(reason: RefusalReason, transfer_id: int = 7) -> Answer:
@@ -141,7 +158,7 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
 def held_sender(*inputs: Input, limits: TransferLimits = LIMITS) -> SenderProtocol:
     sender = SenderProtocol(limits)
     sender.hold("r", 0.0)
-    for one_input in inputs:
+    for one_input in (computed(), *inputs):
         one_input(sender)
     return sender
 
@@ -151,6 +168,41 @@ def test_each_input_in_each_state_does_what_the_table_says(
     way: str, one_input: Input, actions: list[SenderAction]
 ) -> None:
     assert one_input(held_sender(*WAYS[way])) == actions
+
+
+PROGRESS = Answer(D, Progress(7))
+# The same while the prompt is computed: three of its nine blocks are.
+CHUNKED: list[tuple[list[Input], Input, list[SenderAction]]] = [
+    ([], asks(), [StartWrite(D, request())]),
+    ([asks()], written(num_written=3), [PROGRESS]),
+    ([asks()], computed(), []),
+    ([asks(), computed()], written(num_written=3), [PROGRESS, StartWrite(D, request(), 3)]),
+    ([asks(), written(num_written=3)], computed(5, None), [StartWrite(D, request(), 3)]),
+    ([asks(), written(num_written=3), computed()], written(), [result(SUCCESS), FETCHED]),
+    ([asks(), written(num_written=3), computed()], written(status=FAILED), [result(FAILED), GIVEN_UP]),
+    ([asks(), written(num_written=3)], cancels(), [result(CANCELLED), GIVEN_UP]),
+    ([asks(), written(num_written=3)], withdrawn, [result(CANCELLED), GIVEN_UP]),
+    ([asks(), written(num_written=3)], gone, [result(CANCELLED), GIVEN_UP]),
+    ([asks(), written(num_written=3)], ticks(10.9), []),
+    ([asks(), written(num_written=3)], ticks(11), [result(CANCELLED), GIVEN_UP]),
+    ([asks(), written(num_written=3), computed(5, None, 5.0)], ticks(14.9), []),
+    ([asks(), cancels()], computed(), []),
+    ([asks(), cancels(), computed()], written(num_written=3), [result(CANCELLED), GIVEN_UP]),
+    ([computed(3, None, 5.0)], ticks(24.9), []),
+    ([withdrawn], computed(), []),
+    (
+        [asks(num_receivers=2), asks(8, num_receivers=2, name=D1), written(num_written=3)],
+        written(8, FAILED, D1),
+        [result(FAILED, 8, D1), result(CANCELLED), GIVEN_UP],
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "one_input", "actions"), CHUNKED)
+def test_what_is_computed_is_written_and_the_rest_waited_for(
+    way: list[Input], one_input: Input, actions: list[SenderAction]
+) -> None:
+    assert one_input(held_sender(computed(3, None), *way)) == actions
 
 
 def test_a_request_that_comes_after_its_cancel_writes_nothing() -> None:
@@ -168,8 +220,9 @@ def test_a_receiver_that_fails_takes_the_writes_of_its_other_ranks_with_it() -> 
 def test_receivers_may_number_their_transfers_alike() -> None:
     sender = held_sender(asks())
     sender.hold("s", 0.0)
+    sender.computed(Computed("s", (), True), 9, 0.0)
     assert sender.requested("decode-1", request(7, "s"), 1.0) == [StartWrite("decode-1", request(7, "s"))]
-    assert sender.written("decode-1", 7, SUCCESS)[-1] == Free("s", True)
+    assert sender.written("decode-1", 7, SUCCESS, 9)[-1] == Free("s", True)
     assert written()(sender) == [result(SUCCESS), FETCHED]
 
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.commands import Offer
+from kvist.transfer.commands import Computed, Offer
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import GroupShape, PoolPlace, Refusal, RefusalReason, encode_message
 from kvist.transfer.service import make_hello
@@ -195,7 +195,8 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
         prompt = make_prompt(seed)
         tables = prompt.tables(1)
         source.ranks[0].fill(prompt.whole, tables)
-        inlet.bring(Offer(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+        inlet.bring(Offer(prompt.name, prompt.num_tokens))
+        inlet.bring(Computed(prompt.name, tuple(map(tuple, tables)), True, 300))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
         target.ranks[0].reports.wait_for("completed", prompt.name)
         assert target.ranks[0].holds(prompt.whole, prompt.tables(2))

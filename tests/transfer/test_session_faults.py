@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvist.transfer.commands import TransferLimits
+from kvist.transfer.commands import Computed, TransferLimits
 from kvist.transfer.heads import WHOLE
 from kvist.transfer.messages import (
     Cancel,
     Extent,
     Hello,
+    Progress,
     ReceiveRequest,
     Refusal,
     Result,
@@ -53,6 +54,7 @@ class Write:
     receiver: str
     request: ReceiveRequest
     pieces: list[tuple[int, bytes]]
+    num_written: int
     is_bounced: bool
     is_doomed: bool
 
@@ -86,6 +88,7 @@ class World:
         self.num_ids = self.num_prefills = self.num_decodes = 0
         self.freed: Counter[tuple[str, int, str]] = Counter()
         self.held: list[tuple[str, int, str]] = []
+        self.computed: dict[tuple[str, int, str], int] = {}
         self.outcomes: Counter[str] = Counter()
         self.senders: dict[tuple[str, int], SenderProtocol] = {}
         self.writes: list[Write] = []
@@ -124,9 +127,25 @@ class World:
         for rank in self.ranks:
             self.senders[self.prefill, rank].hold(f"r{self.num_ids}", self.now_s)
             self.held.append((self.prefill, rank, f"r{self.num_ids}"))
+            self.compute_to(self.held[-1], self.rng.randint(0, NUM_PIECES))
         self.receiver.open(self.num_ids, names, [rank for rank in self.ranks if parts[rank]], self.now_s)
         for rank in self.ranks:
             self.to_sender(task, rank, self.request_of(task, rank))
+
+    def compute(self) -> None:
+        """Fill the next blocks of a prompt, if one is not whole."""
+        behind = [each for each in self.held if self.computed[each] < NUM_PIECES]
+        if behind:
+            held = self.rng.choice(behind)
+            self.compute_to(held, self.computed[held] + 1)
+
+    def compute_to(self, held: tuple[str, int, str], num_pieces: int) -> None:
+        self.computed[held] = num_pieces
+        name, rank, request_id = held
+        if (name, rank) in self.senders:
+            told = Computed(request_id, (), num_pieces == NUM_PIECES)
+            actions = self.senders[name, rank].computed(told, num_pieces, self.now_s)
+            self.obey_sender(name, rank, actions)
 
     def deliver(self) -> None:
         """Let a message arrive, not at all, or one more time; not always the first."""
@@ -224,10 +243,12 @@ class World:
     def obey_sender(self, name: str, rank: int, actions: list[SenderAction]) -> None:
         for action in actions:
             match action:
-                case StartWrite(receiver=receiver, request=request):
-                    self.writes.append(self.write_of(name, rank, receiver, request))
-                case Answer(receiver, Result(transfer_id, status)):
-                    self.report(name, rank, receiver, transfer_id, status)
+                case StartWrite(receiver=receiver, request=request, num_written=num_written):
+                    self.writes.append(self.write_of(name, rank, receiver, request, num_written))
+                case Answer(receiver, Result() as result):
+                    self.report(name, rank, receiver, result)
+                case Answer(receiver, Progress() as progress):
+                    self.to_receiver(name, rank, receiver, progress)
                 case Answer(receiver, Refusal() as refusal):
                     self.refuse(name, rank, receiver, refusal)
                 case Free(request_id=request_id):
@@ -241,18 +262,21 @@ class World:
     def request_of(self, task: Task, rank: int) -> ReceiveRequest:
         hello = Hello(self.decode, "tiny", 4, 7, (), 1, 0, "any", b"", ())
         name = f"r{task.transfer_id}"
-        return ReceiveRequest(2, task.transfer_id, hello, WHOLE, name, 4, ((task.block_idx,),), task.rooms[rank])
+        return ReceiveRequest(3, task.transfer_id, hello, WHOLE, name, 4, ((task.block_idx,),), task.rooms[rank])
 
-    def write_of(self, name: str, rank: int, receiver: str, request: ReceiveRequest) -> Write:
-        """Bounce if there is a region, and sometimes not even then: a sender may lack a slot of its own."""
+    def write_of(self, name: str, rank: int, receiver: str, request: ReceiveRequest, num_written: int) -> Write:
+        """Bounce if there is a region for all of it, and sometimes not even then: a sender may lack its own slot."""
+        num_computed = self.computed[name, rank, request.request_id]
         block = BLOCKS_AT + request.block_ids_per_group[0][0] * BLOCK
         places = tuple(block + rank * PART + piece * PIECE for piece in range(NUM_PIECES))
         parts = [content(request.transfer_id, rank, piece) for piece in range(NUM_PIECES)]
-        addresses, is_bounced = places, request.room is not None and self.rng.random() < 0.8
+        is_whole = (num_written, num_computed) == (0, NUM_PIECES)
+        addresses, is_bounced = places, request.room is not None and is_whole and self.rng.random() < 0.8
         if request.room is not None and is_bounced:
             addresses = tuple(request.room.base + piece * PIECE for piece in range(NUM_PIECES))
-        pieces = list(zip(addresses, parts, strict=True)) if receiver == self.decode else []
-        return Write(rank, name, receiver, request, pieces, is_bounced, self.rng.random() < 0.1)
+        pieces = list(zip(addresses, parts, strict=True))[num_written:num_computed] if receiver == self.decode else []
+        is_doomed = self.rng.random() < 0.1
+        return Write(rank, name, receiver, request, pieces, num_computed, is_bounced, is_doomed)
 
     def advance(self, write: Write) -> None:
         if write.pieces and not (write.is_doomed and self.rng.random() < 0.5):
@@ -263,7 +287,7 @@ class World:
         sender = self.senders[write.prefill, write.rank]
         done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
         status = ResultStatus.FAILED if write.is_doomed or write.pieces else done
-        actions = sender.written(write.receiver, write.request.transfer_id, status)
+        actions = sender.written(write.receiver, write.request.transfer_id, status, write.num_written)
         self.writes.remove(write)
         self.obey_sender(write.prefill, write.rank, actions)
 
@@ -282,17 +306,23 @@ class World:
 
         self.wire.append(arrive)
 
-    def report(self, name: str, rank: int, decode: str, transfer_id: int, status: ResultStatus) -> None:
-        task = self.tasks.get(transfer_id)
+    def report(self, name: str, rank: int, decode: str, result: Result) -> None:
+        task = self.tasks.get(result.transfer_id)
         if task is not None and task.rooms[rank] is None and self.rng.random() < 0.03:
-            status = ResultStatus.BOUNCED  # though it has no room: the sender is broken
-        payload = encode_message(Result(transfer_id, status))
+            result = Result(result.transfer_id, ResultStatus.BOUNCED)  # though it has no room: the sender is broken
+        self.to_receiver(name, rank, decode, result)
+
+    def to_receiver(self, name: str, rank: int, decode: str, message: Result | Progress) -> None:
+        payload = encode_message(message)
 
         def arrive() -> None:
-            if decode == self.decode:
-                told = decode_message(payload, name)
-                assert isinstance(told, Result)
-                self.obey(self.receiver.reported(f"{name}/{rank}", told, self.now_s))
+            if decode != self.decode:
+                return
+            match decode_message(payload, name):
+                case Progress(transfer_id=transfer_id):
+                    self.receiver.progressed(f"{name}/{rank}", transfer_id, self.now_s)
+                case Result() as told:
+                    self.obey(self.receiver.reported(f"{name}/{rank}", told, self.now_s))
 
         self.wire.append(arrive)
 
@@ -322,6 +352,7 @@ class World:
         for _ in range(40):
             self.notice_the_dead()
             while self.wire or self.writes or self.scatters:
+                self.compute()
                 if self.wire:
                     self.wire.pop(0)()
                 self.write()
@@ -346,6 +377,7 @@ EVENTS: dict[Callable[[World], None], int] = {
     World.deliver: 30,
     World.write: 30,
     World.scatter: 6,
+    World.compute: 12,
     World.pass_time: 6,
     World.cancel: 1,
     World.withdraw: 1,
@@ -380,7 +412,7 @@ def test_an_end_at_any_point_leaves_a_worker_that_serves_the_next_request(
 ) -> None:
     world = World(num_events)
     world.open()
-    for event in world.rng.choices([World.deliver, World.write, World.scatter], k=num_events):
+    for event in world.rng.choices([World.deliver, World.write, World.scatter, World.compute], k=num_events):
         event(world)
     end(world)
     world.settle()

@@ -14,7 +14,7 @@ from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
 from kvist.engine.server.tools import Reader, Reading, make_reader
 from kvist.openai.errors import RequestError, error_body
-from kvist.openai.requests import RemotePrefill
+from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.openai.responses import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -82,16 +82,13 @@ class ChoicesShape(Shape):
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         """Return the body for all choices, with what another worker needs to go on, if the blocks are kept for one."""
         body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
-        if outputs[0].remote_request_id is not None:
-            places = (self._heading.kv_transfer_endpoints, outputs[0].remote_request_id)
-            num_tokens = usage["prompt_tokens"] if outputs[0].token_ids else outputs[0].num_cached_tokens
-            remote = RemotePrefill(*places, num_tokens, outputs[0].token_ids)
-            body["kv_transfer_params"] = {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}
-        return body
+        return body | self._remote(outputs[0])
 
     def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
         if index not in self._opened:
             self._opened.add(index)
+            if output.remote_request_id is not None:
+                yield self._body(self.kind_of_chunk, []) | self._remote(output)
             yield from self._opening(index)
         if output.text or output.logprobs or output.is_last:
             usage = counter.usage() if self._job.stream_options.continuous_usage_stats else None
@@ -100,6 +97,15 @@ class ChoicesShape(Shape):
     def last_events(self, counter: UsageCounter) -> Iterator[Body]:
         if self._job.stream_options.include_usage:
             yield self._body(self.kind_of_chunk, [], counter.usage())
+
+    def _remote(self, output: RequestOutput) -> Body:
+        """Return where the blocks can be fetched of a prompt that goes on elsewhere."""
+        if output.remote_request_id is None:
+            return {}
+        is_cached = isinstance(self._job.handoff, RemoteDecode) and self._job.handoff.max_cached_tokens is not None
+        num_tokens = output.num_cached_tokens if is_cached else len(self._job.prompts[0])
+        remote = RemotePrefill(self._heading.kv_transfer_endpoints, output.remote_request_id, num_tokens)
+        return {"kv_transfer_params": {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}}
 
     def _opening(self, index: int) -> Iterator[Body]:  # noqa: ARG002
         """Yield what comes before a choice's first token."""
@@ -282,15 +288,20 @@ async def collect(generation: Generation, job: Job, shape: Shape) -> Body | Requ
 async def stream_events(generation: Generation, job: Job, shape: Shape) -> AsyncIterator[bytes]:
     """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest.
 
-    Nothing comes before the first token: routers take the first byte for it.
+    Raises RequestError if there is nothing else. Nothing comes before the first token, for which routers take the first
+    byte, but what another worker needs to fetch the prompt.
     """
     counter = UsageCounter(job)
+    has_begun = False
     async for index, output in _outputs(generation, job):
+        if output.error is not None and not has_begun:
+            raise RequestError(500, output.error)
         if output.error is not None:
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break
         counter.add(index, output)
         for body in shape.events(index, output, counter):
+            has_begun = True
             yield shape.encode(body)
     else:
         for body in shape.last_events(counter):

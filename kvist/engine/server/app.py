@@ -313,7 +313,10 @@ class _Server:
 
 
 class _EventStream(StreamingResponse):
-    """A stream that drops its generation when it ends, also when the client left before the first event."""
+    """A stream that drops its generation when it ends, also when the client left before the first event.
+
+    It begins with that, so that what fails before has a status of its own.
+    """
 
     def __init__(
         self, generation: Generation, noting: AbstractContextManager[None], events: AsyncIterator[bytes]
@@ -326,6 +329,19 @@ class _EventStream(StreamingResponse):
         with self._noting:
             async with self._generation:
                 await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the first event once there is one, and all that follow."""
+        events = aiter(self.body_iterator)
+        first = await anext(events)
+
+        async def begun() -> AsyncIterator[bytes | memoryview | str]:
+            yield first
+            async for event in events:
+                yield event
+
+        self.body_iterator = begun()
+        await super().stream_response(send)
 
 
 async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:

@@ -209,8 +209,6 @@ class Intake:
         if handoff is not None and len(prompts) * params.n != 1:
             message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
             raise RequestError(400, message, param="kv_transfer_params")
-        if isinstance(handoff, api.RemoteDecode) and request.stream:
-            raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
         if request.stream and params.prompt_logprobs is not None:
             raise RequestError(400, "prompt_logprobs: expected it left out in a stream", param="prompt_logprobs")
         options = api.convert(fields, AnswerOptions)

@@ -9,8 +9,8 @@ Spans have OpenTelemetry's names where it has them, else vLLM's:
     │  └─ scatter               out of the bounce region
     ├─ prefill                  until the first token
     ├─ decode                   the other tokens
-    └─ hold                     of a prompt for another worker, after the request has ended
-       └─ write                 into that worker's memory, once for each of its ranks
+    └─ hold                     of a prompt for another worker, from its first chunk on
+       └─ write                 into that worker's memory, for each of its ranks as much as was computed
 
 With several choices, or prompts, there is one of each for every sequence.
 """
@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,6 +54,15 @@ def span_of(scope: Scope) -> Span:
     return span
 
 
+@dataclass(slots=True)
+class _Hold:
+    """What is known of a held prompt: whose it was, the writes from it, and its end; all come in their own time."""
+
+    span: Span | None = None
+    writes: list[WriteTimes] = field(default_factory=list)
+    times: HoldTimes | None = None
+
+
 class WorkerSpans:
     """Makes the spans of all requests, on the event loop; of their transfers it hears from any thread."""
 
@@ -60,7 +70,7 @@ class WorkerSpans:
         self._tracing = tracing
         self._model_name = model_name
         self._loop = loop
-        self._held: OrderedDict[str, tuple[Span, list[WriteTimes]]] = OrderedDict()  # and the writes from them
+        self._held: OrderedDict[str, _Hold] = OrderedDict()
         self._fetches: OrderedDict[str, FetchTimes] = OrderedDict()
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
@@ -99,10 +109,11 @@ class WorkerSpans:
             choice = {"kvist.choice": index} if len(told) > 1 else {}
             _tell_sequence(span, each, fetch, len(job.prompts[index // job.params.n]), now_s, choice)
             if each.remote_request_id is not None:
-                _keep(self._held, each.remote_request_id, (span, []))
+                self._hold(each.remote_request_id).span = span
+                self._tell_hold(each.remote_request_id)
 
     def on_transfer(self, times: TransferTimes) -> None:
-        """Keep, from any thread, what is told of a fetch until its request ends, of a write until its hold does."""
+        """Keep, from any thread, what is told of a transfer until its request has ended, and the hold of its prompt."""
         with suppress(RuntimeError):  # the loop is closed: so is everything else
             self._loop.call_soon_threadsafe(self._keep_or_tell, times)
 
@@ -110,16 +121,27 @@ class WorkerSpans:
         match times:
             case FetchTimes():
                 _keep(self._fetches, times.request_id, times)
-            case WriteTimes(remote_request_id) if remote_request_id in self._held:
-                self._held[remote_request_id][1].append(times)
-            case HoldTimes():
-                self._tell_hold(times)
+            case WriteTimes(remote_request_id):
+                self._hold(remote_request_id).writes.append(times)
+            case HoldTimes(remote_request_id):
+                self._hold(remote_request_id).times = times
+                self._tell_hold(remote_request_id)
 
-    def _tell_hold(self, times: HoldTimes) -> None:
-        span, writes = self._held.pop(times.remote_request_id, (NO_SPAN, []))
-        facts: Attributes = {"kvist.remote_request_id": times.remote_request_id, "kvist.fetched": times.is_fetched}
-        hold = span.record("hold", times.began_s, times.ended_s, facts)
-        for write in writes:
+    def _hold(self, remote_request_id: str) -> _Hold:
+        if remote_request_id not in self._held:
+            _keep(self._held, remote_request_id, _Hold())
+        return self._held[remote_request_id]
+
+    def _tell_hold(self, remote_request_id: str) -> None:
+        """Tell of a prompt's hold and writes, once both that and its request have ended."""
+        held = self._held[remote_request_id]
+        times = held.times
+        if held.span is None or times is None:
+            return
+        del self._held[remote_request_id]
+        facts: Attributes = {"kvist.remote_request_id": remote_request_id, "kvist.fetched": times.is_fetched}
+        hold = held.span.record("hold", times.began_s, times.ended_s, facts)
+        for write in held.writes:
             facts = {
                 "kvist.bytes": write.num_bytes,
                 "kvist.pieces": write.num_pieces,

@@ -68,6 +68,8 @@ class Dialect:
     """Whether a worker that has a role can do all of a request; else both of a pair are asked at once."""
     hands_logprobs = False
     """Whether the log probabilities of the first token come along."""
+    hands_over_early = False
+    """Whether a prefill worker's answer is a stream, whose beginning says what is handed over."""
 
     def obstacle(self, path: str, ask: Ask) -> Local | None:
         """Return why no pair can do the request, None if one can.
@@ -88,7 +90,7 @@ class Dialect:
         raise NotImplementedError
 
     def read_handoff(self, path: str, answer: bytes) -> Handoff | None:  # noqa: ARG002
-        """Return what a prefill worker's answer hands over; None where it has nothing that can be used."""
+        """Return what a prefill worker's answer, or so much of it, hands over; None where that can not be used."""
         return None
 
 

@@ -1,7 +1,8 @@
 """vLLM's connectors that hand `kv_transfer_params` on, as NIXL's (read in 0.33.0), and Kvist's own workers, likewise.
 
 The prefill worker computes the prompt and one token, keeps the blocks, and answers with params that name them. The
-decode worker gets the client's request with those, fetches the blocks, and samples the first token itself.
+decode worker gets the client's request with those, fetches the blocks, and samples the first token itself. Kvist's
+prefill workers say the params once they have begun, and their decode workers fetch blocks as they are computed.
 """
 
 from __future__ import annotations
@@ -53,14 +54,25 @@ class VllmDialect(Dialect):
 
 
 class KvistDialect(VllmDialect):
-    """Hands the first token over in the params, so that no worker samples it twice, and not its log probabilities.
+    """Hands the first token over behind the blocks, so that no worker samples it twice; not its log probabilities.
 
     A worker also hands over what it has cached of a prompt's first tokens; another computes the rest.
     """
 
     hands_logprobs = False
+    hands_over_early = True
+
+    def begin(self, path: str, ask: Ask, *others: object) -> tuple[Fields, Handoff | None]:
+        """Ask for one token, as a stream."""
+        fields, handoff = super().begin(path, ask, *others)
+        return fields | {"stream": True}, handoff
 
     def ask_for_prefix(self, ask: Ask, num_tokens: int) -> Fields:
         """Return what is set in the body of whoever holds so many tokens: it computes nothing."""
         asked = {"do_remote_decode": True, "max_cached_tokens": num_tokens}
         return {**self.begin("", ask)[0], "kv_transfer_params": asked}
+
+    def read_handoff(self, path: str, answer: bytes) -> Handoff | None:
+        """Return the params in the first event, once that is whole."""
+        event, end, _ = answer.partition(b"\n\n")
+        return super().read_handoff(path, event.removeprefix(b"data: ")) if end else None

@@ -220,7 +220,6 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
             ({"kv_transfer_params": {"do_remote_prefill": True}}, "missing required field `remote_endpoints`"),
             ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
             ({"kv_transfer_params": {}}, "got neither"),
-            ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream: got true"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "n=2"),
             ({"kv_transfer_params": params | {"num_tokens": 7}}, "num_tokens: got 7"),
         ):

@@ -6,10 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from kvist.engine.request import RequestOutput
 from kvist.engine.server.answers import ChatShape, Heading, stream_events
 from kvist.engine.server.intake import AnswerOptions, Job
 from kvist.openai import requests as api
+from kvist.openai.errors import RequestError
 
 
 class Outputs:
@@ -48,6 +51,9 @@ async def test_nothing_is_sent_before_the_first_token_and_each_choice_opens_with
     assert [(idx, delta["content"]) for _, idx, delta in told[3:]] == [(0, "y"), (1, "z")]
 
 
-async def test_an_engine_that_fails_at_once_has_opened_nothing() -> None:
-    (_, error), (_, done) = [each async for each in streamed(Outputs((0, RequestOutput("a", error="broken"))))]
+async def test_an_engine_that_fails_at_once_has_opened_nothing_and_a_stream_goes_on_to_say_so() -> None:
+    failed = (0, RequestOutput("a", error="broken"))
+    with pytest.raises(RequestError, match="broken"):
+        await anext(streamed(Outputs(failed)))
+    *_, (_, error), (_, done) = [each async for each in streamed(Outputs((0, RequestOutput("a", (5,), "x")), failed))]
     assert (json.loads(error)["error"]["message"], done) == ("broken", "[DONE]")

@@ -42,7 +42,6 @@ COME = {
     "remote_endpoints": ["tcp://127.0.0.1:9"],
     "remote_request_id": "there",
     "num_tokens": len(PROMPT),
-    "first_token_ids": [7],
 }
 
 
@@ -215,7 +214,7 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
             arrived_s = None if reason else at_s + 2e-6
             served.hear(FetchTimes(request_id, at_s, arrived_s, at_s + 3e-6, 640, 2, reason))
             if reason is None:
-                served.report(FetchCompleted(request_id))
+                served.report(FetchCompleted(request_id, 7))
             else:
                 served.report(FetchFailed(request_id, reason))
                 served.report(FetchReleased(request_id))

@@ -43,13 +43,17 @@ class Simulated:
             return
         asked = {name: value for name, value in body["kv_transfer_params"].items() if value is not None}
         assert asked == {"do_remote_decode": True, "do_remote_prefill": False}
-        assert (body["stream"], body["max_tokens"]) == (False, 1)
+        assert body["max_tokens"] == 1
         self._num_prefills += 1
         name = f"held-{self._num_prefills}"
         self.held[name] = body["prompt"]
-        params = {"do_remote_prefill": True, "remote_request_id": name, "first_token_ids": [7]}
-        answer = {"choices": [{"text": TOKENS[0]}], "kv_transfer_params": params}
-        writer.write(self._http_bytes.response(json.dumps(answer).encode()))
+        params = {"do_remote_prefill": True, "remote_request_id": name}
+        said = json.dumps({"choices": [], "kv_transfer_params": params}).encode()
+        if not body["stream"]:  # vLLM's
+            writer.write(self._http_bytes.response(said))
+            return
+        chunks = [b"data: %b\n\n" % said, self.events()[0], b"data: [DONE]\n\n", b""]
+        writer.write(self._http_bytes.event_stream_head + b"".join(map(self._http_bytes.chunk, chunks)))
 
     async def decode(self, received: Any, writer: asyncio.StreamWriter) -> None:
         body = json.loads(received.body)
@@ -124,6 +128,40 @@ async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(w
         roles = {url: shown["role"] for url, shown in (await front.workers()).items()}
         assert roles == {p.url: "prefill", d.url: "decode"}
         assert await count(front, f'worker_role{{role="prefill",worker="{p.url}"}}') == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_the_decode_worker_is_asked_while_the_prompt_is_computed(
+    worker, router, simulated, http_bytes, is_lost: bool
+) -> None:
+    is_asked, is_over = asyncio.Event(), asyncio.Event()
+
+    async def prefill(received: Any, writer: asyncio.StreamWriter) -> None:
+        simulated.held["begun"] = json.loads(received.body)["prompt"]
+        said = {"choices": [], "kv_transfer_params": {"do_remote_prefill": True, "remote_request_id": "begun"}}
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(b"data: %b\n\n" % json.dumps(said).encode()))
+        await is_asked.wait()
+        if is_lost:
+            writer.transport.abort()
+        else:
+            writer.write(http_bytes.chunk(b"data: [DONE]\n\n") + http_bytes.chunk(b""))
+        is_over.set()
+
+    async def decode(received: Any, writer: asyncio.StreamWriter) -> None:
+        is_asked.set()
+        await is_over.wait()
+        await simulated.decode(received, writer)
+
+    async with (
+        worker(server_info=info("prefill"), answer=prefill) as p,
+        worker(server_info=info("decode"), answer=decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        answer, text = await stream(front)
+        assert (text, answer.headers["x-kvist-prefill-worker"]) == ("".join(TOKENS), p.url)
+        assert (len(p.completions), len(d.completions)) == (1, 1), "whoever fetches knows what to do without the rest"
+        assert total_load(front) == 0
+        assert not p.released
 
 
 @pytest.mark.parametrize(
@@ -217,7 +255,7 @@ async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router
 async def test_a_prefix_that_cannot_be_fetched_is_computed(
     outcome: str, num_asked: int, worker, router, http_bytes, until
 ) -> None:
-    params = {"do_remote_prefill": True, "remote_request_id": "held-1", "num_tokens": 384, "first_token_ids": []}
+    params = {"do_remote_prefill": True, "remote_request_id": "held-1", "num_tokens": 384}
     told = info("both", kv_transfer={"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9})
     is_free = asyncio.Event()
 
@@ -234,8 +272,11 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         is_held = asked is not None and asked != params and outcome != "prefill_refused"
         if is_held and outcome == "removed":
             front.service.fleet.remove(d.url)
-        held = {"kv_transfer_params": params} if is_held else {}
-        writer.write(http_bytes.response(json.dumps({"choices": [{"text": "x"}]} | held).encode()))
+        if is_held:
+            said = b"data: %b\n\n" % json.dumps({"choices": [], "kv_transfer_params": params}).encode()
+            writer.write(http_bytes.event_stream_head + http_bytes.chunk(said) + http_bytes.chunk(b""))
+        else:
+            writer.write(http_bytes.response(b'{"choices":[{"text":"x"}]}'))
 
     async with (
         worker(server_info=told, answer=answer) as p,
@@ -496,7 +537,7 @@ def test_the_two_bodies_say_what_the_client_said() -> None:
     assert sent(body) == {
         "prompt": [1, 2],
         "seed": 2**64 - 1,
-        "stream": False,
+        "stream": True,
         "stream_options": None,
         "max_tokens": 1,
         "kv_transfer_params": {
