@@ -26,7 +26,8 @@ from kvist.openai.requests import ChatCompletionRequest, Fields
 Body = dict[str, Any]
 
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[ARGS\])?(?=\{)")
-_QUOTED_CALL = re.compile(r"call:([\w.-]+)(\{.*?\})(?=<tool_call\|>|<end_function_call>)", re.DOTALL)
+_QUOTED_CALL_ENDS = ("<tool_call|>", "<end_function_call>")
+_QUOTED_CALL = re.compile(rf"call:([\w.-]+)(\{{.*?\}})(?={'|'.join(map(re.escape, _QUOTED_CALL_ENDS))})", re.DOTALL)
 _HEADER_MARKS = ("<|channel|>", "<|start|>", " to=")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE_END = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
@@ -221,7 +222,7 @@ class ToolReader(Reader):
     def __init__(self, rules: ToolRules) -> None:
         super().__init__(rules)
         self._is_in_calls = False
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(parse_constant=str)  # NaN is no JSON
         self._has_said = False
 
     def feed(self, text: str, is_last: bool) -> Reading:
@@ -253,12 +254,14 @@ class ToolReader(Reader):
         calls = []
         while True:
             rest = self._held[syntax.between.match(self._held).end() :]  # type: ignore[union-attr]
-            if syntax.quote is not None and (quoted := _QUOTED_CALL.match(rest)):
+            # Until its end is there the pattern would look through all of it again with each token.
+            has_end = any(end in rest for end in _QUOTED_CALL_ENDS)
+            if syntax.quote is not None and has_end and (quoted := _QUOTED_CALL.match(rest)):
                 rest = f"{quoted[1]}{_as_json(quoted[2], syntax.quote)}{rest[quoted.end() :]}"
             named = _NAMED_CALL.match(rest)
             try:
                 found, end = self._decoder.raw_decode(rest, named.end() if named else 0)
-            except ValueError:
+            except (RecursionError, ValueError):
                 break
             if named:
                 found = {"name": named[1], "arguments": found}
@@ -274,8 +277,8 @@ class ToolReader(Reader):
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
-    except ValueError:
+        msgspec.json.decode(text)
+    except (RecursionError, ValueError, msgspec.DecodeError):
         return False
     return True
 
