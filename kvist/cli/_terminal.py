@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
+_SWITCH_INTERVAL_S = 0.0005
+"""For how long a thread, as that which renders metrics, keeps the interpreter from the event loop: Python's is 5 ms."""
 _WIDTH_OF_FILES = 4096
 _SHORT = 12
 """Columns no wider than this are never broken; others give way on a narrow screen."""
@@ -38,6 +40,7 @@ async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T
 
     A ready line that is empty is not said.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     task, stopped = asyncio.current_task(), asyncio.Event()
     assert task is not None
     on_signal(lambda: task.cancel() if stopped.is_set() else stopped.set())
