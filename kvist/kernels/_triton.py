@@ -58,10 +58,11 @@ def on_compile(callback: Callable[[str], None]) -> None:
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: object) -> None:  # noqa: A002
         names = fn.jit_function.arg_names
-        constants = " ".join(f"{names[i]}={value}" for (i,), value in compile["constants"].items())
+        constants = " ".join(f"{names[i]}={value}" for (i, *_), value in compile["constants"].items())
         callback(f"{fn.name.strip('_')} {constants}")
 
-    knobs.runtime.jit_post_compile_hook = hook
+    if IS_INSTALLED:
+        knobs.runtime.jit_post_compile_hook = hook
 
 
 def widen_for_interpreter(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ from kvist.kvcache import peak_num_blocks
 MAX_STEP = 64
 
 
-@pytest.fixture(autouse=True)
-def _launches_are_recorded(monkeypatch) -> None:
+@pytest.fixture
+def _recorded_launches(monkeypatch) -> None:
     """Triton finds an H100 (of no number: its caches stay apart), attention gives zeros, and nothing is compiled."""
     compiled: set[str] = set()
     target = {"target": GPUTarget("cuda", 90, 32), "device": -1, "stream": 0}
@@ -46,6 +46,7 @@ def _launches_are_recorded(monkeypatch) -> None:
     monkeypatch.setattr(transformer, "paged_attention", attend)
 
 
+@pytest.mark.usefixtures("_recorded_launches")
 # Of each kind of layer decodes and prefills, whole and split; eight keys, gemma3's window, are never split.
 @pytest.mark.parametrize(("name", "num_attention"), [("llama", 4), ("gemma3", 6)])
 def test_what_random_steps_launch_was_compiled_before(name: str, num_attention: int, harness, caplog) -> None:
@@ -71,3 +72,11 @@ def test_what_random_steps_launch_was_compiled_before(name: str, num_attention: 
                 running.remove(each)
                 paged.close(each)
     assert "compiled while serving" not in caplog.text
+
+
+def test_warming_up_leaves_the_cache_as_it_was(family: str, harness) -> None:
+    paged = harness(family)
+    for pool in paged.tensors.pools:
+        pool.fill_(1.0)
+    paged.runner.warm_up([peak_num_blocks(group, 4, 512, MAX_STEP) for group in paged.plan.groups])
+    assert all((pool == 1.0).all() for pool in paged.tensors.pools)
