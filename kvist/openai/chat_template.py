@@ -142,7 +142,7 @@ class ChatTemplate:
 
     def _messages(self, request: ChatCompletionRequest, is_marked: bool) -> list[Message]:
         messages = [self._message(message, is_marked) for message in request.messages]
-        if not self._knows_developers and any(message.get("role") == "developer" for message in messages):
+        if not self._knows_developers and "developer" in [message.get("role") for message in messages]:
             messages = _with_one_system_message(messages)
         if request.continue_final_message:
             messages[-1] = _marked(messages[-1])

@@ -61,7 +61,8 @@ class Prefix(NamedTuple):
 
     def held_tokens(self, prompt: Prompt) -> int:
         """Return the most that any rank holds, in any tier."""
-        return max((usable_tokens(depths, prompt) for depths in self.overlaps.values()), default=0)
+        deepest = max([depths[-1] for depths in self.overlaps.values()], default=0)
+        return usable_tokens([deepest], prompt)
 
 
 class _Ranks(NamedTuple):
@@ -358,8 +359,8 @@ class Routing:
                 pricing = self._load.pricing(policy, prompt.block_size)
                 self._pricing[ask.model, prompt.block_size] = pricing
             by_tier = [prefix.overlaps.get(rank.target, _NOWHERE) for rank in ranks.statuses]
-            is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
-            depths = [each[0] for each in by_tier] if is_all_on_gpus else by_tier
+            on_gpus = [each[0] for each in by_tier]
+            depths = on_gpus if on_gpus == [each[-1] for each in by_tier] else by_tier
             columns, hashes = ranks.columns, prefix.block_hashes
             pull = None
             if holder is not None and holder.overlap_blocks:
