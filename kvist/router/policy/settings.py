@@ -30,7 +30,7 @@ class PriceSettings:
     name: ClassVar[str] = "kv"
     alpha: float = DEFAULT_ALPHA
     tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
-    price_scale: float = 2.0
+    price_scale: float = 2.5
     max_price: float = 40.0
     context_scale: float = 0.05
     recent_scale: float = 0.03

@@ -101,7 +101,7 @@ def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not()
     given = sum(math.exp(-(120.0 - (100.0 + idx)) / 10.0) for idx in range(20)) * round(work_of(10_000)) * UNIT_S
     utilisation = given / (10.0 * (1 - math.exp(-20.0 / 10.0)))
     assert idle.price == 0.0
-    assert busy.price == pytest.approx(2.0 * utilisation**2 / (1 - utilisation), rel=1e-3)
+    assert busy.price == pytest.approx(2.5 * utilisation**2 / (1 - utilisation), rel=1e-3)
     queued = sum(request.work for request in running) * UNIT_S
     assert busy.load.wait_s == pytest.approx([abs(queued - 20.0)])
     assert busy.cost_s == pytest.approx(
