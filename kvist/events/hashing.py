@@ -27,8 +27,6 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 _U32_MAX = 0xFFFF_FFFF
 _U64_MAX = 0xFFFF_FFFF_FFFF_FFFF
 _TOKEN_BYTES = 4
-# Below this many blocks numpy's fixed cost of some 2 µs is the larger one.
-_MIN_CUT_BLOCKS = 16
 _pack_pair = struct.Struct("<QQ").pack
 
 
@@ -112,11 +110,7 @@ def _local_hashes(
     stride = block_size * _TOKEN_BYTES
     overlap = _TOKEN_BYTES if is_eagle else 0
     num_blocks = max(0, len(packed) - overlap) // stride
-    if is_eagle or num_blocks < _MIN_CUT_BLOCKS:
-        blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
-    else:
-        # One C call cuts the buffer into bytes objects: half the time of slicing in a loop.
-        blocks = np.frombuffer(packed, dtype=f"V{stride}", count=num_blocks).tolist()
+    blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
     if mm_hashes is not None:
         for idx, items in enumerate(mm_hashes[:num_blocks]):
             if items:
