@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,14 +32,8 @@ class Depths(NamedTuple):
     external: int
 
 
-_depths: Callable[[tuple[int, ...]], Depths] = partial(tuple.__new__, Depths)  # a third of the time of Depths._make
-
-
-class _StructOrMapping(msgspec.StructMeta, ABCMeta):
-    """What makes structs that are mappings: a struct is made in half the time of another object."""
-
-
-class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapping, frozen=True, gc=False, eq=False):
+@dataclass(frozen=True, slots=True, eq=False)
+class Match(Mapping[WorkerRank, Depths]):
     """Who holds a prefix of the blocks asked for, and how deep; ranks that do not hold the first block are absent.
 
     A mapping for convenience; a policy reads the arrays, whose rows ascend by the last column of `depths`.
@@ -71,15 +62,10 @@ class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapp
     def __len__(self) -> int:
         return len(self.holder_ids)
 
-    def __eq__(self, other: object) -> bool:
-        return Mapping.__eq__(self, other)
-
-    __hash__ = None  # type: ignore[assignment]  # as mappings are
-
     def to_dict(self) -> dict[WorkerRank, Depths]:
         """Return all of it as a dict: convenient, and with many holders slower than the match itself."""
         columns = self.depths.T.tolist()
-        return dict(zip(self.ranks, map(_depths, zip(*columns, strict=True)), strict=True))
+        return dict(zip(self.ranks, map(Depths._make, zip(*columns, strict=True)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
