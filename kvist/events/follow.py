@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, ReplayRequest, Subscription
 
-TICK_S = 0.2
-"""How often those who wait for a message are looked at: questions fall due and peers connect without one."""
+TICK_S = 0.25
+"""How long a message is waited for: questions fall due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
 SLICE_S = 0.0002
@@ -46,7 +46,7 @@ class Follower(Protocol):
         """Take note that a peer connected; what comes next may be another process's."""
 
     def on_departure(self) -> None:
-        """Take note that the peer is known to be gone; called again whenever something happens meanwhile."""
+        """Take note that the peer is known to be gone; called again when something comes meanwhile."""
 
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now, the same until `on_answer` or something else happens; called in every round."""
@@ -95,41 +95,12 @@ class Turns:
         return all(time.monotonic() < self._ends_at_s for _ in pieces)
 
 
-class Ticker:
-    """Wakes who waits for a message when there is something else to do: one timer, however many wait."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Callable[[], bool], asyncio.Timeout] = {}
-        self.turns = Turns()
-
-    async def run(self) -> None:
-        """Tick every `TICK_S` until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            await self.tick()
-
-    async def tick(self) -> None:
-        await self.turns.run_in_turns(_look(self._waiting))
-
-    async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
-        """Wait for messages, and no longer than until a tick finds `is_due`; then return none."""
-        wait = asyncio.timeout(None)
-        self._waiting[is_due] = wait
-        try:
-            async with wait:
-                return await subscription.receive()
-        except TimeoutError:
-            return ()
-        finally:
-            self._waiting.pop(is_due, None)
-
-
 async def follow(
     subscription: Subscription,
     follower: Follower,
     *,
     clock: Callable[[], float],
-    ticker: Ticker,
+    turns: Turns,
     replay_gate: AbstractAsyncContextManager[object],
     snapshot_gate: AbstractAsyncContextManager[object] | None = None,
     num_connects: int = 0,
@@ -137,18 +108,21 @@ async def follow(
     """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question.
 
     Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
-    first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
+    first `num_connects` connections are no news to the follower.
     """
     following = _Following(subscription, follower, clock, num_connects)
     while True:
-        messages = await ticker.receive(subscription, following.is_due)
-        await ticker.turns.run_in_turns(following.apply(messages))
+        messages: Sequence[Message] = ()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                messages = await subscription.receive()
+        await turns.run_in_turns(following.apply(messages))
         for question in follower.questions(clock()):
             is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
             async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                 answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
                 question = question._replace(is_caught_up=subscription.is_caught_up)
-                await ticker.turns.run_in_turns(follower.on_answer(question, answer, clock()))
+                await turns.run_in_turns(follower.on_answer(question, answer, clock()))
 
 
 @dataclass(slots=True, eq=False)
@@ -161,27 +135,14 @@ class _Following:
     num_connects: int
     _has_departed: bool = False
 
-    def is_due(self) -> bool:
-        subscription = self.subscription
-        if subscription.num_connects > self.num_connects or subscription.is_peer_gone > self._has_departed:
-            return True
-        return bool(self.follower.questions(self.clock()))
-
     def apply(self, messages: Sequence[Message]) -> Iterator[None]:
         """Take what was received; yields wherever others may go on."""
+        is_told = self._has_departed and not messages
         if self.subscription.num_connects > self.num_connects:
-            self.num_connects = self.subscription.num_connects
+            self.num_connects, is_told = self.subscription.num_connects, False
             self.follower.on_reconnect(self.clock())
         if messages:
             yield from self.follower.receive_all(messages, self.clock())
         self._has_departed = self.subscription.is_peer_gone
-        if self._has_departed:  # also after messages: they may be its last
+        if self._has_departed and not is_told:  # also after messages: they may be its last
             self.follower.on_departure()
-
-
-def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:
-    for is_due, wait in tuple(waiting.items()):
-        if is_due in waiting and is_due():
-            del waiting[is_due]
-            wait.reschedule(0.0)
-        yield

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvist.errors import InvalidValueError, MissingExtraError, leave_group
 from kvist.events import WorkerRank
-from kvist.events.follow import Ticker, follow
+from kvist.events.follow import Turns, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
 from kvist.events.types import MAX_RANKS
@@ -71,8 +71,7 @@ class Indexer:
         self._parked: dict[str, list[Source]] = {}
         self.resyncing: set[WorkerRank] = set()
         """The ranks whose overlap must count as zero for now, always up to date: their blocks may be gone."""
-        self._housekeeping: list[asyncio.Task[None]] = []
-        self._ticker = Ticker()
+        self._turns = Turns()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
         self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS_AT_ONCE)
         self.block_sizes: Mapping[str, int] = {}
@@ -84,16 +83,12 @@ class Indexer:
     async def __aenter__(self) -> Self:
         """Start housekeeping; sources can be added from here on."""
         await self._tasks.__aenter__()
-        self._housekeeping = [
-            self._tasks.create_task(self._sweep(), name="kvist-sweep"),
-            self._tasks.create_task(self._ticker.run(), name="kvist-ticker"),
-        ]
+        self._sweeping = self._tasks.create_task(self._sweep(), name="kvist-sweep")
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Stop following; the index keeps what it has."""
-        for task in self._housekeeping:
-            task.cancel()
+        self._sweeping.cancel()
         for sources in self._sources.values():
             for _, task in sources:
                 task.cancel()
@@ -240,7 +235,7 @@ class Indexer:
                     subscription,
                     source,
                     clock=self._clock,
-                    ticker=self._ticker,
+                    turns=self._turns,
                     replay_gate=self._replay_gate,
                     snapshot_gate=self._snapshot_gate,
                     num_connects=source.num_known_connects,

@@ -18,7 +18,7 @@ from typing import Self, Unpack
 
 from kvist.events import EngineCleared, EngineStored, Tier
 from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.follow import Question, Ticker, follow
+from kvist.events.follow import Question, Turns, follow
 from kvist.events.session import NO_REPLAY, SourceState
 from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.files import in_thread
@@ -282,7 +282,7 @@ class Sidecar:
         options["num_ahead"] = int(any(each.drops_last_block for each in engine_endpoints))
         # What a saved state depends on beside the block size.
         self._settings = " ".join(f"{name}={options.get(name)}" for name in sorted(StreamOptions.__annotations__))
-        self._ticker = Ticker()
+        self._turns = Turns()
         with ExitStack() as exits:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
             saved = self._load(block_size)
@@ -309,8 +309,7 @@ class Sidecar:
         """Follow every endpoint until cancelled or publishing fails, as `close` raises; raises InvalidValueError."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._ticker.run(), name="kvist-sidecar-ticker")]
-                running += [
+                running = [
                     tasks.create_task(self._follow(feed), name=f"kvist-sidecar-{feed.endpoint.address}")
                     for feed in self._feeds
                 ]
@@ -349,7 +348,7 @@ class Sidecar:
 
     async def _follow(self, feed: SidecarFeed) -> None:
         async with open_subscription(feed.endpoint) as subscription:
-            await follow(subscription, feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore())
+            await follow(subscription, feed, clock=time.monotonic, turns=self._turns, replay_gate=asyncio.Semaphore())
 
     def _load(self, block_size: int | None) -> SidecarState | None:
         """Return what an earlier sidecar saved that was configured like this one."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvist.events.follow import Question, Ticker, follow
+from kvist.events.follow import Question, Turns, follow
 from kvist.events.transports import Message, ReplayRequest
 
 
@@ -16,7 +16,6 @@ class FakeSubscription:
 
     def __init__(self) -> None:
         self.num_connects = 0
-        self.num_receives = 0
         self.is_peer_gone = False
         self.is_caught_up = True
         self.inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
@@ -25,7 +24,6 @@ class FakeSubscription:
         self.may_answer = asyncio.Event()
 
     async def receive(self) -> list[Message]:
-        self.num_receives += 1
         return await self.inbox.get()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
@@ -73,11 +71,11 @@ def message(sequence: int) -> Message:
 async def start_following(monkeypatch):
     """Return a function that follows a subscription until the test ends, or its result is cancelled; ticks are fast."""
     monkeypatch.setattr("kvist.events.follow.TICK_S", 0.001)
-    ticker, gate = Ticker(), asyncio.Semaphore()
-    tasks = [asyncio.create_task(ticker.run())]
+    turns, gate = Turns(), asyncio.Semaphore()
+    tasks: list[asyncio.Task[None]] = []
 
     def start(subscription, recorder, replay_gate=gate):
-        following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=replay_gate)
+        following = follow(subscription, recorder, clock=lambda: 7.0, turns=turns, replay_gate=replay_gate)
         tasks.append(asyncio.create_task(following))
         return tasks[-1]
 
@@ -168,7 +166,7 @@ async def test_the_gate_limits_the_questions_asked_at_once(start_following, unti
     ],
 )
 async def test_a_question_for_all_that_a_publisher_holds_has_a_gate_of_its_own(request_, is_for_all, until):
-    gate, snapshot_gate, ticker = asyncio.Semaphore(1), asyncio.Semaphore(1), Ticker()
+    gate, snapshot_gate = asyncio.Semaphore(1), asyncio.Semaphore(1)
     subscription, recorder = FakeSubscription(), Recorder()
     recorder.due = [Question(request_)]
     subscription.inbox.put_nowait([message(0)])
@@ -176,7 +174,7 @@ async def test_a_question_for_all_that_a_publisher_holds_has_a_gate_of_its_own(r
         subscription,
         recorder,
         clock=lambda: 7.0,
-        ticker=ticker,
+        turns=Turns(),
         replay_gate=gate,
         snapshot_gate=snapshot_gate,
     )
@@ -200,23 +198,6 @@ async def test_cancelling_amid_a_replay_leaves_the_gate_open(start_following, un
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not gate.locked()
-
-
-async def test_a_stream_with_nothing_to_say_is_looked_at_and_left_asleep(followed, until):
-    subscription, recorder = followed
-    await until(lambda: recorder.num_looks > 5)
-    assert subscription.num_receives == 1
-
-
-async def test_one_stream_is_woken_while_others_sleep(start_following, until):
-    pairs = [(FakeSubscription(), Recorder()) for _ in range(3)]
-    for subscription, recorder in pairs:
-        subscription.may_answer.set()
-        start_following(subscription, recorder)
-    await until(lambda: all(recorder.num_looks for _, recorder in pairs))
-    pairs[1][1].due = [Question(ReplayRequest(None, 0))]
-    await until(lambda: pairs[1][1].log == ["answered 0"])
-    assert [subscription.num_receives for subscription, _ in pairs] == [1, 2, 1]
 
 
 async def test_a_message_that_comes_as_its_stream_is_woken_is_not_lost(followed, until):

@@ -11,7 +11,7 @@ from fault_harness.publisher import SteppedPublisher
 from fault_harness.virtual import World
 from fault_harness.wire import Link, Network, WirePublication
 from fault_harness.workers import Account, StockProcess, Worker
-from kvist.events.follow import Ticker, follow
+from kvist.events.follow import Turns, follow
 from kvist.events.transports import Endpoint
 from kvist.publisher.sidecar import SidecarFeed
 
@@ -36,13 +36,11 @@ class VirtualSidecar:
         self.publisher.kill()
 
     async def _follow(self) -> None:
-        loop, ticker = asyncio.get_running_loop(), Ticker()
-        ticking = loop.create_task(ticker.run())
+        loop = asyncio.get_running_loop()
         with suppress(asyncio.CancelledError):
             async with self._network.open_subscription(self._feed.endpoint) as subscription:
-                options: dict[str, Any] = {"clock": loop.time, "ticker": ticker, "replay_gate": asyncio.Semaphore()}
+                options: dict[str, Any] = {"clock": loop.time, "turns": Turns(), "replay_gate": asyncio.Semaphore()}
                 await follow(subscription, self._feed, **options)
-        ticking.cancel()
 
 
 class SidecarWorker(Worker):
