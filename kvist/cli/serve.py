@@ -80,7 +80,7 @@ class ServeConfig(EngineConfig):
     """seconds until a transfer has failed; prompts are held twice as long"""
     kv_transfer_fallback: bool = True
     """compute here a prompt that cannot be fetched"""
-    kv_transfer_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
+    kv_transfer_tokens_per_s: Annotated[float, Meta(gt=0, le=1e12)] | None = None
     """how fast prompts are fetched until that is measured: with it, routers have prefixes fetched by this worker, and
     from it, where that is cheaper than to compute them"""
 

@@ -72,6 +72,7 @@ class _Ranks(NamedTuple):
     columns: NDArray[np.intp]
     num_blocks: list[int]
     fetch_token_s: NDArray[np.float64]
+    block_sizes: NDArray[np.intp]
 
 
 class Routing:
@@ -247,11 +248,6 @@ class Routing:
         num_fetched = 0 if answer.prices is None else int(answer.prices.fetched_tokens[answer.chosen_idx])
         if holder is None or not num_fetched:
             return Plan(answer)
-        source, target = self._fleet.get(holder.target.worker), self._fleet.get(answer.chosen.target.worker)
-        assert source is not None
-        assert target is not None
-        if not target.fits(source):
-            return Plan(answer)
         num_tokens = usable_tokens(holder.overlap_blocks[:1], answer.prompt)
         prompt, weighed = Prompt(num_tokens, answer.prompt.block_size), ([holder], Weighing("holder", [1.0]))
         asked = Decision(answer.policy, prompt, holder, 0, num_tokens, lambda: weighed)
@@ -365,7 +361,11 @@ class Routing:
             pull = None
             if holder is not None and holder.overlap_blocks:
                 min_tokens = self._models.policy(ask.model).max_local_prefill_tokens
-                pull = Pull(holder.overlap_blocks[0], ranks.fetch_token_s, min_tokens)
+                source = self._fleet.get(holder.target.worker)
+                assert source is not None
+                has_same_blocks = ranks.block_sizes == (source.identity.block_size or 0)
+                token_s = np.where(has_same_blocks, ranks.fetch_token_s, inf)
+                pull = Pull(holder.overlap_blocks[0], token_s, min_tokens)
             prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull)
             chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
             chosen = _candidate(ranks.statuses[chosen_idx], prefix)
@@ -388,7 +388,8 @@ class Routing:
             speeds = [worker.identity.tokens_per_s for worker, _ in each]
             fetch_token_s = np.array([1.0 / speed if speed else inf for speed in speeds])
             num_blocks = [rank.num_blocks for rank in statuses]
-            ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s)
+            block_sizes = np.array([worker.identity.block_size or 0 for worker, _ in each])
+            ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s, block_sizes)
         return ranks
 
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:

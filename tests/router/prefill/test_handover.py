@@ -299,6 +299,21 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         assert total_load(front) == 0
 
 
+@pytest.mark.parametrize(("block_size", "num_fetched"), [(16, 384), (32, 0)])
+async def test_no_prefix_is_fetched_in_blocks_of_another_size(
+    block_size: int, num_fetched: int, worker, router
+) -> None:
+    told = info("both", kv_transfer={"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9})
+    async with (
+        worker(server_info=told) as p,
+        worker(server_info=told | {"block_size": block_size}) as d,
+        router(p.url, d.url) as front,
+    ):
+        front.hold(p.url, LONG)
+        candidates = (await front.explain(LONG))["candidates"]
+        assert {each["worker"]: each["tokens_to_fetch"] for each in candidates} == {p.url: 0, d.url: num_fetched}
+
+
 async def test_only_bundled_workers_are_asked_to_release(worker, router, simulated) -> None:
     async with (
         worker(answer=simulated.prefill) as p,
