@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,8 +216,8 @@ def _check_text(text: PreTrainedConfig) -> None:
         kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         if kind not in _ROPE_TYPES:
             raise InvalidValueError("rope_type", kind, f"one of {list(_ROPE_TYPES)}")
-        if not isinstance(factor := rope.get("factor") or 1, int | float) or not 1 <= factor < math.inf:
-            raise InvalidValueError("factor", factor, "a number from 1, by which a rope is stretched")
+        if not isinstance(factor := rope.get("factor") or 1, int | float) or not 1 <= factor <= 1e6:
+            raise InvalidValueError("factor", factor, "a number from 1 to 1e6, by which a rope is stretched")
         if share != 1.0 and kind != "proportional" and text.model_type not in _PARTLY_TURNED:
             raise InvalidValueError("partial_rotary_factor", share, "1.0, or rope_type proportional")
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)

@@ -40,7 +40,7 @@ class CausalLM(nn.Module):
             with no_init_weights():
                 self.decoder = kind._from_config(config.text, dtype=dtype, attn_implementation=_ATTENTION)
                 _fix_rope_frequencies(self.decoder, max_model_len)
-        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidValueError("config.json", config.architecture, f"a model ({error})") from error
         self.decoder.tie_weights()
         if config.num_ranks > 1:

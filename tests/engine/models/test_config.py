@@ -77,6 +77,11 @@ def test_end_tokens_come_from_both_files(edited: Edit) -> None:
         ("qwen3", {"rope_parameters": {"rope_type": "axial"}}, "rope_type: got 'axial'"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": "2"}}, "factor: got '2', expected a number"),
         ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor: got 0.5, expected a number"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 1e308}},
+            "factor: got 1e.308, expected a number",
+        ),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "config.json: .*factor"),
         ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ("qwen3", {"rope_parameters": ["llama3"]}, "config.json: .*rope_parameters"),
@@ -138,6 +143,16 @@ def test_what_cannot_be_run_is_refused_by_name(edited: Edit, name: str, changes:
         ("qwen3", {"hidden_size": -64}),
         ("qwen3", {"hidden_act": "none of it"}),
         ("gemma4-moe", {"moe_intermediate_size": None}),
+        (
+            "qwen3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 0,
+                    **dict.fromkeys(("short_factor", "long_factor"), [1.0] * 8),
+                }
+            },
+        ),
     ],
 )
 def test_sizes_and_names_that_are_no_models_are_refused(edited: Edit, name: str, changes: dict[str, Any]) -> None:
