@@ -184,9 +184,11 @@ class SidecarFeed:
         self._num_processes = self.feed.session.num_epochs
         for rank in self._ranks:
             self._publisher.report(EngineCleared(rank))
-        if not self.feed.session.is_complete:
-            self._tell_ranks(frozenset())
         self._num_lost_before = self._publisher.num_lost_events
+        if self.feed.session.is_complete:
+            self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
+        else:
+            self._tell_ranks(frozenset())
         if is_other_process:
             self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 

@@ -409,12 +409,17 @@ def test_a_rank_known_wholly_stays_it_beside_what_its_stream_lacks_when_it_is_sa
     assert publication.heartbeats()[-1].events[0].is_complete
 
 
-def test_copies_are_counted_from_the_event_on_that_says_that_a_rank_holds_nothing(publication):
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_copies_are_counted_from_where_it_is_known_that_a_rank_holds_nothing(publication, is_restarted):
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, counts_copies=True, limits=QUICK)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), publisher), Engine(1, 1)
     stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens_of(1)}
     engine.change(2)  # which is lost
-    messages = [engine.change(3), engine.say({"type": "AllBlocksCleared"})]
+    messages = [engine.change(3)]
+    if is_restarted:
+        engine = Engine(2, 1)
+    else:
+        messages.append(engine.say({"type": "AllBlocksCleared"}))
     messages += [engine.say({**stored, "block_size": 4}) for _ in range(2)]
     messages.append(engine.say({"type": "BlockRemoved", "block_hashes": [1]}))
     for _ in feed.receive_all(messages[:1], 1.0):
