@@ -236,12 +236,12 @@ class Routing:
         return Plan(answer, None, local)
 
     def _holder(self, path: str, ask: Ask, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
-        """Return who holds most of the prompt, however busy, of those that it can be fetched from."""
+        """Return who holds most of the prompt, however busy, of those that it can be fetched from; of equals anyone."""
         if not prefix.overlaps or KVIST.obstacle(path, ask) is not None:
             return None
         workers = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.identity.tokens_per_s]
         holders = [_candidate(rank, prefix) for worker in workers for rank in self._fleet.ranks(worker)]
-        return max(holders, key=lambda each: each.overlap_blocks[:1], default=None)
+        return max(holders, key=lambda each: (each.overlap_blocks[:1], self._random.random()), default=None)
 
     def _plan_pull(self, ask: Ask, answer: Decision, holder: Candidate | None) -> Plan:
         """Return the plan in which who answers fetches what the holder has, if that is part of its price."""

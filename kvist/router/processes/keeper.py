@@ -255,6 +255,7 @@ class KeeperProcess:
                 worker.identify(each.identity)
             if each.is_draining:
                 membership.remove(worker)
+        fleet.identified()
 
     async def _answer(self, link: Link, number: int, question: Question) -> None:
         if question.path in ("/metrics", "/usage"):
