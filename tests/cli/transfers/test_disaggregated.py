@@ -221,7 +221,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
             ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
             ({"kv_transfer_params": {}}, "got neither"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "n=2"),
-            ({"kv_transfer_params": params | {"num_tokens": 7}}, "num_tokens: got 7"),
+            ({"kv_transfer_params": params | {"num_tokens": 41}}, "num_tokens: got 41"),
         ):
             refused = await target.post({"prompt": prompt, "max_tokens": 5} | body)
             assert refused.status_code == 400, refused.text
