@@ -1,4 +1,4 @@
-"""A page of metrics is read in slices, and rendered off the event loop."""
+"""A page of metrics is read in slices, rendered off the event loop, and shared by those who ask for it together."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ async def test_a_scrape_never_sees_what_was_read_before_it_came():
     page = MetricsPage(Values().collect)
     assert b"value 1.0" in await page.text()
     assert b"value 2.0" in await page.text()
+
+
+async def test_scrapes_that_come_while_a_page_is_made_share_the_next_one():
+    values = Values()
+    page = MetricsPage(values.collect)
+    first = asyncio.create_task(page.text())
+    await values.begun.wait()
+    assert len({await first, *await asyncio.gather(*(page.text() for _ in range(50)))}) == 2
+    assert values.num_reads == 2
 
 
 async def test_a_scrape_that_is_given_up_leaves_others_a_page_of_their_own():
