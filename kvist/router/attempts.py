@@ -22,6 +22,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
+from kvist.router.prefill.dialect import Local
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
@@ -79,7 +80,8 @@ class _Attempt(ResponseReceiver):
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         self.sent_s = router.now_s()
-        self._load = router.routing.begin(self.sent_s, decision, is_streamed=is_streamed, computes=computes)
+        begin = partial(router.routing.begin, self.sent_s, decision, is_streamed=is_streamed, computes=computes)
+        self._load, owner.reserved = owner.reserved or begin(), None
         worker.unanswered.add(self)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
@@ -234,7 +236,7 @@ class AnswerAttempt(_Attempt):
         elif not chosen.is_exact:
             body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
             self._is_healing = body is not owner.body
-        step, is_streamed = "generate" if computes else "decode", computes and owner.ask.fields.get("stream") is True
+        step, is_streamed = "generate" if computes else "decode", computes and owner.is_streamed
         super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
         if computes:
             self._count_tokens()
@@ -302,6 +304,8 @@ class AnswerAttempt(_Attempt):
                 router.metrics.observe(each_s, "inter_token_seconds", self._model)
         if owner.handover is not None:
             owner.handover.log(decision, router.now_s(), owner.request_id)
+            if owner.pull is not None and self.status == OK:
+                self._count_pulled(owner.handover.handoff.num_tokens)
         elif usage is not None:
             router.metrics.reported(decision, usage)
         if self._is_healing:
@@ -313,6 +317,15 @@ class AnswerAttempt(_Attempt):
                 router.on_routed(routed)
         owner.responder.end()
         owner.end()
+
+    def _count_pulled(self, num_tokens: int) -> None:
+        """Count what was fetched: a worker that says it found less cached had to compute the rest itself."""
+        counts, usage = self.owner.router.metrics.counts, self.usage
+        if usage is not None and usage.cached_tokens is not None:
+            num_tokens = min(num_tokens, usage.cached_tokens)
+        num_fetched = max(0, num_tokens - self.decision.overlap_tokens)
+        counts["pulls", "pulled" if num_fetched else Local.TRANSFER_FAILED] += 1
+        counts["pulled_tokens",] += num_fetched
 
     def on_prefilled(self, beside: PrefillAttempt) -> None:
         """Take what the other of its pair says: what is wrong, or of the prompt, for an answer that is held here."""
@@ -386,10 +399,6 @@ class AnswerAttempt(_Attempt):
                 router.metrics.counts["disaggregated",] += 1
                 router.metrics.observe(owner.handover.prefill_s, "prefill_seconds")
                 router.metrics.observe(owner.handover.transfer_s, "transfer_seconds")
-            elif self.status == OK:
-                router.metrics.counts["pulls", "pulled"] += 1
-                num_tokens = owner.handover.handoff.num_tokens - decision.overlap_tokens
-                router.metrics.counts["pulled_tokens",] += max(0, num_tokens)
         theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))
         if owner.is_client_slow:

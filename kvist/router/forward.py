@@ -50,6 +50,7 @@ from kvist.router.access_log import MAX_CHARS, AccessLog
 from kvist.router.admission import Admission, Place, priority_of, timeout_of
 from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
+from kvist.router.fleet.load import ActiveRequest
 from kvist.router.healing import REPORT_MODE, Healer
 from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
@@ -176,8 +177,8 @@ class Forwarding:
                                                                   if the transfer fails, or nobody is left: alone
 
     `attempt` is the worker that is asked now, `beside` the other of its pair, `handover` the prompt that was or is
-    being computed, `local` why none will be, `pull` the plan to fetch a prefix, `computed_by` who computes the prompt,
-    `tried` whom not to ask again.
+    being computed, `local` why none will be, `pull` the plan to fetch a prefix, `reserved` the load of who will fetch
+    it, `computed_by` who computes the prompt, `tried` whom not to ask again.
     """
 
     router: Forwarder
@@ -195,6 +196,7 @@ class Forwarding:
     handover: Handover | None = None
     local: Local | None = None
     pull: Plan | None = None
+    reserved: ActiveRequest | None = None
     computed_by: Decision | None = None
     tried: set[str] = field(default_factory=set)
     was_moved: bool = False
@@ -207,6 +209,11 @@ class Forwarding:
     _reading: asyncio.Task[Ask] | None = None
     _reading_step: Span = NO_SPAN
     _waiting_step: Span = NO_SPAN
+
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether the client asks for a stream."""
+        return self.ask.fields.get("stream") is True
 
     # What the client does.
 
@@ -396,6 +403,9 @@ class Forwarding:
             self._answer_by(plan.answer)
         elif plan.handoff is None:
             self.attempt = PrefillAttempt(self, plan.prefill, plan)
+            if self.pull is not None:
+                now_s = self.router.now_s()
+                self.reserved = self.router.routing.begin(now_s, plan.answer, is_streamed=self.is_streamed)
         else:
             self.handover = Handover(plan.handoff, plan.prefill.chosen.target.worker)
             self.beside = PrefillAttempt(self, plan.prefill, plan)
@@ -638,6 +648,9 @@ class Forwarding:
 
     def _release(self) -> None:
         """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
+        if self.reserved is not None:
+            self.reserved.finish(self.router.now_s())
+            self.reserved = None
         handover = self.handover
         if handover is None or handover.is_fetched or handover.handoff.remote_request_id is None:
             return

@@ -250,14 +250,14 @@ async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router
 
 @pytest.mark.parametrize(
     ("outcome", "num_asked"),
-    [("pulled", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3), ("removed", 2)],
+    [("pulled", 2), ("lost", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3), ("removed", 2)],
 )
 async def test_a_prefix_that_cannot_be_fetched_is_computed(
     outcome: str, num_asked: int, worker, router, http_bytes, until
 ) -> None:
     params = {"do_remote_prefill": True, "remote_request_id": "held-1", "num_tokens": 384}
     told = info("both", kv_transfer={"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9})
-    is_free = asyncio.Event()
+    is_free, num_running = asyncio.Event(), []
 
     async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
         body = json.loads(received.body)
@@ -270,13 +270,18 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
             return
         assert asked in (None, params, {"do_remote_decode": True, "max_cached_tokens": 384})
         is_held = asked is not None and asked != params and outcome != "prefill_refused"
+        if asked is not None:
+            num_running.append(front.service._forwarder.load.running_requests(d.url))
         if is_held and outcome == "removed":
             front.service.fleet.remove(d.url)
         if is_held:
             said = b"data: %b\n\n" % json.dumps({"choices": [], "kv_transfer_params": params}).encode()
             writer.write(http_bytes.event_stream_head + http_bytes.chunk(said) + http_bytes.chunk(b""))
         else:
-            writer.write(http_bytes.response(b'{"choices":[{"text":"x"}]}'))
+            said = {"choices": [{"text": "x"}]}
+            if outcome == "lost":
+                said["usage"] = {"prompt_tokens": 400, "prompt_tokens_details": {"cached_tokens": 0}}
+            writer.write(http_bytes.response(json.dumps(said).encode()))
 
     async with (
         worker(server_info=told, answer=answer) as p,
@@ -287,10 +292,11 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         busy = asyncio.create_task(front.complete(LONG, max_tokens=99))
         await until(lambda: p.completions)
         assert (await front.complete(LONG)).json()["choices"][0]["text"] == "x"
-        counted = "decode_failed" if outcome == "removed" else outcome
+        assert set(num_running) == {1}  # also while the holder is asked
+        counted = {"removed": "decode_failed", "lost": "transfer_failed"}.get(outcome, outcome)
         assert await count(front, f'pulls_total{{outcome="{counted}"}}') == 1
         assert await count(front, "pulled_tokens_total") == (384 if outcome == "pulled" else 0)
-        released = ["held-1"] if counted in ("transfer_failed", "decode_failed") else []
+        released = ["held-1"] if outcome in ("transfer_failed", "decode_failed", "removed") else []
         await until(lambda: p.released == released)
         bodies = [json.loads(each.body) for each in (*p.completions, *d.completions)]
         assert sum(body.get("max_tokens") != 99 for body in bodies) == num_asked
