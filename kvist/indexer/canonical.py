@@ -96,6 +96,10 @@ class CanonicalFollower:
     def states(self) -> dict[int, SourceState]:
         return {number: self._state(rank) for number, rank in self._ranks.items() if number < MAX_RANKS}
 
+    def counted(self) -> set[int]:
+        """Return the ranks of which the publisher may count copies: it knows of all that the engine holds."""
+        return {number for number, rank in self._ranks.items() if not rank.is_incomplete}
+
     def progress(self) -> CanonicalProgress | None:
         """Return how far each rank was followed, None before the first batch.
 

@@ -88,6 +88,10 @@ class EngineFollower:
         )
         return SourceState.PARTIAL if is_short else followed
 
+    def counted(self) -> set[int]:
+        """Return the ranks of which copies are counted: what they report anew would count as one more."""
+        return {number for number, rank in self._ranks.items() if rank.residency.counts_copies}
+
     def progress(self, *, is_caught_up: bool = True) -> EngineProgress | None:
         """Return how far the stream was followed, None before the first message.
 

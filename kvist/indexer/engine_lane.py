@@ -70,7 +70,9 @@ class EngineRank:
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
         if before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
-        elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.splitter.is_expressible):
+        elif isinstance(event, EngineStored | EngineRemoved) and (
+            passes or group is not None or self.splitter.is_expressible
+        ):
             self._note_verdict(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
 
     def clear(self) -> None:

@@ -186,6 +186,10 @@ class Indexer:
         """Return, for each rank of a worker that was heard of, how far its blocks in the index can be trusted."""
         return {rank: state for source, _ in self._sources.get(worker, ()) for rank, state in source.states().items()}
 
+    def counted(self, worker: str) -> set[int]:
+        """Return the ranks of a worker that must not be asked to report anew what they hold: copies are counted."""
+        return {rank for source, _ in self._sources.get(worker, ()) for rank in source.counted()}
+
     def is_exact(self, worker: str, rank: int) -> bool:
         """Return whether the index holds exactly what the rank holds, as far as it has told."""
         return self.states(worker).get(rank) is SourceState.LIVE

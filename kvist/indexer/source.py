@@ -250,6 +250,9 @@ class Source:
     def states(self) -> dict[int, SourceState]:
         return {} if self._follower is None else self._follower.states()
 
+    def counted(self) -> set[int]:
+        return set() if self._follower is None else self._follower.counted()
+
     def statistics(self, now_s: float) -> SourceStatistics:
         if self.subscription is None:
             return self._statistics(0, now_s)

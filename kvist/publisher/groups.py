@@ -56,7 +56,7 @@ class GroupSplitter:
         self.others: dict[int, GroupRule] = {}
         """What each of the other groups must hold, by its key."""
         self.is_expressible = True
-        """Whether all groups are known by these rules."""
+        """Whether these rules tell exactly what all groups must hold."""
         self.rules: list[GroupRule] = []
         """What the published group must hold, then each of the others."""
         self.show()
@@ -121,6 +121,7 @@ class GroupSplitter:
     def _add(self, key: int, window: Window, block_size: int) -> None:
         """Take note of a group, by its key, if what it holds can be accounted for."""
         rule = rule_of(window, block_size, self._block_size, self._num_ahead)
+        self.is_expressible &= block_size >= self._block_size
         if rule is None or len(self.others) == MAX_GROUPS or len({*self.others.values(), rule}) > MAX_KINDS:
             self.is_expressible = False
         else:

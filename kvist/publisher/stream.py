@@ -71,6 +71,7 @@ class RankState:
     others: Mapping[int, GroupRule] = field(default_factory=dict)
     """What each of the other groups must hold for a hit, and what they were told to hold, where that is followed."""
     counted: Sequence[tuple[EngineHash, int, int]] = ()
+    is_expressible: bool = True
 
 
 class Stream:
@@ -247,7 +248,7 @@ class RankStream(Stream):
         if self.companion is None or self._splitter is None:
             return RankState(self._filter.state, self.residency.copy())
         others, counted = dict(self._splitter.others), self.companion.counted()
-        return RankState(self._filter.state, self.residency.copy(), others, counted)
+        return RankState(self._filter.state, self.residency.copy(), others, counted, self.is_expressible)
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported; number 0 is left out, so that followers ask."""
@@ -259,6 +260,7 @@ class RankStream(Stream):
         if self.companion is not None and self._splitter is not None:
             self.companion.count_again(state.counted)
             self._splitter.resume(state.filter, state.others)
+            self._splitter.is_expressible = state.is_expressible
             self.companion.close_batches(0.0)
             self.companion.next_sequence = 1
 

@@ -1,6 +1,8 @@
 """Full reports: how the cache of a vLLM worker that is known in part becomes known again.
 
 Where events were lost beyond recovery, the index lacks blocks that the engine holds, and shows the rank as partial.
+A rank may be partial for another reason, with its copies still counted: a report, which cannot bring more of it to the
+index, would look like one more copy, and is not asked for.
 vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
 to a partial rank say so, and are otherwise value for value the client's, until the digest of hits is stable.
 
@@ -164,7 +166,7 @@ class Healer:
         status = self._status(target)
         if status is None or status.state is SourceState.LIVE:
             self._ranks.pop(target, None)
-        if status is None or status.state is not SourceState.PARTIAL:
+        if status is None or status.state is not SourceState.PARTIAL or status.is_counted:
             return False
         worker = self._fleet.get(target.worker)
         if worker is None or worker.engine != "vllm":

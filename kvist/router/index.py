@@ -65,6 +65,8 @@ class RankStatus:
     is_approximate: bool = False
     slot: int | None = None
     """In the index; `clearing` is its giving."""
+    is_counted: bool = False
+    """Whether copies of its blocks are counted: blocks that it was asked to report anew would count once more."""
 
     @property
     def known_as(self) -> str | None:
@@ -284,9 +286,12 @@ class FleetIndex:
             return []
         if self.is_expecting(worker):
             return [self._status(self.radix, WorkerRank(worker, 0), None, _holder_of(worker))]
+        if self._indexer is None:
+            return []
+        counted = self._indexer.counted(worker)
         return [
-            self._status(self.radix, target := WorkerRank(worker, rank), state, target)
-            for rank, state in sorted(self._indexer.states(worker).items() if self._indexer is not None else ())
+            self._status(self.radix, target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
+            for rank, state in sorted(self._indexer.states(worker).items())
         ]
 
     @property
@@ -300,10 +305,16 @@ class FleetIndex:
             self.radix.touch(hashes)
 
     def _status(
-        self, radix: RadixIndex, target: WorkerRank, state: SourceState | None, holder: WorkerRank
+        self,
+        radix: RadixIndex,
+        target: WorkerRank,
+        state: SourceState | None,
+        holder: WorkerRank,
+        *,
+        is_counted: bool = False,
     ) -> RankStatus:
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
-        return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot)
+        return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot, is_counted)
 
     def every_source(self) -> Iterator[SourceStatistics]:
         """Yield the counters of each stream."""

@@ -72,6 +72,7 @@ def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted(
         assert index.statistics().num_blocks <= 2000
         is_short = index.evicted_from(WorkerRank("worker", 0))
         assert follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
+        assert follower.counted() == {0}
         assert not follower.questions(1.0)
         progress = follower.progress()
         assert progress is not None

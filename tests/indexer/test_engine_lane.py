@@ -456,6 +456,21 @@ def test_copies_are_not_counted_of_a_rank_that_lacks_something_until_it_is_clear
     assert len(pair.lane.held()) == 1
 
 
+def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies_are_counted_on(pair):
+    of = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3}
+    pair.take([stored([1], [1, 2], **of)], [stored([1], [1, 2], **of)])
+    assert pair.lane.follower.states() == {0: SourceState.LIVE}
+    for _ in range(2):
+        pair.take([stored([7, 1], [1, 2], **sliding | {"block_size": 1})])
+    pair.take([removed(1, group_idx=0)], [removed(1, group_idx=1)])
+    for side in (pair.lane, pair.plain):
+        assert side.follower.states() == {0: SourceState.PARTIAL}
+        assert side.follower.counted() == {0}
+    found = pair.lane.index.match(block_hashes([1, 2], BLOCK_SIZE))
+    assert found[WorkerRank("w", 0)].gpu == 1
+
+
 def test_a_rank_of_which_a_reset_may_have_left_blocks_beside_the_gpu_is_partial_until_the_engine_restarts(pair):
     cleared = {"type": "AllBlocksCleared"}
     pair.take([stored([1, 2], [1, 2, 3, 4])], [cleared], [stored([1, 2], [1, 2, 3, 4])])

@@ -136,15 +136,21 @@ def test_another_stream_goes_on_with_what_the_groups_hold():
     assert resumed.companion.counted() == both.stream.companion.counted()
 
 
-def test_what_does_not_fit_the_rules_is_said_to_be_incomplete():
-    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+@pytest.mark.parametrize(("size", "num_held"), [(6, 0), (2, 1)])
+def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counted_on(size, num_held):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
     stream.heartbeat(0.0)
     assert stream.companion.is_complete
-    stream.admit(EngineStored([2], [1, 2, 3, 4, 5, 6], 6, window=64, group=1))
-    stream.heartbeat(0.0)
-    assert not stream.companion.is_complete
-    assert stream.companion.num_blocks == 0
+    stream.admit(EngineStored([1], [1, 2, 3, 4, 5, 6][:size], size, window=64, group=1))
+    resumed = RankStream(SOURCE, SIZE, 1, has_all_groups=True, counts_copies=True)
+    resumed.resume(stream.state())
+    for each in (stream, resumed):
+        each.heartbeat(0.0)
+        assert each.is_complete
+        assert each.residency.counts_copies
+        assert not each.companion.is_complete
+        assert each.companion.num_blocks == num_held
 
 
 def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():

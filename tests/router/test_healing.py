@@ -248,13 +248,13 @@ class OneRank:
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(healing, "NUM_UNCHANGED_IN_A_ROW", 2)
-        self.state, self.clearing = SourceState.PARTIAL, 1
+        self.state, self.clearing, self.is_counted = SourceState.PARTIAL, 1, False
         self.metrics, self.num_hits = RouterMetrics(), []
         worker = SimpleNamespace(engine="vllm")
         self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self.metrics)
 
     def ranks(self, *_: object) -> list[RankStatus]:
-        return [RankStatus(self.target, self.state, 0, self.clearing)]
+        return [RankStatus(self.target, self.state, 0, self.clearing, is_counted=self.is_counted)]
 
     def counted(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"kvist_router_{name}", {"worker": "w"} | labels)
@@ -290,6 +290,14 @@ def test_a_rank_that_was_known_again_is_healed_anew_and_one_that_was_in_doubt_is
         assert not rank.asks()
         rank.state = SourceState.PARTIAL
         assert rank.asks() == is_begun_anew
+
+
+def test_a_rank_whose_copies_are_counted_is_not_asked_though_it_is_partial(monkeypatch):
+    rank = OneRank(monkeypatch)
+    rank.is_counted = True
+    assert not rank.asks()
+    rank.is_counted = False
+    assert rank.asks()
 
 
 def test_hits_are_the_blocks_behind_those_that_the_index_had(monkeypatch):
