@@ -315,6 +315,7 @@ class AnswerAttempt(_Attempt):
             routed = router.routing.routed(owner.tenant.name, owner.ask, owner.prefix, decision, usage)
             if routed is not None:
                 router.on_routed(routed)
+                owner.routed = routed
         owner.responder.end()
         owner.end()
 

@@ -204,6 +204,7 @@ class Forwarding:
     spending: Spending | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
     beside: PrefillAttempt | None = None
+    routed: Routed | None = None
     _next_look: asyncio.TimerHandle | None = None
     _deadline: Deadline | None = None
     _reading: asyncio.Task[Ask] | None = None
@@ -640,6 +641,9 @@ class Forwarding:
             told["status"], told["streamed"] = status, attempt is not None and attempt.is_event_stream
             if told["overlap_predicted"] is not None and decision is not None:
                 told["overlap_held"] = self.prefix.held_tokens(decision.prompt)
+            if (routed := self.routed) is not None:
+                told["overlap_in_flight"], told["overlap_under_way"] = routed.in_flight, routed.under_way
+                told["exact"], told["alike"] = routed.is_exact, routed.alike
             told["model"] = None if ask is None else router.fleet.label_of(ask.model)
             told["input_length"] = (usage and usage.prompt_tokens) or (ask and ask.num_tokens)
             told["output_length"] = 0 if attempt is None else attempt.num_output_tokens

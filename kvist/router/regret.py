@@ -53,8 +53,10 @@ class Cause(StrEnum):
 
     EVICTED = "evicted before reuse"
     UNKNOWN = "held, when last used, by a rank that is not known exactly"
+    RENDERED = "rendered otherwise by the worker that had it last"
     VARIANT = "cached under another salt or adapter"
     ELSEWHERE = "held elsewhere, where it would have cost more"
+    IN_FLIGHT = "just being computed elsewhere, where it would have cost more"
     ENGINE = "predicted, but not found by the engine"
     UNREAD = "not readable, so that nothing was looked for"
 
@@ -62,8 +64,10 @@ class Cause(StrEnum):
 _DO: Final = {
     Cause.EVICTED: "more cache, or host memory behind it; fewer copies of one prefix",
     Cause.UNKNOWN: "its event stream is partial, resyncing or silent: GET /readiness says which",
+    Cause.RENDERED: "the worker's template and tokeniser here, too: GET /readiness says what differs",
     Cause.VARIANT: "one salt for those who may share; adapters never can",
     Cause.ELSEWHERE: "nothing, most often: waiting was dearer; the price of waiting: docs/policy.md",
+    Cause.IN_FLIGHT: "nothing, most often: a burst of one prompt was too much for one worker",
     Cause.ENGINE: "events and cache disagree; what is exact for which engine: docs/engines.md",
     Cause.UNREAD: "the model's tokeniser: --model-path; kvist_router_readings_total",
 }
@@ -79,17 +83,26 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     routed: int = 0
     in_flight: int = 0
     """How much of `routed` was still being computed."""
+    under_way: int = 0
+    """The most that any rank held or was computing."""
     reported: int | None = None
     """None where the engine does not say."""
     is_read: bool = True
     is_exact: bool = True
     """Whether the chosen rank's cache is known exactly."""
+    alike: int | None = None
+    """How much of it that worker surely renders as the router does; None if that is all."""
     block_size: int = 1
     sampled: bytes = b""
     """Blocks of the sample, by number and plain hash: whatever salt and adapter it has."""
     variant: int = 0
     """Stands for salt and adapter."""
     tenant: str = DEFAULT_TENANT
+
+    @property
+    def num_usable(self) -> int:
+        """Return how much of it a cache can spare: its full blocks, but that of the last token."""
+        return max(0, self.num_tokens - 1) // self.block_size * self.block_size
 
 
 SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8")])
@@ -111,7 +124,8 @@ class _Used:
 
     turn: int
     at_s: float
-    is_exact: bool
+    why_lost: Cause
+    """If it is not held any more."""
     variant: int
     num_uses: int = 1
 
@@ -125,12 +139,12 @@ class Reuse:
         self._turns: list[int] = []  # of the last uses, in order
         self._turn = 0
 
-    def use(self, block: int, variant: int, now_s: float, *, is_exact: bool) -> tuple[float, _Used | None] | None:
+    def use(self, block: int, variant: int, now_s: float, why_lost: Cause) -> tuple[float, _Used | None] | None:
         """Return how many distinct blocks were used since, and the use before; None of no sampled block. Use it."""
         if block * int(_ODD) % (1 << 64) >= self.share * (1 << 64):
             return None
         self._turn += 1
-        before, now = self._used.get(block), _Used(self._turn, now_s, is_exact, variant)
+        before, now = self._used.get(block), _Used(self._turn, now_s, why_lost, variant)
         distance = inf
         if before is not None:
             idx = bisect_right(self._turns, before.turn)
@@ -210,10 +224,11 @@ class Regret:
             if not request.is_read:
                 row[Cause.UNREAD] += request.num_tokens
                 continue
-            row["one_cache"] += request.num_tokens // request.block_size * request.block_size
+            row["one_cache"] += request.num_usable
             for name in ("held", "routed", "in_flight"):
                 row[name] += getattr(request, name)
             row[Cause.ELSEWHERE] += max(0, request.held - request.routed)
+            row[Cause.IN_FLIGHT] += max(0, request.under_way - max(request.held, request.routed))
             if request.reported is not None:
                 row["told_tokens"] += request.num_tokens
                 row["predicted"] += request.routed
@@ -227,12 +242,17 @@ class Regret:
     def _add_sampled(
         self, now_s: float, request: Routed, capacity_blocks: int, row: Counter[str], bucket: _Bucket
     ) -> None:
-        best, lost, deepest = max(request.held, request.routed), 0.0, None
+        best, lost, deepest = max(request.held, request.routed, request.under_way), 0.0, None
+        why_lost = Cause.EVICTED if request.is_exact else Cause.UNKNOWN
         for number, block in np.frombuffer(request.sampled, SAMPLE).tolist():
-            found = self._reuse.use(block, request.variant, now_s, is_exact=request.is_exact)
+            end = (number + 1) * request.block_size
+            is_alike = request.alike is None or end <= request.alike
+            found = self._reuse.use(block, request.variant, now_s, why_lost if is_alike else Cause.RENDERED)
             if found is None:
                 continue
             (distance, before), tokens = found, request.block_size / self._reuse.share
+            if end > request.num_usable:
+                continue
             row["sampled"] += 1
             if before is not None:
                 bucket.distances[int(distance).bit_length()] += 1
@@ -240,13 +260,13 @@ class Regret:
                 row["one_cache"] -= round(tokens)
                 row["missed"] += 1
                 continue
-            if (number + 1) * request.block_size <= best:
+            if end <= best:
                 continue
             if before.variant != request.variant:
                 row[Cause.VARIANT] += round(tokens)
                 continue
-            row[Cause.EVICTED if before.is_exact else Cause.UNKNOWN] += round(tokens)
-            bucket.stays[int(now_s - before.at_s).bit_length()] += 1
+            row[before.why_lost] += round(tokens)
+            bucket.stays[int(now_s - before.at_s).bit_length()] += before.why_lost is Cause.EVICTED
             lost, deepest = lost + tokens, (number, block)
         if deepest is not None:
             number, block = deepest

@@ -316,13 +316,16 @@ class Routing:
         model, block_size = self._fleet.label_of(ask.model), prompt.block_size
         if not len(prefix.block_hashes):
             is_read = ask.token_ids is not None and self._index.has_joined
-            return Routed(model, target.worker, prompt.num_tokens, is_read=is_read, tenant=tenant)
+            num_tokens = prompt.num_tokens
+            return Routed(model, target.worker, num_tokens, is_read=is_read, block_size=block_size, tenant=tenant)
         adapter = self._adapter_of(ask)
         plain_hashes, variant = prefix.block_hashes, 0
         if adapter is not None or ask.cache_salt is not None:
             plain_hashes = self._hashes_of(Ask(None, 0), block_size)(ask.token_ids)
             variant = crc32(repr((adapter, ask.cache_salt)).encode())  # the same in every process
-        routed = decision.overlap_tokens if prices is None else int(prices.cached_tokens[decision.chosen_idx])
+        routed = under_way = decision.overlap_tokens
+        if prices is not None:
+            routed, under_way = int(prices.cached_tokens[decision.chosen_idx]), int(prices.cached_tokens.max())
         return Routed(
             model,
             target.worker,
@@ -330,8 +333,10 @@ class Routing:
             held=prefix.held_tokens(prompt),
             routed=routed,
             in_flight=routed - decision.overlap_tokens,
+            under_way=under_way,
             reported=None if usage is None else usage.cached_tokens,
             is_exact=decision.chosen.is_exact,
+            alike=self._fleet.renderings.limits(ask.chat, ask.fields).get(target.worker),
             block_size=block_size,
             sampled=sample_of(plain_hashes),
             variant=variant,

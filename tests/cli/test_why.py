@@ -49,6 +49,35 @@ def test_a_recording_says_what_was_lost_and_why(tmp_path: Path, capsys: pytest.C
     assert "Evicted blocks would have had to stay up to 64 s" in shown
 
 
+def test_a_recording_tells_the_causes_that_its_router_knew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, _, again, *_ = lines_of(3200)
+    size = 3200 * 16
+    again |= {"overlap_predicted": 0, "overlap_held": 0, "overlap_reported": 0}
+    path = recorded(
+        tmp_path / "requests.jsonl",
+        [
+            asked | {"exact": False},
+            again | {"timestamp": 1_000, "alike": size // 2},
+            again | {"timestamp": 2_000, "overlap_held": size // 4},
+            again | {"timestamp": 3_000, "overlap_in_flight": 160, "overlap_under_way": size},
+            {"timestamp": 4_000, "input_length": 700, "hash_ids": [], "block_size": 16, "worker": "w"},
+            {"timestamp": 4_000, "input_length": 7, "hash_ids": [], "block_size": 16, "worker": "w"},
+        ],
+    )
+    assert main(["why", path, "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["total"]
+    assert total["one_cache"] == pytest.approx(3 * size, rel=0.2)
+    assert total["lost"] == {
+        "held, when last used, by a rank that is not known exactly": pytest.approx(size, rel=0.2),
+        "rendered otherwise by the worker that had it last": pytest.approx(size / 2, rel=0.2),
+        "evicted before reuse": pytest.approx(size / 4, rel=0.3),
+        "held elsewhere, where it would have cost more": size // 4,
+        "just being computed elsewhere, where it would have cost more": size - 160,
+        "predicted, but not found by the engine": 160,
+        "not readable, so that nothing was looked for": 700,
+    }
+
+
 def test_a_smaller_cache_would_not_have_held_it_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "requests.jsonl", lines_of(3200))
     assert main(["why", path, "--json", "--cache-tokens", "16000"]) == 0

@@ -305,6 +305,7 @@ async def test_whatever_becomes_of_a_request_is_recorded(worker, router, http_by
     whole, again, wrong, cut, unknown, malformed, left = lines_of(tmp_path)
     said = {"input_length": 64, "output_length": 1, "block_size": 16, "model": "m", "worker": one.url, "status": 200}
     said |= {"streamed": False, "num_attempts": 1, "queue_s": 0.0, "overlap_predicted": 48, "overlap_reported": 32}
+    said |= {"overlap_held": 48, "overlap_in_flight": 0, "overlap_under_way": 48, "exact": False}
     assert said.items() <= whole.items()
     assert 0 < whole["first_byte_s"] <= whole["total_s"]
     assert whole["hash_ids"] == again["hash_ids"] == unknown["hash_ids"]

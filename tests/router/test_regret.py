@@ -19,7 +19,7 @@ def routed(hashes: np.ndarray | None = None, **fields: Any) -> Routed:
     known: dict[str, Any] = {
         "model": "m",
         "worker": "http://w",
-        "num_tokens": 0 if hashes is None else len(hashes) * BLOCK,
+        "num_tokens": 0 if hashes is None else len(hashes) * BLOCK + 1,
         "held": 0,
         "routed": 0,
         "in_flight": 0,
@@ -82,12 +82,12 @@ def test_the_sample_is_bounded_and_keeps_the_order_of_uses() -> None:
     reuse, random = Reuse(), Random(2)
     blocks = [random.randrange(1 << 64) for _ in range(40 * 32 * 1000)][:400_000]
     for now, block in enumerate(blocks):
-        reuse.use(block, 0, now, is_exact=True)
+        reuse.use(block, 0, now, Cause.EVICTED)
     described = reuse.described()
     assert MAX_SAMPLED / 2 - 200 < described["blocks"] <= MAX_SAMPLED
     kept = [block for block in blocks if block in reuse._used]
     for back in (1, 10, 1000):
-        found = reuse.use(kept[-back], 0, 1e6, is_exact=True)
+        found = reuse.use(kept[-back], 0, 1e6, Cause.EVICTED)
         assert found is not None
         assert found[0] == pytest.approx((back - 1) / described["share"], abs=3 / described["share"])
         assert found[1].at_s == blocks.index(kept[-back])
@@ -111,7 +111,15 @@ def test_causes_are_told_apart() -> None:
     told = total(regret)
     assert told["lost"][Cause.UNREAD] == 900
     assert (told["requests"], told["in_flight"], told["unpredicted_as_not_known_exactly"]) == (6, 16, size)
-    assert (told["told_tokens"], told["predicted"], told["reported"]) == (2 * size, size - 160, 2 * size - 480)
+    was_evicted, was_told = told["lost"][Cause.EVICTED], sum(regret.report(5.0, 600.0)["stay_needed_s"].values())
+    regret.add(6.0, [routed(prompt, variant=7, under_way=size, alike=size // 2)], 10**6)
+    assert total(regret)["lost"][Cause.IN_FLIGHT] == size
+    regret.add(7.0, [routed(prompt, variant=7, held=size // 4)], 10**6)
+    told = total(regret)
+    assert told["lost"][Cause.RENDERED] == pytest.approx(size / 2, rel=0.2)
+    assert told["lost"][Cause.EVICTED] - was_evicted == pytest.approx(size / 4, rel=0.3)
+    assert 0 < sum(regret.report(7.0, 600.0)["stay_needed_s"].values()) - was_told < 100
+    assert (told["told_tokens"], told["predicted"], told["reported"]) == (2 * size + 2, size - 160, 2 * size - 480)
 
 
 def test_the_window_ends_and_costliest_prefixes_are_named_by_a_secret() -> None:

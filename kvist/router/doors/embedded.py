@@ -35,6 +35,7 @@ from kvist.router.healing import REPORT_MODE
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import Local
 from kvist.router.prompts import Ask, PromptReader, with_model
+from kvist.router.regret import DEFAULT_TENANT
 from kvist.router.routing import Known, Prefix, Routing
 
 
@@ -46,7 +47,7 @@ class RoutedRequest:
     """
 
     def __init__(self, router: Router, choice: Choice, *, is_streamed: bool) -> None:
-        ask, self.decision, self.body = choice
+        ask, self.decision, self.body, _ = choice
         target = self.decision.chosen.target
         self.worker = target.worker
         """Its URL; `decision` says from what it was chosen."""
@@ -62,6 +63,7 @@ class RoutedRequest:
         router.known.load.dispatched()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
         self._on_answered = partial(router._routing.computed, ask, target.worker)
+        self._on_ended = partial(router._add_regret, choice)
         self._was_answered = self._has_ended = False
 
     def __enter__(self) -> Self:
@@ -95,6 +97,7 @@ class RoutedRequest:
             self._worker.breaker.fail(time.monotonic())
         elif self._was_answered:
             self._worker.breaker.succeed()
+            self._on_ended()
         else:
             self._worker.breaker.abandon()
 
@@ -105,6 +108,7 @@ class Choice(NamedTuple):
     ask: Ask
     decision: Decision
     body: bytes
+    prefix: Prefix
 
     def at(self, worker: str) -> Choice | None:
         """Return the same with another worker chosen, None if that was no candidate."""
@@ -176,8 +180,15 @@ class Router:
             self._admission.shed(ask.model, excluded)
         full = self._admission.full(ask.model, excluded)
         plan = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT)
-        return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask))
+        return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask), prefix)
 
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
         """Count a request where it was decided to go; only one that `is_streamed` shows when its prompt is computed."""
         return RoutedRequest(self, choice, is_streamed=is_streamed)
+
+    def _add_regret(self, choice: Choice) -> None:
+        """Add an answered request up, for `GET /regret`; what the engine found is not known here."""
+        if isinstance(self.known, Keeper):
+            routed = self._routing.routed(DEFAULT_TENANT, choice.ask, choice.prefix, choice.decision, None)
+            if routed is not None:
+                self.known.on_routed(routed)
