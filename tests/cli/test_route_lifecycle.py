@@ -157,6 +157,17 @@ async def test_listening_ends_at_once_and_a_stream_goes_on_to_its_end(worker: Wo
         assert await router.end() == 0
 
 
+async def test_a_stream_that_outlasts_the_shutdown_timeout_is_told_why_it_ends(worker: Worker) -> None:
+    async with running("--worker-urls", worker.url, "--shutdown-timeout-s", "0.1") as router:
+        assert " descriptors=" in await router.logged("connections allowed max_connections=")
+        await router.until_ready({"ready": True})
+        async with router.stream(EVENT) as rest:
+            os.kill(router.process.pid, signal.SIGTERM)
+            event = b"".join([piece async for piece in rest])
+        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+        assert await router.end() == 0
+
+
 async def test_settings_are_read_again_when_their_file_changes_and_at_sighup(worker: Worker, tmp_path: Path) -> None:
     other, settings, key = Worker(), tmp_path / "router.toml", tmp_path / "key"
 

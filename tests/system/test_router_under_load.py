@@ -101,13 +101,20 @@ async def all_prompts(fleet: list[StandIn]) -> Counter[str]:
     return Counter([prompt for worker in fleet for prompt in await worker.prompts()])
 
 
-async def test_a_thousand_streams_at_once_are_all_answered_and_sent_once(fleet: list[StandIn], router: Router) -> None:
-    prompts = [f"burst {idx}" for idx in range(1200)]
+async def test_a_thousand_streams_at_once_are_all_answered_and_sent_once_beside_as_many_idle_clients(
+    fleet: list[StandIn], router: Router
+) -> None:
+    port, prompts = port_of(router.child.url), [f"burst {idx}" for idx in range(1200)]
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1000)]
     answers = await asyncio.gather(*(router.ask(prompt, stream=True)[1] for prompt in prompts))
     assert Counter(answer.status for answer in answers) == {200: len(prompts)}
     assert all(answer.is_whole and b"data: [DONE]" in answer.body for answer in answers)
     num_received = await all_prompts(fleet)
     assert {num_received[prompt] for prompt in prompts} == {1}
+    assert await router.metric("kvist_router_connections ") > len(idle)
+    for reader, writer in idle:
+        assert not reader.at_eof()
+        writer.close()
 
 
 async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewhere_once(
@@ -203,6 +210,7 @@ async def test_a_router_that_was_stopped_blames_nobody(fleet: list[StandIn], rou
     assert {(answer.status, answer.is_whole) for answer in answers} == {(200, True)}
     assert all(b"data: [DONE]" in answer.body for answer, _ in streams)
     assert await router.metric("kvist_router_retries_total") == retried_before
+    assert await router.metric("kvist_router_loop_late_seconds_total ") > IDLE_S
 
 
 async def test_clients_that_read_nothing_hold_nobody_up_and_little_memory(fleet: list[StandIn], router: Router) -> None:
