@@ -4,11 +4,11 @@ Where events were lost beyond recovery, the index lacks blocks that the engine h
 A rank may be partial for another reason, with its copies still counted: a report, which cannot bring more of it to the
 index, would look like one more copy, and is not asked for.
 vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
-to a partial rank say so, and are otherwise value for value the client's, until the digest of hits is stable.
+to a partial rank say so, and are otherwise value for value the client's, until the hits are stable.
 
-    hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not
-    digest   the sum of all hits so far, each counted once, whether or not a report brought it into the index
-    stable   `NUM_UNCHANGED_IN_A_ROW` answers, one after the other, brought nothing that was not in it
+    hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not, counted
+             once, whether or not a report brought it into the index
+    stable   `NUM_UNCHANGED_IN_A_ROW` answers, one after the other, had no new hit
 
 So it ends where reports bring all that is hit, and where they never will: blocks of a store beside the engine, layers
 that report otherwise. An engine that does not tell (`--enable-prompt-tokens-details`), or has news for ever, is asked
@@ -47,7 +47,6 @@ MAX_HITS = 1 << 16
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
 REPORT_MODE = ("vllm_xargs", "kv_cache_report_mode")
 """Where a body would say what only who follows the stream may: what vLLM reports anew looks like one more copy."""
-_DIGEST_MASK = (1 << 53) - 1  # what a metric, which is a float, shows exactly
 
 BlockHashes: TypeAlias = Callable[[int, int], Iterable[int]]
 """Names the blocks that a prompt fills from its first to its second token of these numbers."""
@@ -68,24 +67,6 @@ class End(StrEnum):
     ASKED_ENOUGH = "asked enough"
 
 
-class HitDigest:
-    """Stands for a set of blocks, in whatever order and however often they were hit."""
-
-    __slots__ = ("_counted", "num_hits", "value")
-
-    def __init__(self) -> None:
-        self._counted: set[int] = set()
-        self.num_hits = self.value = 0
-
-    def add(self, block_hashes: Iterable[int]) -> bool:
-        """Count the blocks that were not counted yet; return whether there were any."""
-        new = set(block_hashes) - self._counted
-        self._counted.update(islice(new, MAX_HITS - len(self._counted)))
-        self.num_hits += len(new)
-        self.value = (self.value + sum(new)) & _DIGEST_MASK
-        return bool(new)
-
-
 @dataclass(slots=True)
 class _Healing:
     """How far one rank's healing has come since it was cleared."""
@@ -93,7 +74,8 @@ class _Healing:
     clearing: int | None
     num_asked: int = 0
     num_unchanged_in_a_row: int = 0
-    hits: HitDigest = field(default_factory=HitDigest)
+    num_hits: int = 0
+    hits: set[int] = field(default_factory=set)
     is_telling: bool = False
     end: End | None = None
 
@@ -105,12 +87,12 @@ class _Healing:
         if not self.is_telling:
             return Report.UNTOLD
         num_cached_tokens = usage.cached_tokens or 0  # of which vLLM says nothing
-        num_predicted_tokens = decision.overlap_tokens
-        hits: Iterable[int] = ()
-        if num_cached_tokens > num_predicted_tokens:
-            hits = block_hashes(num_predicted_tokens, num_cached_tokens)
-        self.num_unchanged_in_a_row = 0 if self.hits.add(hits) else self.num_unchanged_in_a_row + 1
-        return Report.LACKING if num_cached_tokens > num_predicted_tokens else Report.KNOWN
+        is_lacking = num_cached_tokens > decision.overlap_tokens
+        new = set(block_hashes(decision.overlap_tokens, num_cached_tokens)) - self.hits if is_lacking else ()
+        self.hits.update(islice(new, MAX_HITS - len(self.hits)))
+        self.num_hits += len(new)
+        self.num_unchanged_in_a_row = 0 if new else self.num_unchanged_in_a_row + 1
+        return Report.LACKING if is_lacking else Report.KNOWN
 
     def reached_end(self) -> End | None:
         """Return why to ask no more, None if there is no reason yet."""
@@ -148,18 +130,12 @@ class Healer:
         if healing is None:
             return
         report = healing.learn(decision, usage, block_hashes)
-        hits = healing.hits
-        ranks = [self._ranks.get(status.target) for status in self._statuses(target.worker)]
-        all_hits = [each.hits for each in ranks if each is not None]
-        digest = sum(each.value for each in all_hits) & _DIGEST_MASK
         self._metrics.counts["full_reports", target.worker, report] += 1
-        self._metrics.healing_hits.labels(target.worker).set(sum(each.num_hits for each in all_hits))
-        self._metrics.healing_digest.labels(target.worker).set(digest)
         if healing.end is None and (end := healing.reached_end()) is not None:
             healing.end = end
             self._metrics.counts["healed", target.worker, end] += 1
-            text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d digest=%014x"
-            logger.info(text, end, *target, healing.num_asked, hits.num_hits, hits.value)
+            text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d"
+            logger.info(text, end, *target, healing.num_asked, healing.num_hits)
 
     def _is_lacking(self, target: WorkerRank) -> bool:
         """Return whether the rank is known in part and may hold blocks that are asked for and not known."""

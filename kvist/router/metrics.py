@@ -9,10 +9,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -122,11 +121,6 @@ class RouterMetrics(Collector):
         for name, (bounds, _, *labels) in _HISTOGRAMS.items():
             if not labels:
                 self._observed[name,] = [0.0] * (len(bounds) + 2)
-        gauge = partial(Gauge, namespace=PREFIX, registry=self.registry)
-        text = "Blocks that partial ranks said they had cached and the index had not, each counted once a rank"
-        self.healing_hits = gauge("healing_hits", text, ["worker"])
-        text = "A number that changes whenever such a block is new"
-        self.healing_digest = gauge("healing_digest", text, ["worker"])
 
     def observe(self, value: float, *name_and_labels: str) -> None:
         """Count a value in a histogram."""
@@ -149,8 +143,6 @@ class RouterMetrics(Collector):
         for series in (self.counts, self._observed):
             for key in [key for key in series if key[1:2] == (worker,)]:
                 del series[key]
-        for gauge in (self.healing_hits, self.healing_digest):
-            gauge.remove_by_labels({"worker": worker})
 
     def collect(self) -> Iterator[Metric]:
         """Yield what was counted, in any thread."""
