@@ -195,6 +195,23 @@ def browsing() -> Callable[..., AbstractAsyncContextManager[Any]]:
 
 
 @pytest.fixture
+def barriers() -> Callable[[Any], Awaitable[list[str]]]:
+    """Return what has axe-core look at a page, in the dark on a phone too, and returns what it finds wrong."""
+    from axe_playwright_python.async_playwright import Axe
+
+    async def look(page: Any) -> list[str]:
+        found = []
+        for scheme, width in (("dark", 390), ("light", 1280)):
+            await page.emulate_media(color_scheme=scheme)
+            await page.set_viewport_size({"width": width, "height": 800})
+            results = await Axe().run(page)
+            found += [f"{scheme}, {width}: {results.generate_report()}"] * bool(results.violations_count)
+        return found
+
+    return look
+
+
+@pytest.fixture
 async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that lets so many seconds pass on the event loop's clock, at once, the loop being on time."""
     from kvist.http.deadline import LoopClock

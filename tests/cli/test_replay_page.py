@@ -69,7 +69,7 @@ def page_of(*args: object) -> Iterator[str]:
 
 
 async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_it(
-    tmp_path: Path, until: Until, browsing: Any
+    tmp_path: Path, until: Until, browsing: Any, barriers: Any
 ) -> None:
     one, other = tmp_path / "<b>one.mcap", tmp_path / "other.mcap"
     moments = await record(one, until, SHARED, SHARED + OURS, SHARED + THEIRS, None)
@@ -85,10 +85,12 @@ async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_
                 await slider.fill(str(moment))
                 await expect(page.locator("dl.tiles")).to_contain_text(f"Held{num_blocks}blocks")
             await expect(page.locator("canvas")).to_have_count(2)
+            assert await barriers(page) == []
             await slider.fill(str(moments[2]))
             await page.get_by_role("link", name="Prefixes").click()
             boxes = page.get_by_role("list", name="Prefixes, each below").get_by_role("button")
             await expect(boxes).to_have_count(3)
+            assert await barriers(page) == []
             await expect(boxes.first).to_have_accessible_name(re.compile("64 tokens, 8 blocks .* 1 of 1 ranks"))
             await page.get_by_role("button", name="Play").press("Enter")
             await expect(page.locator(".trees")).to_contain_text("Nothing was held then")  # at the end

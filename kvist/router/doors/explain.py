@@ -70,13 +70,19 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
 def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Return who answers the request and who else takes part: computes its prompt, or has a prefix of it fetched."""
     page = explain_decision(plan.answer, ask, load, now_s)
-    if plan.pulled_tokens and plan.prefill is not None:
-        page["pull"] = {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
+    if plan.pulled_tokens:
+        page["pull"] = explain_pull(plan)
     elif plan.prefill is not None:
         page["prefill"] = explain_decision(plan.prefill, ask, load, now_s)
     elif plan.local is not None:
         page["local"] = plan.local.value
     return page
+
+
+def explain_pull(plan: Plan) -> dict[str, Any]:
+    """Return from whom a prefix is fetched, and how much of the prompt that is."""
+    assert plan.prefill is not None
+    return {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
 
 
 def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:

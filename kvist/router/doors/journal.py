@@ -13,7 +13,7 @@ import msgspec
 
 from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt
-from kvist.router.doors.explain import explain_choice
+from kvist.router.doors.explain import explain_choice, explain_pull
 from kvist.router.policy.decision import usable_blocks
 from kvist.router.prompts import KnownModels
 
@@ -104,7 +104,9 @@ class Journal:
             row["sent_s"] = round(attempt.sent_s - request.started_s, 4)
             row["first_byte_s"] = attempt.first_byte_s
             row["decision"] = explain_choice(attempt.decision, ask, MAX_CANDIDATES)
-            if handover is not None and request.computed_by is not None:
+            if handover is not None and request.pull is not None:
+                row["pull"] = explain_pull(request.pull)
+            elif handover is not None and request.computed_by is not None:
                 row |= {"prefill_s": round(handover.prefill_s, 4), "transfer_s": round(handover.transfer_s, 4)}
                 row["prefill"] = explain_choice(request.computed_by, ask, MAX_CANDIDATES)
         return row

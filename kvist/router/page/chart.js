@@ -18,6 +18,7 @@ export class Chart {
     if (this.width !== this.element.clientWidth) this.build(lines, times.length < 3);
     this.plot.setData(data, false);
     this.plot.setScale("x", { min, max });
+    if (this.plot.cursor.idx == null) this.plot.setLegend({ idx: times.length - 1 });
     if (at !== null) this.plot.setCursor({ left: this.plot.valToPos(at, "x"), top: 0 });
   }
 

@@ -25,8 +25,9 @@ export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12
 
 export function seconds(value) {
   if (value == null) return "–";
-  if (value && value < 0.001) return `${Math.round(value * 1e6)} µs`;
-  if (value && value < 1) return `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms`;
+  if (!value) return "0 s";
+  if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
+  if (value < 1) return `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms`;
   return value < 100 ? `${value.toFixed(2)} s` : duration(value);
 }
 

@@ -37,7 +37,7 @@ function details(worker) {
     "Blocks of": worker.block_size ? tokens(worker.block_size) : "not told",
     "Cache holds": worker.num_cache_tokens ? tokens(worker.num_cache_tokens) : "not told",
     "Requests ended": number(worker.ended_requests),
-    Chats: worker.rendering ? [worker.rendering.state, worker.rendering.reason].filter(Boolean).join(": ") : "not compared",
+    "Tokens of chats": worker.rendering ? [worker.rendering.state, worker.rendering.reason].filter(Boolean).join(": ") : "not compared",
     "Last failure": worker.last_failure ?? "none",
   };
   const streams = worker.kv_events.sources.map((source) => {
@@ -86,7 +86,7 @@ export default {
       tile("Waiting", number(fleet.queued), "for a worker with room"),
       tile("Cached, predicted", share(sum("routed"), sum("prompt_tokens")), "of prompts, last 2 min"),
       tile("Cached, reported", share(sum("reported"), sum("told_tokens")), "by engines that say"),
-      tile("Blocks known", short(fleet.blocks), fleet.index ?? "no index"),
+      tile("Blocks known", short(fleet.blocks), fleet.index ? `index ${fleet.index}` : "no index"),
     );
     const text = search.value.toLowerCase();
     table.update(

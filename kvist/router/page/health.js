@@ -7,7 +7,7 @@ let list, calm;
 
 function item(problem) {
   const isOver = problem.until !== null;
-  const kind = isOver ? "" : problem.is_bad ? "bad" : "warn";
+  const kind = isOver ? "over" : problem.is_bad ? "bad" : "warn";
   const when = isOver
     ? `${clock(problem.since)} to ${clock(problem.until)}`
     : `since ${clock(problem.since)}, for ${duration(now() - problem.since)}`;

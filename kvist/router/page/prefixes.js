@@ -53,13 +53,14 @@ let kind, table, trees, detail, chosen, drawn;
 
 function branch(node, nodes, whole, level) {
   const below = nodes.filter((each) => each.parent === node.place && kind.size(each) >= MIN_SHARE * whole);
-  const label = `${number(node.to_tokens)} tokens, ${kind.told(node)}`;
+  const told = `${number(node.to_tokens)} tokens, ${kind.told(node)}`;
   const box = h(
     "button",
-    { type: "button", class: `heat${Math.round(4 * kind.held(node))}`, title: label, "aria-label": `${name(node)}: ${label}`, "aria-pressed": String(node.prefix === chosen), "data-prefix": node.prefix, onclick: () => choose(node.prefix) },
+    { type: "button", class: `heat${Math.round(4 * kind.held(node))}`, title: told, "aria-pressed": String(node.prefix === chosen), "data-prefix": node.prefix, onclick: () => choose(node.prefix) },
     number(node.to_tokens),
     " ",
     h("small", {}, node.text ? name(node) : share(kind.held(node), 1)),
+    h("span", { class: "unseen" }, `: ${name(node)}, ${told}`),
   );
   const item = h("li", {}, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
   item.style.flexGrow = kind.size(node);

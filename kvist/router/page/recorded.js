@@ -39,7 +39,7 @@ export function timeBar(endMs) {
   state.at = endMs;
   slider = h("input", { type: "range", min: 0, max: endMs, value: endMs, oninput: () => seek(slider.value) });
   told = h("output", {}, seconds(endMs / 1000));
-  return h("div", { class: "banner time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), told);
+  return h("section", { class: "banner time", "aria-label": "Time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), told);
 }
 
 export default {
@@ -52,7 +52,7 @@ export default {
     table = new Table("Ranks", [...COLUMNS, ...counts], (rank) => rank.key, { sort: "Worker" });
     tiles = h("dl", { class: "tiles" });
     charts = Object.keys(curves).map((name) => [name, new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 })]);
-    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map(([name, chart]) => [h("h2", {}, name), chart.element]), h("h2", {}, "Held then"), table.element];
+    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map(([name, chart]) => [h("h2", {}, name[0].toUpperCase() + name.slice(1)), chart.element]), h("h2", {}, "Held then"), table.element];
   },
   update({ fleet: { recordings, end_ms }, at }) {
     const held = (recording) => sum(recording.ranks.map((rank) => sum(rank.tiers)));

@@ -16,12 +16,13 @@ function phases(request) {
 }
 
 const worker = (request) => request.decision?.worker ?? "";
+const fetched = (pull) => `${tokens(pull.tokens)} to be fetched from ${host(pull.worker)}`;
 const outcome = (request) => [`${request.status}`, request.error, request.status < 400 && !request.error ? "" : "bad"];
 const longest = () => state.requests.slice(0, 200).reduce((most, each) => Math.max(most, each.total_s), 0.001);
 
 const COLUMNS = [
   { name: "Ended", text: (r) => clock(r.at) },
-  { name: "Worker", text: (r) => [host(worker(r)) || "none", r.prefill && `prefilled by ${host(r.prefill.worker)}`] },
+  { name: "Worker", text: (r) => [host(worker(r)) || "none", r.prefill ? `prefilled by ${host(r.prefill.worker)}` : r.pull && fetched(r.pull)] },
   { name: "Prompt", class: "number", text: (r) => number(r.prompt_tokens) },
   { name: "Held", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
   { name: "Found", class: "number", text: (r) => share(r.reported ?? 0, r.reported === null ? 0 : r.prompt_tokens) },
@@ -37,14 +38,14 @@ export function requestTable(caption, open) {
 }
 
 // The terms of a decision for each candidate: the same numbers as POST /route, stacked and in columns.
-export function decision(choice) {
+function decision(title, choice) {
   const most = Math.max(...choice.candidates.map((each) => each.seconds?.cost ?? 0), 1e-9);
   const isPriced = choice.candidates.some((each) => each.seconds);
   const ofTerms = isPriced ? Object.entries(TERMS) : [];
   const isChosen = (each) => each.worker === choice.worker && each.rank === choice.rank;
   const cached = (each) => each.tokens_cached_or_in_flight ?? (each.overlap_blocks.external ?? 0) * choice.block_size;
   const table = new Table(
-    "Candidates",
+    `${title}: candidates`,
     [
       { name: "Candidate", text: (each) => [`${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, ...(isChosen(each) ? ["chosen", "good"] : [])] },
       { name: "Cached or in flight", class: "number", text: (each) => number(cached(each)) },
@@ -57,6 +58,7 @@ export function decision(choice) {
   table.update(choice.candidates);
   const others = choice.num_candidates - choice.candidates.length;
   return [
+    h("h3", {}, title),
     h("p", {}, `Policy ${choice.policy}: ${tokens(choice.prompt_tokens)}, ${tokens(choice.overlap_tokens)} held by ${host(choice.worker)}`, choice.untokenized_reason && `; ${choice.untokenized_reason}`),
     isPriced && h("p", { class: "note" }, `The lowest cost wins. Utilisation ${share(choice.utilisation, 1)}; computing costs ${(1 + choice.price_of_computing).toFixed(2)} times its time.`),
     isPriced && legend(Object.values(TERMS)),
@@ -84,8 +86,9 @@ function details(request) {
     legend(PHASES),
     facts(told),
     request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
-    request.decision ? [h("h3", {}, "Who answers"), decision(request.decision)] : h("p", {}, "It was sent to nobody."),
-    request.prefill && [h("h3", {}, "Who computes the prompt"), decision(request.prefill)],
+    request.decision ? decision("Who answers", request.decision) : h("p", {}, "It was sent to nobody."),
+    request.pull && h("p", {}, `Of the prompt, ${fetched(request.pull)}.`),
+    request.prefill && decision("Who computes the prompt", request.prefill),
   ];
 }
 
@@ -99,7 +102,14 @@ async function explain(event) {
     const response = await ask("/route", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ ...(asked.model && { model: asked.model }), ...text }) });
     const told = await response.json();
     if (!response.ok) throw new Error(told.error.message);
-    fill(answer, decision(told), told.queued && h("p", {}, "It would wait for a worker with room."), told.local && h("p", {}, `Nobody computes the prompt for another: ${told.local}.`), told.prefill && [h("h3", {}, "Who computes the prompt"), decision(told.prefill)]);
+    fill(
+      answer,
+      decision("Who would answer", told),
+      told.queued && h("p", {}, "It would wait for a worker with room."),
+      told.pull && h("p", {}, `Of the prompt, ${fetched(told.pull)}.`),
+      told.local && h("p", {}, `Nobody computes the prompt for another: ${told.local}.`),
+      told.prefill && decision("Who would compute the prompt", told.prefill),
+    );
   } catch (error) {
     fill(answer, h("p", { class: "mark bad" }, error.message));
   }
@@ -123,7 +133,7 @@ export default {
     const form = h("form", { class: "tools", onsubmit: explain }, field("Prompt", prompt), field("Model", models), field("Read", kinds), h("button", {}, "Explain"));
     return [
       h("h1", { class: "unseen" }, "Requests"),
-      h("details", {}, h("summary", {}, "Explain a prompt"), form, answer),
+      h("details", {}, h("summary", {}, h("h2", {}, "Explain a prompt")), form, answer),
       h("div", { class: "tools" }, field("Search", search), pause, legend(PHASES)),
       counted,
       detail,

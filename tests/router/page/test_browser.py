@@ -15,7 +15,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\"'</script><b>bold</b>"
 expect = playwright.expect
 
 
-async def test_each_view_shows_what_the_router_knows_and_follows_it(worker, router, browsing) -> None:
+async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker, router, browsing, barriers) -> None:
     async with worker(cached_tokens=96) as one, worker() as two, router(one.url, two.url) as front, browsing() as page:
         front.hold(one.url, TOKENS[:96])
         answer = await front.complete(TOKENS)
@@ -28,6 +28,7 @@ async def test_each_view_shows_what_the_router_knows_and_follows_it(worker, rout
         await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("Last requests")
         two.health_status = 500
         await expect(page.get_by_role("row").filter(has_text=two.url[7:]).first).to_contain_text("unhealthy")
+        assert await barriers(page) == []
 
         await page.get_by_role("link", name="Requests").click()
         table = page.get_by_role("region", name="Requests", exact=True)
@@ -36,25 +37,29 @@ async def test_each_view_shows_what_the_router_knows_and_follows_it(worker, rout
         await expect(table.locator("tbody tr")).to_have_count(2)
         await page.get_by_role("searchbox").fill(answer.headers["x-request-id"])
         await table.get_by_role("button").click()
-        await expect(page.get_by_role("region", name="Candidates")).to_contain_text("chosen")
-        await expect(page.get_by_role("region", name="Candidates").locator("tbody tr")).to_have_count(2)
+        await expect(page.get_by_role("region", name="Who answers")).to_contain_text("chosen")
+        await expect(page.get_by_role("region", name="Who answers").locator("tbody tr")).to_have_count(2)
         await page.get_by_text("Explain a prompt").click()
         await page.get_by_label("Prompt", exact=True).fill("Where would this go?")
         await page.get_by_role("button", name="Explain").click()
         await expect(page.locator("details")).to_contain_text("Policy kv")
+        assert await barriers(page) == []
 
         await page.get_by_role("link", name="Prefixes").click()
         box = page.get_by_role("list", name="Prefixes, each below").get_by_role("button").first
         await expect(box).to_have_accessible_name(re.compile("(64|80|96) tokens"))
         await box.click()
         await expect(page.get_by_role("region", name="Prefix", exact=True)).to_contain_text("Held now")
+        assert await barriers(page) == []
 
         await page.get_by_role("link", name="Regret").click()
         await expect(page.locator("dl.tiles")).to_contain_text("Reported")
         await expect(page.locator("canvas")).to_have_count(1)
+        assert await barriers(page) == []
         await page.get_by_role("link", name="Health").click()
         await expect(page.locator(".problems")).to_contain_text(f"{two.url.removeprefix('http://')} is unhealthy")
         await expect(page.locator(".problems")).to_contain_text("docs/fleet.md")
+        assert await barriers(page) == []
 
 
 async def test_it_says_that_the_router_is_away_and_comes_back(worker, router, browsing, free_port) -> None:
@@ -70,10 +75,12 @@ async def test_it_says_that_the_router_is_away_and_comes_back(worker, router, br
             await expect(page.locator("tbody").first).to_contain_text(two.url.removeprefix("http://"))
 
 
-async def test_it_asks_for_the_key_and_again_once_that_has_changed(worker, router, browsing) -> None:
+async def test_it_asks_for_the_key_and_again_once_that_has_changed(worker, router, browsing, barriers) -> None:
     values = {"policy": "random", "admin_key": "first", "ready": False}
     async with worker() as one, router(one.url, **values) as front, browsing(faults_expected=True) as page:
         await page.goto(front.service.url + "/ui")
+        await expect(page.locator("#key")).to_be_visible()
+        assert await barriers(page) == []
         for key, told in (("wrong", "A key is needed"), ("first", "Live")):
             await page.get_by_label("Administrators' key").fill(key)
             await page.get_by_role("button", name="Use it").click()
@@ -103,7 +110,8 @@ async def test_256_workers_are_sorted_and_found_by_keyboard_on_a_phone(worker, r
     async with worker() as one:
         urls = [one.url.replace("127.0.0.1", f"127.0.1.{number}") for number in range(1, 256)]
         view = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "reduced_motion": "reduce"}
-        async with router(one.url, *urls, policy="random", ready=False) as front, browsing(**view) as page:
+        asked = {"policy": "random", "ready": False, "health_interval_s": 60.0}
+        async with router(one.url, *urls, **asked) as front, browsing(**view) as page:
             await page.goto(front.service.url + "/ui")
             rows = page.locator("tbody tr")
             await expect(rows).to_have_count(256)

@@ -296,6 +296,8 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         counted = {"removed": "decode_failed", "lost": "transfer_failed"}.get(outcome, outcome)
         assert await count(front, f'pulls_total{{outcome="{counted}"}}') == 1
         assert await count(front, "pulled_tokens_total") == (384 if outcome == "pulled" else 0)
+        (shown,) = (await front.client.get("/ui/state?view=requests")).json()["requests"]
+        assert shown.get("pull") == ({"worker": p.url, "tokens": 384} if outcome in ("pulled", "lost") else None)
         released = ["held-1"] if outcome in ("transfer_failed", "decode_failed", "removed") else []
         await until(lambda: p.released == released)
         bodies = [json.loads(each.body) for each in (*p.completions, *d.completions)]
