@@ -235,6 +235,7 @@ async def _serve(
             block_size=config.block_size,
             max_model_len=loaded.core.limits.max_model_len,
             max_total_num_tokens=num_blocks * config.block_size if config.has_prefix_cache else 0,
+            kv_cache_dtype=loaded.kv_cache_dtype,
             kv_events_endpoint=None if publisher is None else publisher.endpoint,
             transfers=served,
             tensor_parallel_size=config.tensor_parallel_size,

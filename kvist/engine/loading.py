@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from xxhash import xxh3_64_hexdigest
 
 from kvist import kvcache
 from kvist.engine.config import DTYPES, EngineConfig
@@ -68,12 +69,14 @@ class LoadedEngine:
     """An engine, the memory it computes in, for whoever moves KV in and out of it, and its other ranks, if any.
 
     `plan` counts this rank's heads, whose KV `tensors` hold; `whole_plan` counts those of all ranks together.
+    `kv_cache_dtype` is another where numbers are scaled otherwise.
     """
 
     core: EngineCore
     plan: kvcache.WindowPlan
     whole_plan: kvcache.WindowPlan
     tensors: KvTensors
+    kv_cache_dtype: str
     followers: Followers | None = None
 
 
@@ -133,13 +136,16 @@ def _load(
         runner.warm_up([kvcache.peak_num_blocks(group, size, longest, step) for group in groups])
     if followers is None:
         runner.graphs = _graphs(config, facts, model, tensors)
+    kv_cache_dtype: str = groups[0].layer.dtype.value
+    if tensors.pools[0].itemsize == 1 and model.kv_scales:
+        kv_cache_dtype += f" scaled {xxh3_64_hexdigest(repr(sorted(model.kv_scales.items())).encode())}"
     logger.info(
         "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d kv_dtype=%s dtype=%s device=%s",
         facts.model.architecture,
         longest,
         "/".join(map(str, num_blocks)),
         size,
-        groups[0].layer.dtype.value,
+        kv_cache_dtype,
         facts.dtype,
         facts.device,
     )
@@ -151,7 +157,7 @@ def _load(
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
         runner,
     )
-    return LoadedEngine(core, facts.plan, facts.whole_plan, tensors, followers)
+    return LoadedEngine(core, facts.plan, facts.whole_plan, tensors, kv_cache_dtype, followers)
 
 
 def _follow(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:

@@ -72,7 +72,7 @@ class _Ranks(NamedTuple):
     columns: NDArray[np.intp]
     num_blocks: list[int]
     fetch_token_s: NDArray[np.float64]
-    block_sizes: NDArray[np.intp]
+    cache_blocks: list[tuple[int | None, str | None]]
 
 
 class Routing:
@@ -368,7 +368,7 @@ class Routing:
                 min_tokens = self._models.policy(ask.model).max_local_prefill_tokens
                 source = self._fleet.get(holder.target.worker)
                 assert source is not None
-                has_same_blocks = ranks.block_sizes == (source.identity.block_size or 0)
+                has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
                 token_s = np.where(has_same_blocks, ranks.fetch_token_s, inf)
                 pull = Pull(holder.overlap_blocks[0], token_s, min_tokens)
             prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull)
@@ -393,8 +393,8 @@ class Routing:
             speeds = [worker.identity.tokens_per_s for worker, _ in each]
             fetch_token_s = np.array([1.0 / speed if speed else inf for speed in speeds])
             num_blocks = [rank.num_blocks for rank in statuses]
-            block_sizes = np.array([worker.identity.block_size or 0 for worker, _ in each])
-            ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s, block_sizes)
+            cache_blocks = [worker.identity.cache_block for worker, _ in each]
+            ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s, cache_blocks)
         return ranks
 
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:

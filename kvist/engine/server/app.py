@@ -115,7 +115,7 @@ class ServedTransfers:
 class ServedModel:
     """What the server says about itself. The first name is the one in answers; requests may use any.
 
-    `max_total_num_tokens` is what its prefix cache has room for.
+    `max_total_num_tokens` is what its prefix cache has room for; of whose numbers `kv_cache_dtype` names scales, too.
     """
 
     names: tuple[str, ...]
@@ -123,6 +123,7 @@ class ServedModel:
     block_size: int
     max_model_len: int
     max_total_num_tokens: int
+    kv_cache_dtype: str
     kv_events_endpoint: str | None = None
     transfers: ServedTransfers | None = None
     tensor_parallel_size: int = 1
@@ -286,6 +287,7 @@ class _Server:
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
                 "max_total_num_tokens": self._model.max_total_num_tokens,
+                "kv_cache_dtype": self._model.kv_cache_dtype,
                 "tensor_parallel_size": self._model.tensor_parallel_size,
                 "data_parallel_size": 1,
                 "kv_events": None if endpoint is None else {"endpoint": endpoint},

@@ -41,8 +41,8 @@ class Identity(msgspec.Struct, frozen=True):
     """What a worker said; None where it did not. Without a model list it is taken to serve any model.
 
     `num_cache_tokens` is what its prefix cache holds, 0 where it has none; `started_s` the Unix time of its start.
-    `cache_block` is how many tokens a block of its cache has, and the type of their numbers; `bootstrap_port` is where
-    decode workers of SGLang find a prefill worker.
+    `cache_block` is how many tokens a block of its cache has, and the type of their numbers, scales included;
+    `bootstrap_port` is where decode workers of SGLang find a prefill worker.
     """
 
     engine: str | None = None
@@ -72,7 +72,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class _Transfers(msgspec.Struct, frozen=True):
-    endpoints: tuple[str, ...]
+    endpoints: tuple[str, ...] = ()
     tokens_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
@@ -80,6 +80,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     engine: str
     version: str | None = None
     block_size: int | None = None
+    kv_cache_dtype: str | None = None
     kv_events: _Place | None = None
     data_parallel_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     role: Role = Role.BOTH
@@ -163,27 +164,31 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
-    events = info.kv_events.endpoint if info.kv_events else None
-    transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
-    size = info.data_parallel_size
-    identity = Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
-    told = {"num_cache_tokens": known.num_cache_tokens, "model_paths": known.model_paths}
-    tokens_per_s = info.kv_transfer.tokens_per_s if info.kv_transfer else None
-    return msgspec.structs.replace(identity, cache_block=(info.block_size, None), tokens_per_s=tokens_per_s, **told)
+    transfers = info.kv_transfer or _Transfers()
+    return msgspec.structs.replace(
+        known,
+        engine=info.engine,
+        version=info.version,
+        block_size=info.block_size,
+        event_endpoint=info.kv_events.endpoint if info.kv_events else None,
+        data_parallel_size=info.data_parallel_size,
+        role=info.role,
+        transfer_endpoints=transfers.endpoints,
+        cache_block=(info.block_size, info.kv_cache_dtype),
+        tokens_per_s=transfers.tokens_per_s and float(f"{transfers.tokens_per_s:.1e}"),  # it never rests
+    )
 
 
 def _sglang_identity(said: Mapping[str, Any], known: Identity) -> Identity:
     mode = said["disaggregation_mode"]
-    values = {
+    told = {
         "engine": "sglang",
         "version": said.get("version"),
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
-        "num_cache_tokens": known.num_cache_tokens,
-        "model_paths": known.model_paths,
         "cache_block": [said.get("page_size"), said.get("kv_cache_dtype")],
         "bootstrap_port": said.get("disaggregation_bootstrap_port"),
     }
-    return msgspec.convert(values, Identity)
+    return msgspec.convert(msgspec.structs.asdict(known) | told, Identity)
 
 
 def _model_paths(server_info: dict[str, Any]) -> tuple[str, ...]:

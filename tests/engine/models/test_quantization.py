@@ -245,3 +245,9 @@ def test_keys_and_values_out_of_range_fit_an_eight_bit_cache_by_their_scales(
     prompt = list(range(3, 43))
     expected, got = (model.step((model.open(prompt), len(prompt))) for model in (plain, scaled))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    told = [
+        load_engine(EngineConfig(model_dir=path, kv_cache_dtype=dtype)).kv_cache_dtype
+        for path, dtype in ((checkpoint("llama"), "fp8_e4m3"), (tmp_path, "fp8_e4m3"), (tmp_path, None))
+    ]
+    assert (told[0], told[2]) == ("fp8_e4m3", "float32")
+    assert told[1].startswith("fp8_e4m3 scaled ")  # by which routers see that the blocks of the two are not alike

@@ -61,6 +61,7 @@ def served() -> Iterator[Served]:
             block_size=16,
             max_model_len=8192,
             max_total_num_tokens=8192,
+            kv_cache_dtype="float32",
             kv_events_endpoint="tcp://127.0.0.1:5557",
         )
         tokenizer = ChatTokenizer.load(bundled_model_path())

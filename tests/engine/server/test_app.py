@@ -410,6 +410,7 @@ def test_the_server_says_what_it_is(served) -> None:
         "block_size": 16,
         "max_model_len": 8192,
         "max_total_num_tokens": 8192,
+        "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
         "kv_events": {"endpoint": "tcp://127.0.0.1:5557"},

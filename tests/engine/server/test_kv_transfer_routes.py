@@ -70,7 +70,13 @@ async def served() -> AsyncIterator[Served]:
     core.attach(transfers.command)
     said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)
     model = ServedModel(
-        names=("tiny",), path="/m", block_size=16, max_model_len=128, max_total_num_tokens=128, transfers=said
+        names=("tiny",),
+        path="/m",
+        block_size=16,
+        max_model_len=128,
+        max_total_num_tokens=128,
+        transfers=said,
+        kv_cache_dtype="float32",
     )
     tokenizer = ChatTokenizer.load(bundled_model_path())
     async with AsyncEngine(core, max_num_open=4) as engine:

@@ -96,7 +96,12 @@ async def serve(trace_collector: Any) -> Any:
         async with AsyncEngine(core, max_num_open=40) as engine:
             tokenizer = ChatTokenizer.load(bundled_model_path())
             model = ServedModel(
-                names=("tiny",), path="/m", block_size=16, max_model_len=8192, max_total_num_tokens=8192
+                names=("tiny",),
+                path="/m",
+                block_size=16,
+                max_model_len=8192,
+                max_total_num_tokens=8192,
+                kv_cache_dtype="float32",
             )
             app = create_app(engine, tokenizer, model, collectors=[tracing], spans=spans)
             transport = httpx.ASGITransport(app)

@@ -27,9 +27,14 @@ async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:
 
 
 async def test_a_bundled_engine_tells_its_role_and_where_its_blocks_are_asked_for(worker) -> None:
-    async with worker(server_info=KVIST | {"role": "prefill", "kv_transfer": {"endpoints": ["tcp://a:1"]}}) as one:
+    transfer = {"endpoints": ["tcp://a:1"], "tokens_per_s": 1234.5}
+    told = KVIST | {"role": "prefill", "kv_transfer": transfer, "kv_cache_dtype": "fp8_e4m3"}
+    async with worker(server_info=told) as one:
         found = await identity(one.url)
-    assert (found.role, found.transfer_endpoints) == ("prefill", ("tcp://a:1",))
+        transfer["tokens_per_s"] = 1231.25
+        assert await identity(one.url) == found  # the least changes of a speed tell nothing
+    assert (found.role, found.transfer_endpoints, found.tokens_per_s) == ("prefill", ("tcp://a:1",), 1200.0)
+    assert found.cache_block == (16, "fp8_e4m3")
     async with worker(server_info=KVIST | {"kv_transfer": None}) as one:
         found = await identity(one.url)
     assert (found.role, found.transfer_endpoints) == ("both", ())

@@ -307,14 +307,17 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         assert total_load(front) == 0
 
 
-@pytest.mark.parametrize(("block_size", "num_fetched"), [(16, 384), (32, 0)])
-async def test_no_prefix_is_fetched_in_blocks_of_another_size(
-    block_size: int, num_fetched: int, worker, router
+@pytest.mark.parametrize(
+    ("more", "num_fetched"), [({}, 384), ({"block_size": 32}, 0), ({"kv_cache_dtype": "fp8_e4m3 scaled 1a"}, 0)]
+)
+async def test_no_prefix_is_fetched_in_blocks_of_another_kind(
+    more: dict[str, Any], num_fetched: int, worker, router
 ) -> None:
-    told = info("both", kv_transfer={"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9})
+    transfer = {"endpoints": ["tcp://127.0.0.1:9"], "tokens_per_s": 1e9}
+    told = info("both", kv_transfer=transfer, kv_cache_dtype="fp8_e4m3")
     async with (
         worker(server_info=told) as p,
-        worker(server_info=told | {"block_size": block_size}) as d,
+        worker(server_info=told | more) as d,
         router(p.url, d.url) as front,
     ):
         front.hold(p.url, LONG)

@@ -16,6 +16,7 @@ from kvist.router.prompts import COMPLETION_PATH, Ask
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "vllm"}]
+KVIST = {"engine": "kvist", "block_size": 16}
 FREE = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
 
 
@@ -103,7 +104,11 @@ async def test_a_chat_that_limits_its_completion_is_asked_one_token_of(worker, r
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        ({"server_info": {"engine": "kvist", "role": "prefill", "block_size": 16}}, {"models": MODELS}),
+        ({"server_info": KVIST | {"role": "prefill"}}, {"models": MODELS}),
+        (
+            {"server_info": KVIST | {"role": "prefill", "kv_cache_dtype": "fp8_e4m3 scaled 1a"}},
+            {"server_info": KVIST | {"role": "decode", "kv_cache_dtype": "fp8_e4m3"}},
+        ),
         ({"models": MODELS}, {"server_info": {"disaggregation_mode": "decode"}}),
         ({"models": MODELS, "metrics": 'vllm:cache_config_info{block_size="16",cache_dtype="fp8"} 1.0\n'}, {}),
         ({"models": MODELS, "metrics": 'vllm:cache_config_info{block_size="32",cache_dtype="auto"} 1.0\n'}, {}),
