@@ -102,11 +102,6 @@ class KvMemory:
         """Return the blocks of a prompt to fill, a list a group."""
         return tuple(prompt_blocks(table, num_tokens, self.hello.block_size) for table in tables)
 
-    def num_bytes(self, block_ids_per_group: BlockIds) -> int:
-        """Return the bytes of these blocks, a list a group."""
-        pools = self.hello.pools
-        return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, pools, strict=True))
-
     def shares(self, block_ids_per_group: BlockIds, num_senders: int) -> tuple[Share, ...]:
         """Return what each of a sender's ranks writes, each byte once; raises InvalidValueError for too many."""
         ranks = (self.pieces_of(block_ids_per_group, Part(rank, num_senders)) for rank in range(num_senders))

@@ -1,14 +1,24 @@
-"""A rank's half that receives: asks each rank that holds a prompt for its part, and hears how that went."""
+"""A rank's half that receives: asks each rank that holds a prompt for its part, and says when all of it is there.
+
+    asked ──► scattering ──► complete      scattering only where a write was bounced
+      │           │
+      └───────────┴──► quarantined ──► released
+
+A fetch ends once: complete only when every sender has reported success and what was bounced lies in its blocks, failed
+at the first failure. One that fails says so at once, and is quarantined: its *memory* may still be written to, and must
+not be used again until it is released. Time alone never releases it: every sender has to report, or be known to be
+dead, and no scatter may run. No clock is in here.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import zmq
@@ -16,10 +26,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
-from kvist.transfer import receiver_protocol as protocol
 from kvist.transfer.bounce import Bounce, Lease
 from kvist.transfer.heads import Part
-from kvist.transfer.memory import KvMemory, Share
+from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
 
 logger = logging.getLogger(__name__)
@@ -88,9 +97,6 @@ class SenderConnections:
         """Yield every sender; they may be dropped meanwhile."""
         return iter(list(self._senders.values()))
 
-    def get(self, endpoint: str) -> SenderConnection | None:
-        return self._senders.get(endpoint)
-
     def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
         """Return the sender at an endpoint, if need be instead of an idle one; raises InvalidValueError."""
         sender = self._senders.get(endpoint)
@@ -149,45 +155,55 @@ def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
     dealer.close()
 
 
-@dataclass(slots=True)
-class _Fetching:
-    """A fetch under way; `rooms` is where each rank may put all of its part, None for who must not."""
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A fetch under way: `unreported` ranks may be writing, `bounced` ones have filled their room.
 
+    `rooms` is where each rank may put all of its part, None for who must not.
+    """
+
+    transfer_id: int
     fetch: commands.Fetch
-    block_ids_per_group: tuple[tuple[int, ...], ...]
+    senders: list[SenderConnection]
+    block_ids_per_group: commands.BlockLists
     num_bytes: int
     lease: Lease | None
-    rooms: tuple[messages.Extent | None, ...]
+    rooms: list[messages.Extent | None]
+    unreported: set[int]
     began_s: float
+    deadline_s: float
     arrived_s: float | None = None
+    bounced: list[int] = field(default_factory=list)
+    scattering: Future[None] | None = None
+    first_token_id: int | None = None
     has_failed: bool = False
 
     def times(self, ended_s: float, error: str | None) -> commands.FetchTimes:
         arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
-        counts = (self.num_bytes, len(self.fetch.endpoints))
+        counts = (self.num_bytes, len(self.senders))
         return commands.FetchTimes(self.fetch.request_id, self.began_s, arrived_s, ended_s, *counts, error)
 
 
 class Receiver:
-    """Fetches blocks from any number of workers, from each of their ranks over a socket of its own. Not thread-safe."""
+    """Fetches blocks from any number of workers, from each of their ranks over a socket of its own. Not thread-safe.
+
+    Nothing a peer sends makes it raise, or use memory that may still be written to.
+    """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        poller: zmq.Poller,
+        senders: SenderConnections,
         memory: KvMemory,
         limits: commands.TransferLimits,
         report: Callable[[commands.Report], None],
         bounce: Bounce | None,
     ) -> None:
-        self._bounce = bounce
+        self._senders = senders
         self._memory = memory
+        self._limits = limits
         self._report = report
-        self.protocol = protocol.ReceiverProtocol(limits)
-        self._senders = SenderConnections(context, poller, memory.hello.worker.encode())
-        self._fetching: dict[int, _Fetching] = {}
-        self._transfer_ids: dict[str, int] = {}
-        self._scatterings: dict[int, Future[None]] = {}
+        self._bounce = bounce
+        self._transfers: dict[int, _Transfer] = {}
         self._ids = itertools.count()
         self.num_malformed = 0
         self.bytes_received = 0
@@ -197,51 +213,67 @@ class Receiver:
     @property
     def quarantined_bytes(self) -> int:
         """Return the bytes of blocks that have failed to be filled, and may still be written to. Any thread may ask."""
-        fetching = list(self._fetching.values())  # at once: others come and go meanwhile
-        return sum(each.num_bytes for each in fetching if each.has_failed)
+        transfers = list(self._transfers.values())  # at once: others come and go meanwhile
+        return sum(each.num_bytes for each in transfers if each.has_failed)
 
     @property
     def has_scatters(self) -> bool:
-        return bool(self._scatterings)
+        return any(each.scattering is not None for each in self._transfers.values())
 
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
         """Ask every rank that holds the prompt; what comes of it is reported."""
-        block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens)
-        busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
+        memory, ranks = self._memory, range(len(fetch.endpoints))
+        block_ids = memory.missing(fetch.block_ids_per_group, fetch.num_tokens)
+        busy = {endpoint for each in self._transfers.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)
-            shares = self._memory.shares(block_ids, len(fetch.endpoints))
+            shares = memory.shares(block_ids, len(ranks))
             senders = [self._senders.connect(endpoint, busy.union(fetch.endpoints)) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))
             return
-        transfer_id = next(self._ids)
-        lease, rooms = self._reserve(shares)
-        fetching = _Fetching(fetch, block_ids, self._memory.num_bytes(block_ids), lease, rooms, now_s)
-        self._fetching[transfer_id] = fetching
-        self._transfer_ids[fetch.request_id] = transfer_id
-        ranks_with_room = [rank for rank, room in enumerate(rooms) if room is not None]
-        self.protocol.open(transfer_id, fetch.endpoints, ranks_with_room, now_s)
-        for rank, (sender, room) in enumerate(zip(senders, rooms, strict=True)):
+        num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
+        num_writers = sum(share.num_bytes > 0 for share in shares)
+        lease = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces, num_writers)
+        rooms: list[messages.Extent | None] = [None for _ in ranks]
+        if lease is not None:
+            ends = itertools.accumulate((share.num_bytes for share in shares), initial=lease.address)
+            rooms = [
+                messages.Extent(at, share.num_bytes) if share.num_bytes else None
+                for at, share in zip(ends, shares, strict=False)
+            ]
+        transfer = _Transfer(
+            next(self._ids),
+            fetch,
+            senders,
+            block_ids,
+            num_bytes,
+            lease,
+            rooms,
+            unreported=set(ranks),
+            began_s=now_s,
+            deadline_s=now_s + self._limits.transfer_timeout_s,
+        )
+        self._transfers[transfer.transfer_id] = transfer
+        for rank, sender in enumerate(senders):
             sender.send(
                 messages.ReceiveRequest(
                     messages.PROTOCOL_VERSION,
-                    transfer_id,
-                    self._memory.hello,
+                    transfer.transfer_id,
+                    memory.hello,
                     Part(rank, len(senders)),
                     fetch.remote_request_id,
                     fetch.num_tokens,
                     block_ids,
-                    room,
+                    rooms[rank],
                 )
             )
 
     def cancel(self, request_id: str, now_s: float) -> None:
         """End a fetch that nobody waits for; one that has ended is no error."""
-        transfer_id = self._transfer_ids.get(request_id)
-        if transfer_id is not None:
-            self._do(self.protocol.fail(transfer_id, "cancelled", now_s), now_s)
+        for transfer in [each for each in self._transfers.values() if each.fetch.request_id == request_id]:
+            self._fail(transfer, "cancelled", now_s)
 
     def receive(self, now_s: float) -> None:
         for sender in self._senders:
@@ -250,7 +282,7 @@ class Receiver:
                 try:
                     if len(frames) != 1:
                         raise MalformedMessageError(sender.endpoint, f"{len(frames)} frames, expected a message")
-                    self._handle(sender.endpoint, frames[0], now_s)
+                    self._handle(sender, messages.decode_message(frames[0], sender.endpoint), now_s)
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
@@ -259,102 +291,119 @@ class Receiver:
 
     def poll_scatters(self, now_s: float) -> None:
         """Go on with the transfers whose bytes have come out of the bounce region."""
-        for transfer_id, scattering in list(self._scatterings.items()):
-            if scattering.done():
-                del self._scatterings[transfer_id]
-                error = scattering.exception()
-                reason = None if error is None else str(error)
-                self._do(self.protocol.scattered(transfer_id, reason, now_s), now_s)
+        for transfer in list(self._transfers.values()):
+            if transfer.scattering is not None and transfer.scattering.done():
+                error, transfer.scattering = transfer.scattering.exception(), None
+                if error is not None:
+                    self._fail(transfer, f"scatter: {error}", now_s)
+                else:
+                    self._go_on(transfer, now_s)
 
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
-        self._do(self.protocol.tick(now_s), now_s)
+        for transfer in list(self._transfers.values()):
+            if now_s >= transfer.deadline_s and not transfer.has_failed:
+                self._fail(transfer, f"no completion within {self._limits.transfer_timeout_s:g} s", now_s)
+            elif now_s >= transfer.deadline_s:
+                self._send_cancels(transfer, now_s)
         for sender in self._senders:
             if not sender.is_suspect:
                 continue
-            transfer_ids = self._ids_of(sender.endpoint)
-            if not transfer_ids:
+            waiting = {each.transfer_id for each, _ in self._unreported(sender)}
+            if not waiting:
                 self._senders.drop(sender)
                 continue
-            ended_ids = self._senders.asked_before_its_end(sender, transfer_ids)
-            self._do(self.protocol.sender_gone(sender.endpoint, ended_ids, now_s), now_s)
+            ended_ids = self._senders.asked_before_its_end(sender, waiting)
+            for transfer, rank in self._unreported(sender):
+                if transfer.transfer_id in ended_ids:
+                    self._ended_at(rank, transfer, now_s, f"rank {rank} at {sender.endpoint} is gone")
 
     def fail_all(self, reason: str) -> None:
         """Report what is under way as failed, for good: its blocks stay out of use."""
-        for each in self._fetching.values():
+        for each in self._transfers.values():
             if not each.has_failed:
                 self._report(commands.FetchFailed(each.fetch.request_id, reason))
 
-    def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[messages.Extent | None, ...]]:
-        """Return room to bounce through, and which part of it is whose; none for who writes nothing."""
-        lease = None
-        if self._bounce is not None:
-            num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-            lease = self._bounce.reserve(num_bytes, num_pieces, sum(share.num_bytes > 0 for share in shares))
-        if lease is None:
-            return None, (None,) * len(shares)
-        ends = itertools.accumulate((share.num_bytes for share in shares), initial=lease.address)
-        rooms = (messages.Extent(base, share.num_bytes) for base, share in zip(ends, shares, strict=False))
-        return lease, tuple(room if room.size_bytes else None for room in rooms)
+    def _handle(self, sender: SenderConnection, message: messages.Message, now_s: float) -> None:
+        """Do what a rank says of itself; of a transfer that has ended, or that it has reported, it changes nothing."""
+        if isinstance(message, messages.ReceiveRequest | messages.Cancel):
+            raise MalformedMessageError(sender.endpoint, "a message for a sender")
+        if isinstance(message, messages.Ping):
+            return
+        for transfer, rank in self._unreported(sender):
+            if message.transfer_id not in (None, transfer.transfer_id):
+                continue
+            match message:
+                case messages.Progress() if not transfer.has_failed:
+                    transfer.deadline_s = now_s + self._limits.transfer_timeout_s
+                case messages.Refusal():
+                    self._ended_at(rank, transfer, now_s, str(message))
+                case messages.Result(status=status, first_token_id=first_token_id):
+                    is_bounced = status is messages.ResultStatus.BOUNCED and transfer.rooms[rank] is not None
+                    if is_bounced:
+                        transfer.bounced.append(rank)
+                    transfer.first_token_id = first_token_id
+                    is_written = is_bounced or status is messages.ResultStatus.SUCCESS
+                    failure = None if is_written else f"rank {rank} reports {status.name}"
+                    self._ended_at(rank, transfer, now_s, failure)
 
-    def _handle(self, endpoint: str, payload: bytes, now_s: float) -> None:
-        match messages.decode_message(payload, endpoint):
-            case messages.Result() as result:
-                self._do(self.protocol.reported(endpoint, result, now_s), now_s)
-            case messages.Progress(transfer_id=transfer_id):
-                self.protocol.progressed(endpoint, transfer_id, now_s)
-            case messages.Ping():
-                pass
-            case messages.Refusal(transfer_id=transfer_id) as refusal:
-                for each in self._ids_of(endpoint) if transfer_id is None else [transfer_id]:
-                    self._do(self.protocol.refused(endpoint, each, str(refusal), now_s), now_s)
-            case _:
-                raise MalformedMessageError(endpoint, "a message for a sender")
+    def _unreported(self, sender: SenderConnection) -> list[tuple[_Transfer, int]]:
+        """Return the transfers that a sender has not reported of, and which of their ranks it is."""
+        asked = [(each, each.senders.index(sender)) for each in self._transfers.values() if sender in each.senders]
+        return [(transfer, rank) for transfer, rank in asked if rank in transfer.unreported]
 
-    def _ids_of(self, endpoint: str) -> list[int]:
-        return [item for item, fetching in self._fetching.items() if endpoint in fetching.fetch.endpoints]
+    def _ended_at(self, rank: int, transfer: _Transfer, now_s: float, failure: str | None) -> None:
+        """Take note that a rank does not write any more, and never will."""
+        transfer.unreported.discard(rank)
+        if failure is None:
+            self._go_on(transfer, now_s)
+        else:
+            self._fail(transfer, failure, now_s)
 
-    def _do(self, actions: list[protocol.ReceiverAction], now_s: float) -> None:
-        for action in actions:
-            transfer_id, fetching = action.transfer_id, self._fetching[action.transfer_id]
-            request_id, lease, bounce = fetching.fetch.request_id, fetching.lease, self._bounce
-            match action:
-                case protocol.SendCancel(rank=rank):
-                    sender = self._senders.get(fetching.fetch.endpoints[rank])
-                    if sender is not None:
-                        sender.send(messages.Cancel(transfer_id, fetching.fetch.remote_request_id))
-                case protocol.StartScatter(ranks=ranks) if bounce is not None:
-                    fetching.arrived_s = now_s
-                    self._scatterings[transfer_id] = self._scatter(bounce, fetching, ranks)
-                case protocol.Fail(reason=reason):
-                    fetching.has_failed = True
-                    if bounce is not None and lease is not None:
-                        bounce.quarantine(lease)
-                    self.observer(fetching.times(now_s, reason))
-                    self._report(commands.FetchFailed(request_id, reason))
-                case protocol.Release():
-                    if bounce is not None and lease is not None:
-                        bounce.release(lease)
-                    if fetching.has_failed:
-                        self._forget(transfer_id)
-                        self._report(commands.FetchReleased(request_id))
-                case protocol.Complete(first_token_id=first_token_id):
-                    self._forget(transfer_id)
-                    self.bytes_received += fetching.num_bytes
-                    self.fetch_seconds += now_s - fetching.began_s
-                    self.observer(fetching.times(now_s, None))
-                    self._report(commands.FetchCompleted(request_id, first_token_id))
-                case _:
-                    pass
+    def _fail(self, transfer: _Transfer, reason: str, now_s: float) -> None:
+        """Fail a transfer, once; what is under way for it is waited for."""
+        if not transfer.has_failed:
+            transfer.has_failed = True
+            if self._bounce is not None and transfer.lease is not None:
+                self._bounce.quarantine(transfer.lease)
+            self.observer(transfer.times(now_s, reason))
+            self._report(commands.FetchFailed(transfer.fetch.request_id, reason))
+            self._send_cancels(transfer, now_s)
+        self._go_on(transfer, now_s)
 
-    def _scatter(self, bounce: Bounce, fetching: _Fetching, ranks: Sequence[int]) -> Future[None]:
-        """Copy what these ranks have put into their rooms to where it belongs."""
-        parts, num_ranks = [], len(fetching.rooms)
-        for rank in ranks:
-            room = fetching.rooms[rank]
+    def _send_cancels(self, transfer: _Transfer, now_s: float) -> None:
+        """Ask every rank that may be writing to stop and to report, until it does."""
+        transfer.deadline_s = now_s + self._limits.cancel_retry_s
+        for rank in transfer.unreported:
+            transfer.senders[rank].send(Cancel(transfer.transfer_id, transfer.fetch.remote_request_id))
+
+    def _go_on(self, transfer: _Transfer, now_s: float) -> None:
+        """Scatter what was bounced when nobody writes any more, or end."""
+        if transfer.unreported or transfer.scattering is not None:
+            return
+        if transfer.bounced and not transfer.has_failed:
+            transfer.arrived_s = now_s
+            transfer.scattering = self._scatter(transfer)
+            return
+        del self._transfers[transfer.transfer_id]
+        request_id = transfer.fetch.request_id
+        if self._bounce is not None and transfer.lease is not None:
+            self._bounce.release(transfer.lease)
+        if transfer.has_failed:
+            self._report(commands.FetchReleased(request_id))
+            return
+        self.bytes_received += transfer.num_bytes
+        self.fetch_seconds += now_s - transfer.began_s
+        self.observer(transfer.times(now_s, None))
+        self._report(commands.FetchCompleted(request_id, transfer.first_token_id))
+
+    def _scatter(self, transfer: _Transfer) -> Future[None]:
+        """Copy what ranks have put into their rooms to where it belongs."""
+        parts, num_ranks = [], len(transfer.rooms)
+        for rank in transfer.bounced:
+            room = transfer.rooms[rank]
             assert room is not None, "only who has room can have bounced"
-            parts.append((room.base, self._memory.pieces_of(fetching.block_ids_per_group, Part(rank, num_ranks))))
-        return bounce.scatter(parts)
-
-    def _forget(self, transfer_id: int) -> None:
-        del self._transfer_ids[self._fetching.pop(transfer_id).fetch.request_id]
+            parts.append((room.base, self._memory.pieces_of(transfer.block_ids_per_group, Part(rank, num_ranks))))
+        transfer.bounced = []
+        assert self._bounce is not None, "nor is there room without regions"
+        return self._bounce.scatter(parts)

@@ -1,12 +1,17 @@
-"""A rank's half that sends: judges what receivers ask, writes held blocks into their memory, and reports."""
+"""A rank's half that sends: holds prompts' blocks, writes them into the memory of who asks, and frees them.
+
+A prompt is held from its first chunk on, until every rank of the receiver has its part, until one of them fails or
+cancels, or until nobody has come. What is computed of it is written at once; a transfer waits for the rest. Blocks are
+freed once, and only while no write reads them. No clock is in here.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import zmq
 
@@ -15,9 +20,11 @@ from kvist.transfer import commands, messages
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
-from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
+from kvist.transfer.messages import Progress, Refusal, RefusalReason, Result, ResultStatus
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
 
 _MAX_RECEIVERS = 1024
 _MAX_REASON_LEN = 256
@@ -31,19 +38,58 @@ class _Receiver(NamedTuple):
     peer: PeerId
 
 
-@dataclass(slots=True)
-class _Held:
-    """An offered prompt: how much of it was computed, where, and since when it is held."""
+class _TransferKey(NamedTuple):
+    """A transfer's name at its sender: receivers number theirs independently."""
 
+    receiver: str
+    transfer_id: int
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """An offered prompt; `num_receivers` is known from the first that asks, and each of them asks once.
+
+    More blocks come, unless it `is_whole`. What `is_given_up` waits for the ends of its writes.
+    """
+
+    request_id: str
     num_tokens: int
     tables: commands.BlockLists
     began_s: float
+    deadline_s: float
+    is_whole: bool = False
+    first_token_id: int | None = None
+    num_receivers: int | None = None
+    receivers: set[str] = field(default_factory=set)
+    num_fetched: int = 0
+    is_given_up: bool = False
+    transfers: list[_Transfer] = field(default_factory=list)
+
+    @property
+    def num_computed(self) -> int:
+        """Return how many blocks every group has: a window's list may begin with more that nobody wants."""
+        return min(map(len, self.tables))
+
+    @property
+    def has_all_receivers(self) -> bool:
+        return len(self.receivers) == self.num_receivers
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """What one receiver asks for, and how many of the prompt's blocks were written; while none is, it waits."""
+
+    key: _TransferKey
+    request: messages.ReceiveRequest
+    held: _Held
+    deadline_s: float
+    num_written: int = 0
+    is_writing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    receiver: str
-    request: messages.ReceiveRequest
+    transfer: _Transfer
     write: Write
     num_written: int
     num_bytes: int
@@ -53,11 +99,15 @@ class _Write:
 
     def times(self, ended_s: float, error: str | None) -> commands.WriteTimes:
         counts = (self.num_bytes, self.num_pieces)
-        return commands.WriteTimes(self.request.request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
+        request_id = self.transfer.held.request_id
+        return commands.WriteTimes(request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
 
 
 class Sender:
-    """Serves receivers on a ROUTER socket, by their own names; an offer is reported once nothing reads its blocks."""
+    """Serves receivers on a ROUTER socket, by their own names; an offer is reported once nothing reads its blocks.
+
+    Nothing a peer sends makes it raise, or free blocks in use.
+    """
 
     def __init__(
         self,
@@ -72,9 +122,12 @@ class Sender:
         self._bounce = bounce
         self._agent = agent
         self._memory = memory
+        self._limits = limits
         self._report = report
-        self.protocol = SenderProtocol(limits)
         self._held: dict[str, _Held] = {}
+        self._transfers: dict[_TransferKey, _Transfer] = {}
+        self._ended: OrderedDict[_TransferKey, None] = OrderedDict()  # the latest, as are those freed
+        self._freed: OrderedDict[str, None] = OrderedDict()
         self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
         self._writes: list[_Write] = []
         self.num_malformed = 0
@@ -83,24 +136,41 @@ class Sender:
         self.observer: commands.Observer = lambda _: None
 
     @property
+    def num_writing(self) -> int:
+        """Return how many transfers are under way."""
+        return len(self._transfers)
+
+    @property
     def has_writes(self) -> bool:
         return bool(self._writes)
 
     def offer(self, offer: commands.Offer, now_s: float) -> None:
         """Hold a prompt's blocks until they are fetched, or nobody has come in time."""
-        self._held[offer.remote_request_id] = _Held(offer.num_tokens, ((),) * len(self._memory.hello.groups), now_s)
-        self.protocol.hold(offer.remote_request_id, now_s)
+        name, deadline_s = offer.remote_request_id, now_s + self._limits.hold_timeout_s
+        assert name not in {*self._held, *self._freed}, "an id that was held before"
+        self._held[name] = _Held(name, offer.num_tokens, ((),) * len(self._memory.hello.groups), now_s, deadline_s)
 
     def computed(self, computed: commands.Computed, now_s: float) -> None:
         """Write what is computed to whoever waits for it; to add to an offer that has ended is no error."""
         held = self._held.get(computed.remote_request_id)
-        if held is not None:
-            held.tables = computed.block_ids_per_group
-            self._do(self.protocol.computed(computed, _num_filled(held.tables), now_s), now_s)
+        if held is None:
+            return
+        held.tables, held.is_whole = computed.block_ids_per_group, computed.is_whole
+        held.first_token_id = computed.first_token_id
+        held.deadline_s = now_s + self._limits.hold_timeout_s
+        for transfer in list(held.transfers):
+            transfer.deadline_s = now_s + self._limits.transfer_timeout_s
+            self._go_on(transfer, now_s)
 
     def withdraw(self, request_id: str, now_s: float) -> None:
-        """Let an offer be fetched no more; one that has ended is no error."""
-        self._do(self.protocol.give_up(request_id), now_s)
+        """Serve a prompt no more, and free its blocks when no write reads them; one that has ended is no error."""
+        held = self._held.get(request_id)
+        if held is None:
+            return
+        held.is_given_up = True
+        for transfer in [each for each in held.transfers if not each.is_writing]:
+            self._end(transfer, ResultStatus.CANCELLED)
+        self._free_if_done(held, now_s)
 
     def give_up_all(self, now_s: float) -> None:
         """End every offer; those that are being written from stay out of use."""
@@ -121,124 +191,188 @@ class Sender:
             try:
                 if len(frames) != 2:
                     raise MalformedMessageError(name, f"{len(frames)} frames, expected a name and a message")
-                self._handle_message(name, frames[1], now_s)
+                match messages.decode_message(frames[1], name):
+                    case messages.ReceiveRequest() as request:
+                        self._handle_request(name, request, now_s)
+                    case messages.Cancel() as cancel:
+                        self._handle_cancel(name, cancel, now_s)
+                    case _:
+                        raise MalformedMessageError(name, "a message for a receiver")
             except MalformedMessageError as error:
                 self.num_malformed += 1
                 logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
                 # If it was to be a request, somebody waits for an answer.
-                told = error.reason[:_MAX_REASON_LEN]
-                self._send(name, messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", told))
+                self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", error.reason[:_MAX_REASON_LEN]))
 
     def poll_writes(self, now_s: float) -> None:
         for write in [each for each in self._writes if each.write.done()]:
             self._writes.remove(write)
             self.write_seconds += now_s - write.began_s
-            error = write.write.exception()
+            error, transfer = write.write.exception(), write.transfer
             self.observer(write.times(now_s, None if error is None else str(error)))
-            if error is not None:
-                logger.warning("kv write failed receiver=%s reason=%s", write.receiver, error)
-                self._forget(write.receiver)
             if isinstance(error, WriteFailedError) and not error.is_quiescent:
-                self._do(self.protocol.give_up(write.request.request_id), now_s)  # nobody is told that it has ended
-                continue
-            done = messages.ResultStatus.BOUNCED if write.is_bounced else messages.ResultStatus.SUCCESS
-            status = done if error is None else messages.ResultStatus.FAILED
-            written = (write.receiver, write.request.transfer_id, status, write.num_written)
-            self._do(self.protocol.written(*written), now_s)
+                self.withdraw(transfer.held.request_id, now_s)  # nobody is told that it has ended
+            else:
+                done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
+                self._written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
+            if error is not None:
+                logger.warning("kv write failed receiver=%s reason=%s", transfer.key.receiver, error)
+                self._forget(transfer.key.receiver, now_s)
 
     def tick(self, now_s: float) -> None:
-        self._do(self.protocol.tick(now_s), now_s)
+        """Notice prompts that nobody comes for and transfers that take too long."""
+        for held in list(self._held.values()):
+            if now_s >= min((each.deadline_s for each in held.transfers), default=held.deadline_s):
+                self.withdraw(held.request_id, now_s)
 
     def ping(self, now_s: float) -> None:
         """Forget receivers whose connection is gone, and let go of their memory; whoever lives will ask again."""
         for name in list(self._receivers):
             if not self._send(name, messages.Ping()):
                 logger.info("receiver gone name=%s", name)
-                self._forget(name)
-                self._do(self.protocol.receiver_gone(name), now_s)
-
-    def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
-        match messages.decode_message(payload, name):
-            case messages.ReceiveRequest() as request:
-                self._handle_request(name, request, now_s)
-            case messages.Cancel() as cancel:
-                self._do(self.protocol.cancelled(name, cancel), now_s)
-            case _:
-                raise MalformedMessageError(name, "a message for a receiver")
+                self._give_up_on(name, now_s)
+                self._forget(name, now_s)
 
     def _handle_request(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
-        refusal = messages.judge_request(self._memory.hello, request) or self._reach(name, request)
-        if refusal is None:
-            self._do(self.protocol.requested(name, request, now_s), now_s)
-            return
-        self.num_refused_greetings += 1
-        logger.warning("request refused name=%s reason=%s", name, refusal)
-        self._send(name, refusal)
-        # What it will not fetch need not be held.
-        self._do(self.protocol.cancelled(name, messages.Cancel(request.transfer_id, request.request_id)), now_s)
+        refusal = messages.judge_request(self._memory.hello, request) or self._reach(name, request, now_s)
+        key = _TransferKey(name, request.transfer_id)
+        if refusal is not None:
+            self.num_refused_greetings += 1
+            logger.warning("request refused name=%s reason=%s", name, refusal)
+            self._send(name, refusal)
+            # What it will not fetch need not be held.
+            self._handle_cancel(name, messages.Cancel(request.transfer_id, request.request_id), now_s)
+        elif key in self._transfers:
+            pass  # it is being served already
+        elif (reason := self._refusal_of(key, request)) is not None:
+            self._send(name, Refusal(reason, request.transfer_id))
+        else:
+            held = self._held[request.request_id]
+            held.num_receivers = held.num_receivers or request.hello.tensor_parallel_size
+            held.receivers.add(name)
+            transfer = _Transfer(key, request, held, now_s + self._limits.transfer_timeout_s)
+            held.transfers.append(transfer)
+            self._transfers[key] = transfer
+            self._write(transfer, now_s)
 
-    def _reach(self, name: str, request: messages.ReceiveRequest) -> messages.Refusal | None:
+    def _refusal_of(self, key: _TransferKey, request: messages.ReceiveRequest) -> RefusalReason | None:
+        held = self._held.get(request.request_id)
+        if key in self._ended or request.request_id in self._freed or (held is not None and held.is_given_up):
+            return RefusalReason.ALREADY_ENDED
+        if held is None:
+            return RefusalReason.UNKNOWN_REQUEST
+        return RefusalReason.BUSY if held.has_all_receivers or key.receiver in held.receivers else None
+
+    def _handle_cancel(self, name: str, cancel: messages.Cancel, now_s: float) -> None:
+        """Take a receiver's cancel, also of what was never heard of; it is told once nothing is under way for it."""
+        key = _TransferKey(name, cancel.transfer_id)
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            self.withdraw(transfer.held.request_id, now_s)
+            return
+        _remember(self._ended, key, self._limits.max_remembered)
+        self._send(name, Result(cancel.transfer_id, ResultStatus.CANCELLED))
+        held = self._held.get(cancel.request_id)
+        if held is None or not held.has_all_receivers or name in held.receivers:
+            self.withdraw(cancel.request_id, now_s)
+
+    def _reach(self, name: str, request: messages.ReceiveRequest, now_s: float) -> Refusal | None:
         """Connect to a receiver's memory, unless it is known as it is; return why that cannot be reached."""
         known = self._receivers.get(name)
         if known is None or known.hello != request.hello:
             try:
                 peer = self._agent.connect(request.hello.agent_metadata)
             except PeerUnreachableError as error:
-                return messages.Refusal(
-                    messages.RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason
-                )
+                return Refusal(RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason)
             if known is not None and known.peer != peer:
-                self._forget(name)
+                self._forget(name, now_s)
             self._receivers[name] = _Receiver(request.hello, peer)
         self._receivers.move_to_end(name)
         for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
-            self._forget(oldest)
+            self._forget(oldest, now_s)
         return None
 
-    def _do(self, actions: list[SenderAction], now_s: float) -> None:
-        for action in actions:
-            match action:
-                case StartWrite(receiver=receiver, request=request, num_written=num_written):
-                    self._write(receiver, request, num_written, now_s)
-                case Answer(receiver=receiver, message=message):
-                    self._send(receiver, message)
-                case Free(request_id=request_id, is_fetched=is_fetched):
-                    held = self._held.pop(request_id)
-                    self.observer(commands.HoldTimes(request_id, held.began_s, now_s, is_fetched))
-                    self._report(commands.OfferReleased(request_id, is_fetched))
+    def _go_on(self, transfer: _Transfer, now_s: float) -> None:
+        """Write what was computed since a transfer began to wait; nothing is no work."""
+        held = transfer.held
+        if not transfer.is_writing and not held.is_given_up and transfer.num_written < held.num_computed:
+            self._write(transfer, now_s)
 
-    def _write(self, name: str, request: messages.ReceiveRequest, num_written: int, now_s: float) -> None:
+    def _write(self, transfer: _Transfer, now_s: float) -> None:
         """Write in one piece where that is all, and the receiver has room for it and so have we, else as it is."""
-        held, peer, room = self._held[request.request_id], self._receivers[name].peer, request.room
-        num_filled = _num_filled(held.tables)
+        held, request, peer = transfer.held, transfer.request, self._receivers[transfer.key.receiver].peer
+        room, num_computed = request.room, held.num_computed
         try:
-            fragments = self._memory.fragments(held.tables, held.num_tokens, request, num_written)
+            fragments = self._memory.fragments(held.tables, held.num_tokens, request, transfer.num_written)
             if not len(fragments):
-                written = (name, request.transfer_id, messages.ResultStatus.SUCCESS, num_filled)
-                self._do(self.protocol.written(*written), now_s)
+                self._written(transfer, ResultStatus.SUCCESS, num_computed, now_s)
                 return
             bounced = None
             if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
                 bounced = self._bounce.send(peer, fragments, room.base)
             write = bounced or self._agent.write(peer, fragments)
         except (BlockCountMismatchError, InvalidValueError) as error:
-            logger.warning("kv write refused receiver=%s reason=%s", name, error)
+            logger.warning("kv write refused receiver=%s reason=%s", transfer.key.receiver, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
-            reason = (
-                messages.RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else messages.RefusalReason.UNKNOWN_BLOCK
-            )
-            self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
+            reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
+            self._end(transfer, reason)
+            self.withdraw(held.request_id, now_s)
         else:
-            counts = (num_filled, int(fragments[:, 2].sum()), len(fragments))
-            self._writes.append(_Write(name, request, write, *counts, bounced is not None, now_s))
+            transfer.is_writing = True
+            counts = (num_computed, int(fragments[:, 2].sum()), len(fragments))
+            self._writes.append(_Write(transfer, write, *counts, bounced is not None, now_s))
 
-    def _forget(self, name: str) -> None:
-        """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""
-        if any(write.receiver == name for write in self._writes):
+    def _written(self, transfer: _Transfer, status: ResultStatus, num_written: int, now_s: float) -> None:
+        """Take note that no write is under way for a transfer now, and of how many blocks were written."""
+        held = transfer.held
+        transfer.num_written, transfer.is_writing = num_written, False
+        if held.is_given_up:
+            self._end(transfer, ResultStatus.CANCELLED)
+        elif status is ResultStatus.FAILED:
+            self._end(transfer, status)
+            self.withdraw(held.request_id, now_s)
+        elif not held.is_whole or num_written < held.num_computed:
+            self._send(transfer.key.receiver, Progress(transfer.key.transfer_id))
+            self._go_on(transfer, now_s)
+        else:
+            held.num_fetched += 1
+            self._end(transfer, status)
+        self._free_if_done(held, now_s)
+
+    def _end(self, transfer: _Transfer, end: ResultStatus | RefusalReason) -> None:
+        """Tell a receiver how its transfer ended: nothing is under way for it any more, or will be."""
+        del self._transfers[transfer.key]
+        transfer.held.transfers.remove(transfer)
+        _remember(self._ended, transfer.key, self._limits.max_remembered)
+        receiver, transfer_id = transfer.key
+        if isinstance(end, RefusalReason):
+            self._send(receiver, Refusal(end, transfer_id))
             return
+        is_written = end in (ResultStatus.SUCCESS, ResultStatus.BOUNCED)
+        self._send(receiver, Result(transfer_id, end, transfer.held.first_token_id if is_written else None))
+
+    def _free_if_done(self, held: _Held, now_s: float) -> None:
+        is_fetched = held.num_fetched == held.num_receivers
+        if held.transfers or not (held.is_given_up or is_fetched) or held.request_id not in self._held:
+            return
+        del self._held[held.request_id]
+        _remember(self._freed, held.request_id, self._limits.max_remembered)
+        self.observer(commands.HoldTimes(held.request_id, held.began_s, now_s, is_fetched))
+        self._report(commands.OfferReleased(held.request_id, is_fetched))
+
+    def _forget(self, name: str, now_s: float) -> None:
+        """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""
+        if any(write.transfer.key.receiver == name for write in self._writes):
+            return
+        self._give_up_on(name, now_s)
         receiver = self._receivers.pop(name, None)
         if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)
+
+    def _give_up_on(self, name: str, now_s: float) -> None:
+        """Serve nothing more that a receiver was fetching."""
+        for transfer in [each for each in self._transfers.values() if each.key.receiver == name]:
+            self.withdraw(transfer.held.request_id, now_s)
 
     def _send(self, name: str, message: messages.Message) -> bool:
         """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
@@ -253,6 +387,7 @@ class Sender:
         return True
 
 
-def _num_filled(tables: commands.BlockLists) -> int:
-    """Return how many blocks of a prompt every group has: a window's list may begin with more that nobody wants."""
-    return min(map(len, tables))
+def _remember(latest: OrderedDict[K, None], key: K, max_remembered: int) -> None:
+    latest[key] = None
+    if len(latest) > max_remembered:
+        latest.popitem(last=False)

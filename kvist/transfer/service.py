@@ -24,7 +24,7 @@ from kvist.transfer.bounce import Bounce, BounceStatistics
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_facts
-from kvist.transfer.receiver import Receiver
+from kvist.transfer.receiver import Receiver, SenderConnections
 from kvist.transfer.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ class KvTransferService:
             self._poller.register(inlet.fileno(), zmq.POLLIN)
         memory = KvMemory(hello)
         self._sender = Sender(self._router, agent, memory, limits, report, bounce)
-        self._receiver = Receiver(self._context, self._poller, memory, limits, report, bounce)
+        senders = SenderConnections(self._context, self._poller, hello.worker.encode())
+        self._receiver = Receiver(senders, memory, limits, report, bounce)
         self._commands: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._is_closing = False
         self._has_ended = False
@@ -161,7 +162,7 @@ class KvTransferService:
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
-            self._sender.protocol.num_writing,
+            self._sender.num_writing,
             self._agent.statistics(),
             BounceStatistics() if self._bounce is None else self._bounce.statistics(),
             self._receiver.bytes_received,

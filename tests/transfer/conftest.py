@@ -154,8 +154,8 @@ class Rank:
         """Raise AssertionError if a transfer, a block or a part of a region is still in another's reach."""
         statistics = self.service.statistics()
         assert statistics.quarantined_bytes == 0
-        assert statistics.num_writing == self.service._sender.protocol.num_held == 0
-        assert self.service._receiver.protocol.num_active == 0
+        assert statistics.num_writing == len(self.service._sender._held) == 0
+        assert not self.service._receiver._transfers
         bounce = statistics.bounce
         assert bounce.receive_bytes == bounce.send_bytes == bounce.quarantined_bytes == 0
 

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import commands, heads, memory, messages, receiver_protocol, sender_protocol
+from kvist.transfer import commands, heads, memory, messages, receiver, sender
 
-MODULES = (commands, heads, memory, messages, receiver_protocol, sender_protocol)
+MODULES = (commands, heads, memory, messages, receiver, sender)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:
