@@ -6,7 +6,7 @@ split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both 
 every byte is in its place.
 
 Moving the bytes of a bounce is bound by 1/(1/gather + 1/write + 1/scatter), each measured alone in the same turns. The
-baseline is the better way, and what a worker would choose (`BounceThreshold.pays_off`) is held against it. Fragments
+baseline is the better way, and what a worker would choose (`Bounce.max_fragment_bytes`) is held against it. Fragments
 are written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
 longer by more than that.
 
@@ -35,7 +35,7 @@ from _common import report, table
 
 from kvist.errors import MissingExtraError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 
 POOL_BYTES = 64 << 20
@@ -131,9 +131,8 @@ class End:
         self.base = int(self.pool.ctypes.data)
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
         self.memory: list[torch.Tensor] = []
-        self.bounce = Bounce(
-            agent, self.copier, self._region, BounceThreshold(min_fragments=1, max_fragment_bytes=1 << 40)
-        )
+        self.bounce = Bounce(agent, self.copier, self._region)
+        self.bounce.max_fragment_bytes = 1 << 40
 
     def _region(self) -> torch.Tensor:
         self.memory.append(torch.from_numpy(self.agent.allocate(POOL_BYTES)))
@@ -241,7 +240,7 @@ class Receiver:
             self._senders.append(Sender(self._kind, len(self._senders)))
             metadata = base64.b64encode(self.end.agent.metadata()).decode()
             self._senders[-1].say(metadata=metadata, pool=self.end.base)
-        lease = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments, shape.num_writers)
+        lease = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments * shape.num_writers)
         assert lease is not None
         self.lease, self._parts = lease, []
         for rank, sender in enumerate(self._senders[: shape.num_writers]):
@@ -279,10 +278,7 @@ def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case
             if turn:
                 seconds[way].append(taken)
         receiver.end.bounce.release(receiver.lease)
-    is_chosen = BounceThreshold().pays_off(
-        shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers
-    )
-    return Case(kind, shape, seconds, is_chosen)
+    return Case(kind, shape, seconds, is_chosen=shape.size_bytes <= Bounce.max_fragment_bytes)
 
 
 def shapes(quick: bool) -> list[Shape]:

@@ -33,25 +33,6 @@ _COPY_ERRORS = (KvistError, RuntimeError, ValueError, IndexError)
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class BounceThreshold:
-    """Which transfers are bounced: those whose fragments are many and small.
-
-    The time of 64 MiB as they are over that of a bounce was, in shared memory and over NIXL, 1.5 and 2.5 in fragments
-    of 1 KiB, 1.1 and 1.7 of 2 KiB, 0.9 and 1.3 of 4 KiB, below 1 of any larger. A bounce costs half a millisecond of
-    hand-overs, which 5,500 fragments of 2 KiB gain back in shared memory (two AMD EPYC cores,
-    benchmarks/results/bench_transfer.md, 2026-11-21).
-    """
-
-    max_fragment_bytes: int = 2048
-    min_fragments: int = 8192
-
-    def pays_off(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
-        """Return whether fragments of so many bytes in all, by so many writers at a time, are better bounced."""
-        is_many = num_fragments >= self.min_fragments * num_writers
-        return is_many and size_bytes <= num_fragments * self.max_fragment_bytes
-
-
 def region_bytes(size_mib: int, free_bytes: int) -> int:
     """Return the size of each of two regions, in whole chunks, which take at most half of what is free; 0 for none."""
     wanted = -(-size_mib * MIB // CHUNK_BYTES) * CHUNK_BYTES
@@ -124,17 +105,23 @@ class BounceStatistics:
 class Bounce:
     """Bounces through two registered regions, one to send from and one to receive in, with one thread that copies."""
 
+    max_fragment_bytes = 2048
+    """What fragments have at most, in the mean, to be bounced.
+
+    The time of 64 MiB as they are over that of a bounce was, in shared memory and over NIXL, 1.5 and 2.5 in fragments
+    of 1 KiB, 1.1 and 1.7 of 2 KiB, 0.9 and 1.3 of 4 KiB, below 1 of any larger. Few fragments of any size take half a
+    millisecond longer (two AMD EPYC cores, benchmarks/results/bench_transfer.md, 2026-11-21).
+    """
+
     def __init__(
         self,
         agent: TransferAgent,
         copier: TorchCopier,
         allocate: Callable[[], torch.Tensor],
-        threshold: BounceThreshold | None = None,
         close_timeout_s: float = 2.0,
     ) -> None:
         """Allocate and register both regions, in bytes; if the second cannot be, the first is taken back."""
         self._agent, self._copier, self._close_timeout_s = agent, copier, close_timeout_s
-        self._threshold = BounceThreshold() if threshold is None else threshold
         with ExitStack() as undo:
             self._regions = []
             memories = []
@@ -155,9 +142,9 @@ class Bounce:
         self._thread = threading.Thread(target=self._run, name=f"bounces of {agent.name}", daemon=True)
         self._thread.start()
 
-    def reserve(self, size_bytes: int, num_fragments: int, num_writers: int = 1) -> Lease | None:
+    def reserve(self, size_bytes: int, num_fragments: int) -> Lease | None:
         """Return room for all writers together, or None: not worth it, larger than the region, or no room."""
-        if not size_bytes or not self._threshold.pays_off(num_fragments, size_bytes, num_writers):
+        if not 0 < size_bytes <= num_fragments * self.max_fragment_bytes:
             return None
         with self._changed:
             offset = None if self._is_closed else self._receive_room.allocate(size_bytes)
@@ -181,7 +168,7 @@ class Bounce:
     def send(self, peer: PeerId, fragments: Int64s, base: int) -> Write | None:
         """Gather on the thread, then write once, to `base`; None if there is no room, or it does not pay off."""
         size_bytes = int(fragments[:, 2].sum())
-        if not self._threshold.pays_off(len(fragments), size_bytes):
+        if size_bytes > len(fragments) * self.max_fragment_bytes:
             return None
         with self._changed:
             offset = None if self._is_closed else self._send_room.allocate(size_bytes)

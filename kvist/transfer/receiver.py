@@ -234,8 +234,7 @@ class Receiver:
             self._report(commands.FetchReleased(fetch.request_id))
             return
         num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-        num_writers = sum(share.num_bytes > 0 for share in shares)
-        lease = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces, num_writers)
+        lease = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces)
         rooms: list[messages.Extent | None] = [None for _ in ranks]
         if lease is not None:
             ends = itertools.accumulate((share.num_bytes for share in shares), initial=lease.address)

@@ -73,9 +73,9 @@ NIXL = ("--kv-transfer-agent", "nixl")
 BOUNCE = ("--kv-transfer-bounce-mib", "32")
 ALWAYS_BOUNCE = """
 import sys
-from kvist.transfer.bounce import BounceThreshold
+from kvist.transfer.bounce import Bounce
 
-BounceThreshold.pays_off = lambda *_: True
+Bounce.max_fragment_bytes = 1 << 40
 
 from kvist.cli import main
 

@@ -22,7 +22,7 @@ from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.transfer.agents import SharedMemoryAgent
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer
 from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import WHOLE
@@ -106,9 +106,8 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         bounce = None
         if has_bounce:
             copier = TorchCopier(loaded.tensors.pools)
-            bounce = Bounce(
-                agent, copier, lambda: torch.from_numpy(agent.allocate(1 << 20)), BounceThreshold(1 << 40, 1)
-            )
+            bounce = Bounce(agent, copier, lambda: torch.from_numpy(agent.allocate(1 << 20)))
+            bounce.max_fragment_bytes = 1 << 40
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent)
         engine = AsyncEngine(loaded.core, max_num_open=40)
 

@@ -18,7 +18,7 @@ import torch
 from kvist.events import FULL
 from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, Write
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.commands import (
     Computed,
     Fetch,
@@ -104,9 +104,8 @@ class Rank:
         bounce = None
         if options.pop("has_bounce"):
             copier = TorchCopier([torch.from_numpy(pool) for pool in self.pools])
-            bounce = Bounce(
-                self.agent, copier, lambda: torch.from_numpy(self.agent.allocate(1 << 20)), BounceThreshold(1 << 40, 1)
-            )
+            bounce = Bounce(self.agent, copier, lambda: torch.from_numpy(self.agent.allocate(1 << 20)))
+            bounce.max_fragment_bytes = 1 << 40
         hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, part)
         self.reports = Reports()
         endpoint = options.pop("endpoint", "tcp://127.0.0.1:*")

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import commands, heads, memory, messages, receiver, sender
+from kvist.transfer import commands, heads, memory, messages
 
-MODULES = (commands, heads, memory, messages, receiver, sender)
+MODULES = (commands, heads, memory, messages)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:

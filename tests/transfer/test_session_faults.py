@@ -144,7 +144,7 @@ class Decode:
 
     # Bouncing.
 
-    def reserve(self, size_bytes: int, _: int, __: int) -> Lease | None:
+    def reserve(self, size_bytes: int, _: int) -> Lease | None:
         assert size_bytes == REGION_BYTES
         if self.world.rng.random() < 0.4 or not self.free_regions:
             return None

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from kvist.transfer.agents import PeerId, SharedMemoryAgent
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 
 torch.set_num_threads(1)
 
 
-ANYTHING = BounceThreshold(min_fragments=2, max_fragment_bytes=1 << 40)
 """Bounces whatever is more than one fragment for each writer."""
 
 
@@ -51,7 +50,6 @@ def new_end() -> Iterator[Callable[..., End]]:
         pool_bytes: int = 1 << 16,
         region_bytes: int = 1 << 16,
         wrap: Callable[[Any], Any] = lambda copier: copier,
-        threshold: BounceThreshold = ANYTHING,
     ) -> End:
         agent = SharedMemoryAgent(name)
         pool = agent.allocate(pool_bytes)
@@ -60,7 +58,6 @@ def new_end() -> Iterator[Callable[..., End]]:
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
             lambda: torch.from_numpy(agent.allocate(region_bytes)),
-            threshold,
             close_timeout_s=0.05,
         )
         ends.append(End(agent, pool, bounce))
@@ -70,9 +67,3 @@ def new_end() -> Iterator[Callable[..., End]]:
     for end in ends:
         end.bounce.close()
         end.agent.close()
-
-
-@pytest.fixture
-def anything() -> BounceThreshold:
-    """Return what bounces whatever is more than one fragment for each writer."""
-    return ANYTHING

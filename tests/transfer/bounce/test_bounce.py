@@ -13,7 +13,7 @@ import torch
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import PeerId, RegionId, SharedMemoryAgent, Write, WriteFailedError
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 
 DEADLINE_S = 180.0
@@ -94,7 +94,7 @@ def test_many_fragments_arrive_by_one_write(ends: tuple[Any, Any], size_bytes: i
 
 def test_several_writers_share_one_part_and_may_report_in_any_order(new_end: NewEnd) -> None:
     target, sources = new_end("target"), [new_end(f"rank {rank}") for rank in range(4)]
-    lease = target.bounce.reserve(4 * 2048, 8, num_writers=4)
+    lease = target.bounce.reserve(4 * 2048, 8)
     parts, expected = [], np.zeros_like(target.pool)
     for rank, source in enumerate(sources):
         source.pool[:] = rank + 1
@@ -161,10 +161,9 @@ def test_a_scatter_into_no_pool_fails(ends: tuple[Any, Any]) -> None:
 
 def test_a_transfer_that_does_not_fit_or_pay_is_not_reserved(new_end: NewEnd) -> None:
     target = new_end("target")
-    refused = [(0, 0, 0), (65537, 4, 1), (1024, 4, 3)]
+    refused = [(0, 0), (65537, 64), (2049, 1), (8193, 4)]
     assert [target.bounce.reserve(*asked) for asked in refused] == [None] * len(refused)
-    other = new_end("other", threshold=BounceThreshold())
-    assert other.bounce.reserve(4096, 4) is None
+    assert target.bounce.reserve(8192, 4) is not None
 
 
 def test_the_sender_asks_again_whether_it_pays_off_since_neighbours_are_joined(ends: tuple[Any, Any]) -> None:
@@ -178,7 +177,7 @@ def test_the_sender_asks_again_whether_it_pays_off_since_neighbours_are_joined(e
 
 def test_without_room_nothing_is_reserved_until_some_is_given_back(ends: tuple[Any, Any]) -> None:
     _, target = ends
-    whole = target.bounce.reserve(65536, 4)
+    whole = target.bounce.reserve(65536, 64)
     assert target.bounce.reserve(512, 4) is None
     target.bounce.release(whole)
     found = target.bounce.reserve(512, 4)
@@ -245,22 +244,22 @@ class CountingAgent(SharedMemoryAgent):
         self.deregistered.append(region)
 
 
-def bounce_of(agent: CountingAgent, threshold: BounceThreshold, copier: Any = None) -> Bounce:
-    return Bounce(agent, copier, lambda: torch.from_numpy(agent.allocate(4096)), threshold, close_timeout_s=0.05)
+def bounce_of(agent: CountingAgent, copier: Any = None) -> Bounce:
+    return Bounce(agent, copier, lambda: torch.from_numpy(agent.allocate(4096)), close_timeout_s=0.05)
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_bounce_that_cannot_be_set_up_leaves_nothing_registered(step: int, anything: BounceThreshold) -> None:
+def test_a_bounce_that_cannot_be_set_up_leaves_nothing_registered(step: int) -> None:
     agent = CountingAgent(fails_at=step)
     with pytest.raises(InvalidValueError, match="room in the device's table"):
-        bounce_of(agent, anything)
+        bounce_of(agent)
     assert agent.deregistered == agent.registered
     agent.close()
 
 
-def test_closing_takes_each_region_back_once(anything: BounceThreshold) -> None:
+def test_closing_takes_each_region_back_once() -> None:
     agent = CountingAgent()
-    bounce = bounce_of(agent, anything)
+    bounce = bounce_of(agent)
     assert bounce.close()
     assert bounce.close()
     assert sorted(agent.deregistered) == agent.registered
@@ -268,11 +267,9 @@ def test_closing_takes_each_region_back_once(anything: BounceThreshold) -> None:
     agent.close()
 
 
-def test_closing_leaves_regions_that_a_lease_needs_and_takes_them_back_later(
-    anything: BounceThreshold, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_leaves_regions_that_a_lease_needs_and_takes_them_back_later(caplog: pytest.LogCaptureFixture) -> None:
     agent = CountingAgent()
-    bounce = bounce_of(agent, anything)
+    bounce = bounce_of(agent)
     lease = bounce.reserve(1024, 4)
     assert lease is not None
     bounce.quarantine(lease)
@@ -315,12 +312,10 @@ class AbandoningAgent(CountingAgent):
         return write
 
 
-def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_registered(
-    anything: BounceThreshold,
-) -> None:
+def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_registered() -> None:
     agent = AbandoningAgent()
     pool = agent.allocate(4096)
-    bounce = bounce_of(agent, anything, TorchCopier([torch.from_numpy(pool)]))
+    bounce = bounce_of(agent, TorchCopier([torch.from_numpy(pool)]))
     halves = np.array([(pool.ctypes.data + offset, 4096 + offset, 32) for offset in (0, 32)])
     assert failure(bounce.send(PeerId("peer"), halves, 4096)) == "not written within 30 s"
     assert bounce.statistics().quarantined_bytes == bounce.statistics().send_bytes == 512

@@ -21,7 +21,7 @@ import base64, json, sys
 import numpy as np, torch
 torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
-from kvist.transfer.bounce import Bounce, BounceThreshold
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
@@ -29,8 +29,7 @@ agent = SharedMemoryAgent(f"sender {rank}")
 pool = agent.allocate(size * count)
 agent.register(pool.ctypes.data, size * count)
 pool[:] = np.random.default_rng(rank).integers(0, 256, size * count, dtype=np.uint8)
-bounce = Bounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: torch.from_numpy(agent.allocate(size * count)),
-                      BounceThreshold(min_fragments=1, max_fragment_bytes=1 << 40))
+bounce = Bounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: torch.from_numpy(agent.allocate(size * count)))
 peer = agent.connect(base64.b64decode(asked["metadata"]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -88,7 +87,7 @@ def test_two_processes_fill_one_part_and_the_next_transfer_works_after_one_was_k
     new_end: Callable[..., Any], new_sender: Callable[..., Sender]
 ) -> None:
     target = new_end("target")
-    lease = target.bounce.reserve(2 * SIZE * COUNT, 2 * COUNT, num_writers=2)
+    lease = target.bounce.reserve(2 * SIZE * COUNT, 2 * COUNT)
     places = np.random.default_rng(5).permutation(2 * COUNT) * SIZE
     targets = [(target.base + places[rank::2]).tolist() for rank in range(2)]
     metadata = target.agent.metadata()

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvist.transfer.bounce import ALIGNMENT_BYTES, MIB, BounceThreshold, RegionAllocator, region_bytes
+from kvist.transfer.bounce import ALIGNMENT_BYTES, MIB, RegionAllocator, region_bytes
 
 
 @pytest.mark.parametrize(("size_mib", "expected_mib"), [(1, 32), (50, 64), (384, 384), (32, 32), (33, 64)])
@@ -21,23 +21,6 @@ def test_a_region_is_whole_chunks(size_mib: int, expected_mib: int) -> None:
 )
 def test_two_regions_take_at_most_half_of_what_is_free(wanted: int, free: int, expected: int) -> None:
     assert region_bytes(wanted, free * MIB) == expected * MIB
-
-
-def test_few_blocks_of_many_bytes_are_bounced_whatever_their_number() -> None:
-    """67 blocks of 433 MiB in pieces of a kilobyte: what counts is how many pieces there are, and how small."""
-    assert BounceThreshold().pays_off(433 * MIB // 1024, 433 * MIB)
-
-
-def test_only_many_small_fragments_are_bounced() -> None:
-    config = BounceThreshold()
-    assert config.pays_off(8192, 8192 * 2048)
-    assert not config.pays_off(8191, 8191 * 1024)
-    assert not config.pays_off(8192, 8192 * 2048 + 1)
-
-
-def test_each_of_several_writers_must_have_many_fragments() -> None:
-    assert BounceThreshold().pays_off(2 * 8192, 2 * 8192 * 1024, num_writers=2)
-    assert not BounceThreshold().pays_off(2 * 8192 - 2, 2 * 8192 * 1024, num_writers=2)
 
 
 def test_an_earlier_hole_is_used_again_before_anything_behind_it() -> None:
