@@ -1,9 +1,10 @@
-"""What does the live page cost a router of 256 workers, 10 M blocks and 2,000 requests a second?
+"""What does the live page cost a router of 256 workers, 10 M blocks and 2,000 requests a second, and a browser?
 
 Bounds: of requests, all but 20 a second cost a comparison; those 20 the terms of their decision over 256 candidates.
 What is shown costs a look at each worker and its encoding, whoever watches, and is made no sooner than 79 times as long
 after. Load, index, regret and policy are a router's own; of event streams only the counters are made, as the indexer
 makes them. Who watches is told each 0.25 s, every worker having changed. CPU time of one thread; shares are of a core.
+Then Chromium watches, which draws 60 frames a second at best: how many it does, and how long one kept it at most.
 
     python benchmarks/bench_page.py [--quick] [--save]
 """
@@ -11,8 +12,11 @@ makes them. Who watches is told each 0.25 s, every worker having changed. CPU ti
 from __future__ import annotations
 
 import argparse
+import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from time import monotonic, thread_time
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +24,17 @@ from typing import Any
 import msgspec
 import numpy as np
 from _common import report, table
+from playwright.async_api import async_playwright
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
+from kvist.http import HttpServer, Request, Responder
 from kvist.indexer.statistics import SourceCounters, SourceStatistics
 from kvist.radix import RadixIndex
 from kvist.router.config import RouterConfig
 from kvist.router.doors import journal, live
-from kvist.router.doors.page import INTERVAL_S
+from kvist.router.doors.keeper import Answer
+from kvist.router.doors.page import EVENTS_PATH, INTERVAL_S, show_file, stream
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.identity import Identity, ServedModel
 from kvist.router.fleet.load import LoadTracker
@@ -67,6 +74,17 @@ class Index(FleetIndex):
         return [self._status(self.radix, target, SourceState.LIVE, target)]
 
 
+FRAMES = """(lastsMs) => new Promise((done) => {
+  let frames = 0, longestMs = 0;
+  const note = (each) => (longestMs = Math.max(longestMs, each.duration));
+  new PerformanceObserver((list) => list.getEntries().forEach(note)).observe({ entryTypes: ["longtask"] });
+  const count = () => { frames++; requestAnimationFrame(count); };
+  count();
+  setTimeout(() => done([frames, longestMs]), lastsMs);
+})"""
+"""Counts; tasks of less than 50 ms have no length here."""
+
+
 def cost_s(function: Callable[[], object], number: int) -> float:
     """Return the CPU time of a call, on average."""
     begin_s = thread_time()
@@ -75,8 +93,37 @@ def cost_s(function: Callable[[], object], number: int) -> float:
     return (thread_time() - begin_s) / number
 
 
-def measure(num_blocks: int, number: int) -> dict[str, float]:
-    """Return seconds a request, a request that is looked at, and an answer by view."""
+async def watched(state: live.LiveState, go_on: Callable[[], None], lasts_s: float) -> dict[str, dict[str, float]]:
+    """Return frames a second of a browser and the longest task of its page, in seconds, by view."""
+
+    async def answer(question: Any) -> Answer:
+        return Answer(200, state.state(question.query))
+
+    def handle(request: Request, responder: Responder) -> Any:
+        if request.path == EVENTS_PATH:
+            return stream(request, responder, answer, lambda: None)
+        return show_file(request, responder)
+
+    async def traffic() -> None:
+        while True:
+            go_on()
+            await asyncio.sleep(INTERVAL_S)
+
+    found, chromium = {}, shutil.which("chromium")
+    async with HttpServer(handle) as server, async_playwright() as driver, asyncio.TaskGroup() as group:
+        moving = group.create_task(traffic())
+        page = await (await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])).new_page()
+        for view in live.VIEWS:
+            await page.goto(f"http://127.0.0.1:{server.port}/ui#{view}")
+            await page.locator("#connection.good").wait_for()
+            frames, longest_ms = await page.evaluate(FRAMES, 1000 * lasts_s)
+            found[view] = {"frames_a_second": frames / lasts_s, "longest_task_s": longest_ms / 1000}
+        moving.cancel()
+    return found
+
+
+def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return seconds a request, a request that is looked at, and an answer by view; and what a browser comes to."""
     random, config = np.random.default_rng(1), RouterConfig(worker_urls=(URLS[0],))
     index, load, regret = Index(num_blocks), LoadTracker(), Regret()
     fleet = Fleet(BLOCK_SIZE, index, monotonic)
@@ -136,8 +183,9 @@ def measure(num_blocks: int, number: int) -> dict[str, float]:
     found = {"looked at": cost_s(look, number * 20)}
     teller._allowance = 0.0
     found["not looked at"] = cost_s(lambda: teller.ended(seen[0], None), number * 1000)
+    rests = {section: section._rest for section in (state._base, *state._views.values())}
     live.MIN_INTERVAL_S = 0.0
-    for section in (state._base, *state._views.values()):
+    for section in rests:
         section._rest = 0
     known = dict.fromkeys(live.VIEWS, 0)
 
@@ -152,7 +200,16 @@ def measure(num_blocks: int, number: int) -> dict[str, float]:
     for view in live.VIEWS:
         ask(view)  # for the first time, when all is told
         found[view] = cost_s(partial(ask, view), number) - cost_s(change, number)
-    return found
+    live.MIN_INTERVAL_S = 0.25
+    for section, rest in rests.items():
+        section._rest = rest
+
+    def go_on() -> None:
+        change()
+        for _ in range(int(journal.RATE * INTERVAL_S)):
+            look()
+
+    return found, asyncio.run(watched(state, go_on, number / 3))
 
 
 def _paced(took_s: float, rest: int) -> tuple[float, float]:
@@ -167,10 +224,10 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     num_blocks = 1_000_000 if args.quick else 10_000_000
-    costs = measure(num_blocks, 3 if args.quick else 30)
+    costs, seen_by = measure(num_blocks, 3 if args.quick else 30)
     requests = REQUESTS_A_SECOND * costs["not looked at"] + journal.RATE * costs["looked at"]
-    base_s, rows, shares = costs["fleet"], [], {}
-    rows.append(["requests", f"{1e6 * costs['looked at']:.0f} µs, 20 a second", f"{requests:.2%}", ""])
+    base_s, rows, shares = median(costs[view] for view in ("fleet", "requests", "health")), [], {}
+    rows.append(["requests", f"{1e6 * costs['looked at']:.0f} µs, 20 a second", f"{requests:.2%}", "", "", ""])
     for view in live.VIEWS:
         every_s, share = _paced(base_s, live.BASE_REST)
         if view in ("prefixes", "regret"):
@@ -178,9 +235,13 @@ def main() -> None:
             every_s, share = max(every_s, own_s), share + own_share
         shares[view] = requests + share
         seen = f"{every_s + INTERVAL_S:.2f} s"
-        rows.append([f"one watches {view}", f"{1e3 * costs[view]:.2f} ms", f"{shares[view]:.2%}", seen])
-    text = table(["what", "costs", "of a core in all", "a change is visible within"], rows)
-    report("bench_page", text, {"costs_s": costs, "shares": shares}, ["msgspec", "numpy", "numba"], args.save)
+        frames, longest_s = seen_by[view].values()
+        longest = f"{1e3 * longest_s:.0f} ms" if longest_s else "< 50 ms"
+        row = [f"one watches {view}", f"{1e3 * costs[view]:.2f} ms", f"{shares[view]:.2%}", seen]
+        rows.append([*row, f"{frames:.0f}", longest])
+    head = ["what", "costs", "of a core in all", "a change is visible within", "frames a second", "longest task"]
+    figures = {"costs_s": costs, "shares": shares, "browser": seen_by}
+    report("bench_page", table(head, rows), figures, ["msgspec", "numpy", "numba", "playwright"], args.save)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from kvist.router.regret import Regret
 STATE_PATH = "/ui/state"
 MAX_REQUESTS = 1000
 MIN_INTERVAL_S, UNWATCHED_INTERVAL_S = 0.25, 5.0
-BASE_REST, VIEW_REST = 79, 249
+BASE_REST, VIEW_REST = 79, 349
 """What is shown is not made anew for so many times as it took: what all views show, and what one alone does."""
 MAX_ENDED_PROBLEMS = 100
 REGRET_WINDOW_S = 600.0
