@@ -178,7 +178,10 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
 
     def look() -> None:
         now[0] += 1.0  # there is room for one more
-        teller.ended(seen[next(numbers) % 100], None)
+        number = next(numbers)
+        ended = seen[number % 100]
+        ended.request_id = b"%032x" % number
+        teller.ended(ended, None)
 
     found = {"looked at": cost_s(look, number * 20)}
     teller._allowance = 0.0

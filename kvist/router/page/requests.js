@@ -4,6 +4,7 @@ import { ask, state } from "/ui/app.js";
 import { Table, bar, clock, facts, field, fill, h, host, legend, number, seconds, share, tokens } from "/ui/dom.js";
 
 const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", fetch: "fetch", running: "running", recent: "recent" };
+const STEP = 200; // rows: drawing a thousand anew four times a second takes a browser most of its time
 const PHASES = ["queue", "read", "prefill", "first-token", "decode"];
 
 // How long each part of a request took, in order.
@@ -92,7 +93,7 @@ function details(request) {
   ];
 }
 
-let table, search, pause, detail, kept, counted, id, frozen, answer, models;
+let table, limit, search, pause, more, detail, kept, counted, id, frozen, answer, models;
 
 async function explain(event) {
   event.preventDefault();
@@ -123,6 +124,8 @@ export default {
     table = requestTable("Requests", (key) => (location.hash = `#requests/${encodeURIComponent(key)}`));
     search = h("input", { type: "search", placeholder: "Id, worker, model or tenant", oninput: () => this.update(state) });
     pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggle() }, "Pause");
+    limit = STEP;
+    more = h("button", { type: "button", onclick: () => this.showMore() }, "Show more");
     counted = h("p", { class: "note" });
     kept = h("div");
     detail = h("section", { class: "detail", "aria-label": "Request" }, h("a", { href: "#requests", class: "close" }, "Close"), kept);
@@ -138,6 +141,7 @@ export default {
       counted,
       detail,
       table.element,
+      h("div", { class: "tools" }, more),
     ];
   },
   open(rest) {
@@ -151,11 +155,16 @@ export default {
     pause.textContent = frozen ? "Go on" : "Pause";
     this.update(state);
   },
+  showMore() {
+    limit += STEP;
+    this.update(state);
+  },
   update({ fleet, requests }) {
     const all = frozen ?? requests;
     const text = search.value.toLowerCase();
     const found = all.filter((each) => `${each.id} ${worker(each)} ${each.prefill?.worker ?? ""} ${each.model} ${each.tenant}`.toLowerCase().includes(text));
-    table.update(found);
+    table.update(found.slice(0, limit));
+    more.hidden = found.length <= limit;
     counted.textContent = `${number(found.length)} of the last ${number(all.length)}; ${number(fleet.requests_skipped)} others ended too fast after one another to be kept.`;
     if (models.dataset.names !== fleet.models.join()) {
       fill(models, ["", ...fleet.models].map((name) => h("option", { value: name }, name || "any model")));

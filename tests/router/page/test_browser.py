@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
+
+from kvist.router.doors.journal import Seen
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: pip install '.[test]'")
 pytestmark = pytest.mark.xdist_group("browser")
@@ -106,7 +109,7 @@ async def test_what_workers_and_clients_say_is_text(worker, router, browsing) ->
             assert await page.locator("main img, main b, main script").count() == 0
 
 
-async def test_256_workers_are_sorted_and_found_by_keyboard_on_a_phone(worker, router, browsing) -> None:
+async def test_256_workers_and_requests_are_sorted_and_found_by_keyboard_on_a_phone(worker, router, browsing) -> None:
     async with worker() as one:
         urls = [one.url.replace("127.0.0.1", f"127.0.1.{number}") for number in range(1, 256)]
         view = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "reduced_motion": "reduce"}
@@ -123,4 +126,15 @@ async def test_256_workers_are_sorted_and_found_by_keyboard_on_a_phone(worker, r
             await expect(rows).to_have_count(1)
             await rows.get_by_role("button").press("Enter")
             await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("127.0.1.77")
+            told = {"at": 0, "path": "/", "model": "m", "tenant": "t", "status": 200, "num_attempts": 1, "total_s": 1}
+            for number in range(256):
+                front.service.known.on_seen(
+                    Seen(json.dumps({"id": f"request-{number}", "queue_s": 0, **told}).encode())
+                )
+            await page.get_by_role("link", name="Requests").press("Enter")
+            await expect(rows).to_have_count(200)
+            await page.get_by_role("button", name="Show more").press("Enter")
+            await expect(rows).to_have_count(256)
+            await page.get_by_role("searchbox").fill("request-77")
+            await expect(rows).to_have_count(1)
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390
