@@ -274,17 +274,23 @@ class Forwarding:
             self._deadline = Deadline(self.router.pool.clock, lambda _: self._break_off(error))
             self._deadline.set("request", timeout_s)
         self._reading_step = self.trace.step("read")
+        path, body = self.request.path, self.request.body
+        self._go_on_from(lambda: None if self.tenant is UNJUDGED else self.router.reader.read_now(path, body))
+
+    def _go_on_from(self, read: Callable[[], Ask | None]) -> None:
+        """Go on with what is read or, where that would hold the event loop up, have it read on a thread first."""
+        self._reading = None
         try:
-            ask = None if self.tenant is UNJUDGED else self.router.reader.read_now(self.request.path, self.request.body)
+            ask = read()
         except RequestError as error:
             self._reading_step.end(error)
             self._refuse(error)
             return
-        if ask is not None:
+        if ask is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read(), name="kvist-read-prompt")
+            self._reading.add_done_callback(self._on_reading_done)
+        else:
             self._on_read(ask)
-            return
-        self._reading = asyncio.get_running_loop().create_task(self._read(), name="kvist-read-prompt")
-        self._reading.add_done_callback(self._on_reading_done)
 
     async def _read(self) -> Ask:
         if self.tenant is UNJUDGED:
@@ -294,18 +300,8 @@ class Forwarding:
     def _on_reading_done(self, reading: asyncio.Task[Ask]) -> None:
         if self._reading is None:  # the client left, even if the prompt was read by then
             self._reading_step.end(ClientDisconnectedError("the client left"))
-            return
-        self._reading = None
-        self._take(self._on_read_elsewhere, reading)
-
-    def _on_read_elsewhere(self, reading: asyncio.Task[Ask]) -> None:
-        try:
-            ask = reading.result()
-        except RequestError as error:
-            self._reading_step.end(error)
-            self._refuse(error)
         else:
-            self._on_read(ask)
+            self._take(self._go_on_from, reading.result)
 
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
