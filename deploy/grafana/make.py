@@ -139,7 +139,12 @@ ROWS = {
         Panel("Time to first byte", "From arrival", "s", quantiles("time_to_first_byte_seconds")),
         Panel("Time to the end", "Of whole answers", "s", quantiles("request_seconds")),
         Panel("Between two tokens", "Each stream's mean", "s", quantiles("inter_token_seconds")),
-        Panel("Tokens", "Of prompts, of whole answers", "short", rates("prompt_tokens", "output_tokens")),
+        Panel(
+            "Tokens",
+            "Of prompts, of those that were fetched instead of computed, and of whole answers",
+            "short",
+            rates("prompt_tokens", "pulled_tokens", "output_tokens"),
+        ),
     ),
     "Cache hits": (
         Panel(
@@ -170,6 +175,14 @@ ROWS = {
             "Answers begun with another worker's prefill; what came to nothing; prompts that stay",
             "reqps",
             rates("disaggregated", "disaggregation_fallbacks", "local_prefills"),
+        ),
+        per(
+            "outcome",
+            "Prefixes fetched",
+            "That a worker was to fetch from another instead of computing them, by what came of it",
+            rate("pulls", "outcome"),
+            "reqps",
+            all=rate("pulls"),
         ),
     ),
     "Queue and admission": (

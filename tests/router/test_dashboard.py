@@ -27,11 +27,12 @@ WITHOUT_ANSWER = {
     "Between two tokens",
     "In vain, by cause",
     "Last event, by worker",
+    "Prefixes fetched, by outcome",
     "Waited",
     "Waiting, by model",
     "Wrongly predicted, by sign",
 }
-"""What scripted workers give no cause for: event streams, streamed answers, queues."""
+"""What scripted workers give no cause for: event streams, streamed answers, queues, prefixes of others."""
 OF_PROMETHEUS = {"job", "instance"}
 
 
