@@ -33,16 +33,10 @@ class LengthBody:
         self.excess = b""
 
     def feed(self, data: bytes) -> bytes:
-        num_taken = self.consume(len(data))
-        payload, self.excess = data[:num_taken], data[num_taken:]
-        return payload
-
-    def consume(self, num_bytes: int) -> int:
-        """How many of the next bytes are payload, which they are from here on: for who copies them himself."""
-        num_taken = min(num_bytes, self._num_missing)
-        self._num_missing -= num_taken
+        payload, self.excess = data[: self._num_missing], data[self._num_missing :]
+        self._num_missing -= len(payload)
         self.is_complete = self._num_missing == 0
-        return num_taken
+        return payload
 
 
 @dataclass(slots=True, eq=False)

@@ -126,12 +126,7 @@ class RequestParser:
 
     def feed(self, data: bytes | memoryview) -> None:
         """Adds what the client sent, as a copy; nothing is examined yet."""
-        if isinstance(self._body, LengthBody) and not self._body.is_complete and not self._buffer:
-            num_taken = self._body.consume(len(data))
-            self._payload += data[:num_taken]
-            self._buffer = bytes(data[num_taken:])
-        else:
-            self._buffer = self._buffer + data if self._buffer else bytes(data)
+        self._buffer = self._buffer + data if self._buffer else bytes(data)
 
     def next_request(self) -> Request | None:
         """The next whole request, or None until more bytes come; raises RequestRefusedError."""
@@ -196,28 +191,18 @@ class RequestParser:
         return request, length, is_http11 and bool(control[b"expect"])
 
     def _read_body(self) -> Request | None:
-        body = self._body
+        head, body = self._head, self._body
+        assert head is not None
         assert body is not None
-        piece = b""
         if not body.is_complete:
-            piece, self._buffer = body.feed(self._buffer), b""
-            self._check_size(len(self._payload) + len(piece))
-            if not body.is_complete:
-                self._payload += piece
-                return None
+            self._payload += body.feed(self._buffer)
             self._buffer = body.excess
-        return self._finish(piece)
-
-    def _finish(self, last_piece: bytes) -> Request:
-        assert self._head is not None
-        body = last_piece
-        if self._payload:
-            self._payload += last_piece
-            body = bytes(self._payload)
-            self._payload = bytearray()
-        head, self._head, self._body = self._head, None, None
-        self._awaits_continue = False
-        return msgspec.structs.replace(head, body=body)
+            self._check_size(len(self._payload))
+            if not body.is_complete:
+                return None
+        payload, self._payload = bytes(self._payload), bytearray()
+        self._head, self._body, self._awaits_continue = None, None, False
+        return msgspec.structs.replace(head, body=payload)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_body_bytes:

@@ -5,10 +5,7 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
-
-import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.http.fields import Headers, content_length, render_head, status_line
@@ -21,24 +18,6 @@ _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encodin
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Framing = Literal["length", "chunked", "until_close", "none"]
-
-
-class Answer(msgspec.Struct, frozen=True, gc=False):
-    """A whole response that is known at once."""
-
-    status: int
-    content_type: bytes
-    body: bytes
-
-    def render(self, connection: bytes = b"") -> bytes:
-        """Return it as it goes over the wire; `connection` is a field line, or nothing."""
-        start = _answer_start(self.status, self.content_type)
-        return b"%b%d\r\n%b\r\n%b" % (start, len(self.body), connection, self.body)
-
-
-@lru_cache(maxsize=64)
-def _answer_start(status: int, content_type: bytes) -> bytes:
-    return b"%b\r\ncontent-type: %b\r\ncontent-length: " % (status_line(status), content_type)
 
 
 @dataclass(slots=True, eq=False)

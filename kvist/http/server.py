@@ -15,9 +15,10 @@ from typing import Any, Protocol, Self, cast
 
 from kvist.http.deadline import Deadline, LoopClock
 from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
+from kvist.http.fields import render_head, status_line
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request, RequestParser
-from kvist.http.responder import Answer, Responder
+from kvist.http.responder import Responder
 
 logger = logging.getLogger(__name__)
 
@@ -435,8 +436,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._answer_and_close(refusal)
 
     def _answer_and_close(self, refusal: RequestRefusedError) -> None:
-        answer = Answer(refusal.status, b"application/json", refusal.body())
-        self._transport.write(answer.render(b"connection: close\r\n"))
+        body = refusal.body()
+        length = b"%d" % len(body)
+        fields = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+        self._transport.write(render_head(status_line(refusal.status), fields) + body)
         self._linger()
 
     def _linger(self) -> None:
