@@ -20,6 +20,7 @@ from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RequestOutput, SequenceInput
+from kvist.events import FULL
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce
@@ -213,6 +214,25 @@ async def test_a_long_mix_of_everything_leaves_nothing_behind(seed: int, open_wo
                 expected = await alone.answer(prompt, greedy(len(answer.token_ids)))
                 assert answer.token_ids == expected.token_ids
         assert target.engine.statistics().handoffs.num_fetched > 5
+
+
+async def test_only_the_bytes_move_that_each_group_lacks_itself(open_worker, greedy, until) -> None:
+    prompt, received = make_prompt(30), [0]
+    async with open_worker("gemma3") as source, open_worker("gemma3") as target:
+        pools = target.loaded.core.kv_cache.pools
+        for _ in range(2):
+            async with source.prefilling(prompt, greedy(5)) as remote:
+                await target.answer(prompt, greedy(5), remote)
+            await until(lambda: target.num_used == 0)
+            received.append(target.service.statistics().bytes_received)
+            for pool in pools:  # windows are forgotten before what full attention needs
+                if pool.group.window is not FULL:
+                    pool.forget_free()
+        slot_bytes = [pool[0].nbytes for pool in target.loaded.tensors.pools]
+        (full_bytes,) = [size for size, pool in zip(slot_bytes, pools, strict=True) if pool.group.window is FULL]
+        first, second = received[1], received[2] - received[1]
+        assert first - second == (len(prompt) // B) * full_bytes, "all but its last block, which is not whole"
+        assert second > full_bytes, "and the windows' blocks once more"
 
 
 @pytest.mark.parametrize("way", ["piece by piece", "bounced", "piece by piece as the region is full"])
