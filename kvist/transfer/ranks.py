@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvist.transfer import commands
 from kvist.transfer.service import Channel, KvTransferService, TransferStatistics
@@ -26,22 +26,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Tell(NamedTuple):
-    """Give a command to a rank."""
-
-    rank: int
-    command: commands.Command
-
-
-RanksAction: TypeAlias = Tell | commands.Report  # a report is for the engine
-
-
 @dataclass(slots=True)
 class _Shared:
     """An offer or a fetch: `unended` ranks may be read, or written to; it has failed when the first gives it up."""
 
     unended: set[int]
     has_failed: bool = False
+
+    def is_failed_by(self, rank: int) -> bool:
+        """Return whether it fails now: this rank, which has not ended it, is the first to give it up."""
+        is_first = rank in self.unended and not self.has_failed
+        self.has_failed |= is_first
+        return is_first
 
 
 class Ranks:
@@ -51,68 +47,76 @@ class Ranks:
     cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(
+        self, num_ranks: int, tell: Callable[[int, commands.Command], None], report: Callable[[commands.Report], None]
+    ) -> None:
+        """Have `tell` give a rank a command, and `report` the engine what came of it."""
+        self._all = frozenset(range(num_ranks))
+        self._tell = tell
+        self._report = report
         self._lost: list[int] = []
         self._offers: dict[str, _Shared] = {}
         self._fetches: dict[str, _Shared] = {}
 
-    def command(self, command: commands.Command) -> list[RanksAction]:
+    def command(self, command: commands.Command) -> None:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
-        ranks = set(range(self._num_ranks))
         match command:
             case commands.Offer(name) if self._lost:
-                return [commands.OfferReleased(name, False)]
+                self._report(commands.OfferReleased(name, False))
+                return
             case commands.Fetch(name) if self._lost:
-                return [commands.FetchFailed(name, self._loss()), commands.FetchReleased(name)]
+                self._report(commands.FetchFailed(name, self._loss()))
+                self._report(commands.FetchReleased(name))
+                return
             case commands.Offer(name):
-                self._offers[name] = _Shared(set(ranks))
+                shared = self._offers[name] = _Shared(set(self._all))
             case commands.Fetch(name):
-                self._fetches[name] = _Shared(set(ranks))
-            case commands.Computed(name) | commands.WithdrawOffer(name) | commands.CancelFetch(name):
-                shared = (self._fetches if isinstance(command, commands.CancelFetch) else self._offers).get(name)
-                ranks = set() if shared is None else shared.unended
-        return self._tell(ranks, command)
+                shared = self._fetches[name] = _Shared(set(self._all))
+            case commands.Computed(name) | commands.WithdrawOffer(name):
+                shared = self._offers.get(name, _Shared(set()))
+            case commands.CancelFetch(name):
+                shared = self._fetches.get(name, _Shared(set()))
+        self._tell_all(shared.unended, command)
 
-    def reported(self, rank: int, report: commands.Report) -> list[RanksAction]:
+    def reported(self, rank: int, report: commands.Report) -> None:
         match report:
             case commands.OfferReleased(name, is_fetched):
-                given_up = [] if is_fetched else self._given_up(rank, name)
-                return given_up + self._offer_ended(rank, name)
+                if not is_fetched:
+                    self._give_up(rank, name)
+                offer = _pop_ended(self._offers, rank, name)
+                if offer is not None:
+                    self._report(commands.OfferReleased(name, not offer.has_failed))
             case commands.FetchFailed(name, reason):
-                return self._failed(rank, name, reason if self._num_ranks == 1 else f"at rank {rank}: {reason}")
+                self._fail(rank, name, reason if len(self._all) == 1 else f"at rank {rank}: {reason}")
             case commands.FetchCompleted(name) | commands.FetchReleased(name):
-                return self._fetch_ended(rank, name, report)
+                fetch = _pop_ended(self._fetches, rank, name)
+                if fetch is not None:
+                    self._report(commands.FetchReleased(name) if fetch.has_failed else report)
 
-    def lost(self, rank: int) -> list[RanksAction]:
+    def lost(self, rank: int) -> None:
         """Take note that a rank's transfers have stopped: it reports nothing any more."""
         self._lost.append(rank)
-        offers = [action for each in list(self._offers) for action in self._given_up(rank, each)]
-        return offers + [action for each in list(self._fetches) for action in self._failed(rank, each, self._loss())]
+        for name in list(self._offers):
+            self._give_up(rank, name)
+        for name in list(self._fetches):
+            self._fail(rank, name, self._loss())
 
-    def _given_up(self, rank: int, name: str) -> list[RanksAction]:
+    def _give_up(self, rank: int, name: str) -> None:
         """Withdraw an offer from the others, once, if this rank has not released it."""
-        return self._tell(_fail(self._offers.get(name), rank), commands.WithdrawOffer(name))
+        offer = self._offers.get(name)
+        if offer is not None and offer.is_failed_by(rank):
+            self._tell_all(offer.unended - {rank}, commands.WithdrawOffer(name))
 
-    def _failed(self, rank: int, name: str, reason: str) -> list[RanksAction]:
+    def _fail(self, rank: int, name: str, reason: str) -> None:
         """Fail a fetch and cancel it on the others, once, if this rank has not ended it."""
-        others = _fail(self._fetches.get(name), rank)
-        if others is None:
-            return []
-        return [commands.FetchFailed(name, reason), *self._tell(others, commands.CancelFetch(name))]
+        fetch = self._fetches.get(name)
+        if fetch is not None and fetch.is_failed_by(rank):
+            self._report(commands.FetchFailed(name, reason))
+            self._tell_all(fetch.unended - {rank}, commands.CancelFetch(name))
 
-    def _offer_ended(self, rank: int, name: str) -> list[RanksAction]:
-        offer = _pop_ended(self._offers, rank, name)
-        return [] if offer is None else [commands.OfferReleased(name, not offer.has_failed)]
-
-    def _fetch_ended(self, rank: int, name: str, report: commands.Report) -> list[RanksAction]:
-        fetch = _pop_ended(self._fetches, rank, name)
-        if fetch is None:
-            return []
-        return [commands.FetchReleased(name) if fetch.has_failed else report]
-
-    def _tell(self, ranks: set[int] | None, command: commands.Command) -> list[RanksAction]:
-        return [Tell(rank, command) for rank in sorted((ranks or set()).difference(self._lost))]
+    def _tell_all(self, ranks: set[int], command: commands.Command) -> None:
+        for rank in sorted(ranks.difference(self._lost)):
+            self._tell(rank, command)
 
     def _loss(self) -> str:
         return f"rank {self._lost[0]}'s transfers have stopped"
@@ -132,9 +136,9 @@ class RankedTransfers:
         report: Callable[[commands.Report], None],
         submit: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._ranks = Ranks(1 + len(channels))
+        # The engine hears of it after what it is doing.
+        self._ranks = Ranks(1 + len(channels), self._tell, lambda each: submit(partial(report, each)))
         self._channels = tuple(channels)
-        self._report = report
         self._submit = submit
         self._followers: dict[int, TransferStatistics] = {}
         self._has_lost = False
@@ -174,7 +178,7 @@ class RankedTransfers:
         Rank 0 has sampled a token of an offered prompt's last step, so every rank has its part of the KV: the logits
         came behind a sum over all ranks, to which each adds behind its own writes (on a GPU, in its stream's order).
         """
-        self._do(self._ranks.command(command))
+        self._ranks.command(command)
 
     def statistics(self) -> TransferStatistics:
         """Return sums over all ranks, followers' a second old; seconds of fetches are rank 0's."""
@@ -183,18 +187,14 @@ class RankedTransfers:
 
     def _on_report(self, rank: int, report: commands.Report) -> None:
         """Take a rank's report, on any thread."""
-        self._submit(lambda: self._do(self._ranks.reported(rank, report)))
+        self._submit(lambda: self._ranks.reported(rank, report))
 
-    def _do(self, actions: Sequence[RanksAction]) -> None:
-        """Do what is to be done, on the engine's thread; the engine hears of it after what it is doing."""
-        for action in actions:
-            if not isinstance(action, Tell):
-                self._submit(partial(self._report, action))
-            elif action.rank == 0:
-                self._service.command(action.command)
-            else:
-                with suppress(OSError):  # it has ended, which `_read` sees as well
-                    self._channels[action.rank - 1].send(action.command)
+    def _tell(self, rank: int, command: commands.Command) -> None:
+        if rank == 0:
+            self._service.command(command)
+            return
+        with suppress(OSError):  # it has ended, which `_read` sees as well
+            self._channels[rank - 1].send(command)
 
     def _read(self) -> None:
         """Take what the followers send, until told to stop."""
@@ -217,15 +217,7 @@ class RankedTransfers:
     def _lose(self, rank: int) -> None:
         logger.critical("transfers of a rank have stopped rank=%d", rank)
         self._has_lost = True
-        self._submit(lambda: self._do(self._ranks.lost(rank)))
-
-
-def _fail(shared: _Shared | None, rank: int) -> set[int] | None:
-    """Return the other ranks that have not ended what this one is the first to give up; None if it is not."""
-    if shared is None or rank not in shared.unended or shared.has_failed:
-        return None
-    shared.has_failed = True
-    return shared.unended - {rank}
+        self._submit(lambda: self._ranks.lost(rank))
 
 
 def _pop_ended(shared: dict[str, _Shared], rank: int, name: str) -> _Shared | None:

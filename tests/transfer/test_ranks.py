@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import pytest
 
 from kvist.transfer.commands import (
     CancelFetch,
+    Command,
     Fetch,
     FetchCompleted,
     FetchFailed,
@@ -15,8 +18,17 @@ from kvist.transfer.commands import (
     Report,
     WithdrawOffer,
 )
-from kvist.transfer.ranks import Ranks, RanksAction, Tell
+from kvist.transfer.ranks import Ranks
 
+
+class Tell(NamedTuple):
+    """A command that a rank is given."""
+
+    rank: int
+    command: Command
+
+
+Done: TypeAlias = list[Tell | Report]
 OFFER = Offer("held", 5)
 WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, ((7, 8),))
 GIVE_UP = WithdrawOffer("held")
@@ -38,7 +50,7 @@ def told(reason: str, rank: int) -> FetchFailed:
 
 
 # After the offer and the fetch have been asked of ranks 0 to 2: who reports what, and what follows of each.
-STORIES: dict[str, list[tuple[int, Report | str, list[RanksAction]]]] = {
+STORIES: dict[str, list[tuple[int, Report | str, Done]]] = {
     "an offer is released when every rank has been read": [
         (1, released(True), []),
         (0, released(True), []),
@@ -110,13 +122,35 @@ STORIES: dict[str, list[tuple[int, Report | str, list[RanksAction]]]] = {
 }
 
 
-def shown(actions: list[RanksAction]) -> list[str]:
+def shown(done: Done) -> list[str]:
     """Tell them apart, which as tuples can be equal."""
-    return list(map(repr, actions))
+    return list(map(repr, done))
 
 
-def asked(num_ranks: int) -> Ranks:
-    ranks = Ranks(num_ranks)
+class Asked:
+    """Ranks, and what is done about what they hear."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.done: Done = []
+        self.ranks = Ranks(num_ranks, lambda *told: self.done.append(Tell(*told)), self.done.append)
+
+    def by(self, hear: Callable[[Ranks], None]) -> Done:
+        self.done.clear()
+        hear(self.ranks)
+        return self.done.copy()
+
+    def command(self, command: Command) -> Done:
+        return self.by(lambda ranks: ranks.command(command))
+
+    def reported(self, rank: int, report: Report) -> Done:
+        return self.by(lambda ranks: ranks.reported(rank, report))
+
+    def lost(self, rank: int) -> Done:
+        return self.by(lambda ranks: ranks.lost(rank))
+
+
+def asked(num_ranks: int) -> Asked:
+    ranks = Asked(num_ranks)
     for command in (OFFER, WANT):
         assert ranks.command(command) == [Tell(rank, command) for rank in range(num_ranks)]
     return ranks
@@ -140,7 +174,7 @@ def test_withdrawing_and_cancelling_is_told_to_the_ranks_that_have_not_ended() -
 
 
 def test_with_a_rank_lost_nothing_is_begun() -> None:
-    ranks = Ranks(2)
+    ranks = Asked(2)
     ranks.lost(1)
     assert ranks.command(OFFER) == [released(False)]
     assert shown(ranks.command(WANT)) == shown([LOST, FREE])
