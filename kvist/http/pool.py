@@ -273,58 +273,46 @@ class UpstreamResponse:
         self.headers: Headers = []
         self._limits = limits
         self._exchange: Exchange
-        self._pieces: list[bytes] = []
+        self._told: asyncio.Queue[bytes | UpstreamError | None] = asyncio.Queue()  # None is the body's end
         self._num_unread_bytes = 0
-        self._is_ended = False
-        self._error: UpstreamError | None = None
-        self._changed = asyncio.Event()
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        self._changed.set()
+        self._told.put_nowait(b"")
 
     def on_data(self, piece: bytes) -> None:
-        self._pieces.append(piece)
+        self._told.put_nowait(piece)
         self._num_unread_bytes += len(piece)
         if self._num_unread_bytes > self._limits.read_buffer_bytes and not self._exchange.is_paused:
             self._exchange.pause()
-        self._changed.set()
 
     def on_end(self) -> None:
-        self._is_ended = True
-        self._changed.set()
+        self._told.put_nowait(None)
 
     def on_failure(self, error: UpstreamError) -> None:
-        self._error = error
-        self._changed.set()
+        self._told.put_nowait(error)
 
     async def body(self) -> AsyncIterator[bytes]:
         """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
-        while True:
-            while self._pieces:
-                pieces, self._pieces, self._num_unread_bytes = self._pieces, [], 0
-                if self._exchange.is_paused:
-                    self._exchange.resume()
-                yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if self._is_ended:
-                return
-            await self._wait()
+        while (piece := await self._next()) is not None:
+            yield piece
 
-    async def _wait(self) -> None:
-        """Waits until something changes; raises what the exchange failed with."""
-        if self._error is None:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._error is not None and not self._pieces:
-            raise self._error
+    async def _next(self) -> bytes | None:
+        """Waits for what comes next; raises what the exchange failed with."""
+        told = await self._told.get()
+        if isinstance(told, UpstreamError):
+            raise told
+        self._num_unread_bytes -= len(told or b"")
+        if self._exchange.is_paused and not self._num_unread_bytes:
+            self._exchange.resume()
+        return told
 
 
 @asynccontextmanager
 async def _exchange(pool: UpstreamPool, response: UpstreamResponse, *request: Any) -> AsyncIterator[UpstreamResponse]:
     response._exchange = exchange = pool.send(response, *request)
     try:
-        while not response.status:
-            await response._wait()
+        await response._next()  # the head
         yield response
     finally:
         exchange.close()
