@@ -1,7 +1,5 @@
 """Errors are split by who must act: the client, nobody (the client left), or the caller choosing another worker."""
 
-from typing import Literal
-
 import msgspec
 
 from kvist.errors import KvistError
@@ -52,18 +50,9 @@ class ConnectError(UpstreamError):
 class UpstreamClosedError(UpstreamError):
     """The worker closed the connection before the end of its response; it may have acted on the request."""
 
-    def __init__(self, worker: str, reason: str, *, has_response_head: bool) -> None:
-        super().__init__(worker, reason)
-        self.has_response_head = has_response_head
-
 
 class UpstreamTimeoutError(UpstreamError):
-    """The worker was silent too long before its response (`first_byte`) or within it (`idle`)."""
-
-    def __init__(self, worker: str, phase: Literal["first_byte", "idle"], timeout_s: float) -> None:
-        super().__init__(worker, f"{phase} timeout after {timeout_s:g} s")
-        self.phase = phase
-        self.timeout_s = timeout_s
+    """The worker was silent too long before its response or within it; it may still act on the request."""
 
 
 class UpstreamProtocolError(UpstreamError):

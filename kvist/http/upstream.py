@@ -237,8 +237,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
         if self._exchange is not None:
-            reason = f"closed the connection ({exc or 'end of stream'})"
-            self._fail(UpstreamClosedError(self.worker, reason, has_response_head=self._parser.head is not None))
+            self._fail(UpstreamClosedError(self.worker, f"closed the connection ({exc or 'end of stream'})"))
         self._on_lost(self)
 
     # What the exchange and the pool call.
@@ -309,7 +308,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _on_expired(self, phase: str) -> None:
         if self._exchange is None:
             self._transport.abort()
-        elif phase == "first_byte":
-            self._fail(UpstreamTimeoutError(self.worker, "first_byte", self._limits.first_byte_timeout_s))
         else:
-            self._fail(UpstreamTimeoutError(self.worker, "idle", self._limits.idle_timeout_s))
+            limits = self._limits
+            timeout_s = limits.first_byte_timeout_s if phase == "first_byte" else limits.idle_timeout_s
+            self._fail(UpstreamTimeoutError(self.worker, f"{phase} timeout after {timeout_s:g} s"))

@@ -158,10 +158,8 @@ class Healer:
             del self._ranks[target]
 
     def _status(self, target: WorkerRank) -> RankStatus | None:
-        return next((status for status in self._statuses(target.worker) if status.target == target), None)
-
-    def _statuses(self, worker: str) -> list[RankStatus]:
-        return [] if self._index is None else self._index.ranks(worker)
+        ranks = [] if self._index is None else self._index.ranks(target.worker)
+        return next((status for status in ranks if status.target == target), None)
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -237,32 +237,30 @@ async def test_a_reused_connection_closed_after_the_request_was_sent_is_not_retr
 
     pool, made = await make_pool(), await worker(script)
     await ask(pool, made.url)
-    with pytest.raises(UpstreamClosedError) as error:
+    with pytest.raises(UpstreamClosedError):
         await ask(pool, made.url)
-    assert not error.value.has_response_head
     assert num_requests == 1
     assert made.num_connections == 1
 
 
 BROKEN = {
-    "closed at once": (b"", False),
-    "closed within the head": (b"HTTP/1.1 200 OK\r\nConte", False),
-    "closed after the head": (STREAM_HEAD, True),
-    "closed within a chunk": (STREAM_HEAD + b"5\r\nhel", True),
-    "closed between chunks": (STREAM_HEAD + b"5\r\nhello\r\n", True),
-    "closed before the last crlf": (STREAM_HEAD + b"5\r\nhello\r\n0\r\n", True),
-    "closed within a length": (HELLO[:-1], True),
+    "closed at once": b"",
+    "closed within the head": b"HTTP/1.1 200 OK\r\nConte",
+    "closed after the head": STREAM_HEAD,
+    "closed within a chunk": STREAM_HEAD + b"5\r\nhel",
+    "closed between chunks": STREAM_HEAD + b"5\r\nhello\r\n",
+    "closed before the last crlf": STREAM_HEAD + b"5\r\nhello\r\n0\r\n",
+    "closed within a length": HELLO[:-1],
 }
 
 
-@pytest.mark.parametrize(("sent", "has_head"), BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN.keys())
 async def test_a_worker_that_dies_within_its_response_is_a_closed_error(
-    make_pool: MakePool, answering: StartWorker, sent: bytes, has_head: bool
+    make_pool: MakePool, answering: StartWorker, sent: bytes
 ) -> None:
     pool, worker = await make_pool(), await answering(sent, then_close=True)
-    with pytest.raises(UpstreamClosedError) as error:
+    with pytest.raises(UpstreamClosedError):
         await ask(pool, worker.url)
-    assert error.value.has_response_head == has_head
     assert pool.statistics().num_active == 0
 
 
@@ -297,9 +295,8 @@ async def test_a_worker_that_is_silent_too_long_is_a_timeout(
     make_pool: MakePool, answering: StartWorker, sent: bytes, phase: str
 ) -> None:
     pool, worker = await make_pool(**{f"{phase}_timeout_s": 0.05}), await answering(sent)
-    with pytest.raises(UpstreamTimeoutError) as error:
+    with pytest.raises(UpstreamTimeoutError, match=f"{phase} timeout after 0.05 s"):
         await ask(pool, worker.url)
-    assert (error.value.phase, error.value.timeout_s) == (phase, 0.05)
 
 
 EXCESS = {"length": HELLO + b"!", "chunked": STREAM_HEAD + b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n"}
