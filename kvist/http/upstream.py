@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-import msgspec
-
 from kvist.http.body import Body, ChunkedBody, LengthBody, UntilCloseBody
 from kvist.http.deadline import Deadline, LoopClock
 from kvist.http.errors import (
@@ -31,20 +29,14 @@ _STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-
 _CONTROL_FIELDS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
 
-class ResponseHead(msgspec.Struct, frozen=True):
-    """Status and end-to-end headers; `content-length` is kept, so that the response can be passed on with it."""
-
-    status: int
-    headers: Headers
-
-
 @dataclass(slots=True, eq=False)
 class ResponseParser:
     """Reads one response to a request of `method`; raises MalformedHttpError on anything ambiguous."""
 
     _limits: UpstreamLimits
     _method: str
-    head: ResponseHead | None = None
+    head: tuple[int, Headers] | None = None
+    """Status and end-to-end headers, with `content-length`, so that the response can be passed on with it."""
     _buffer: bytes = b""
     _body: Body | None = None
     _num_informational: int = 0
@@ -97,7 +89,7 @@ class ResponseParser:
             self._skip_informational(status)
             return True
         self._body = self._framing(status, headers, is_http11=match[1] == b"1.1")
-        self.head = ResponseHead(status, end_to_end(headers))
+        self.head = status, end_to_end(headers)
         return True
 
     def _skip_informational(self, status: int) -> None:
@@ -218,7 +210,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(UpstreamProtocolError(self.worker, str(error)))
             return
         if parser.head is not None and not had_head:
-            exchange.receiver.on_head(parser.head.status, parser.head.headers)
+            exchange.receiver.on_head(*parser.head)
         if piece and exchange.receiver is not None:
             exchange.receiver.on_data(piece)
         if exchange.receiver is None:

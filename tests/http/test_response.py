@@ -29,7 +29,7 @@ def ours(pieces: list[bytes], method: str = "GET") -> Reading | None:
         parser, payload = read(pieces, method)
     except MalformedHttpError:
         return None
-    return (parser.head.status, payload) if parser.head and parser.is_complete else None
+    return (parser.head[0], payload) if parser.head and parser.is_complete else None
 
 
 def h11s(pieces: list[bytes], method: str = "GET") -> Reading | None:
@@ -96,7 +96,7 @@ def test_a_response_to_head_has_no_body_but_keeps_its_length() -> None:
     assert payload == b""
     assert parser.leaves_connection_clean
     assert parser.head is not None
-    assert parser.head.headers == [(b"content-length", b"5")]
+    assert parser.head[1] == [(b"content-length", b"5")]
 
 
 @pytest.mark.parametrize("wire", [CHUNKED + b"5\r\nhel", OK + b"Content-Length: 5\r\n\r\nhel", OK[:-2], CHUNKED])
