@@ -181,7 +181,6 @@ class PrefillAttempt(_Attempt):
         """Report what was computed, or why nothing was."""
         if self._dialect.works_alone or self.status != _SERVER_ERROR:
             self._judge()  # else it may be the other one's fault
-        self.is_done = True
         if self.status == OK:
             self._load.answered(self.owner.router.now_s())
         self._end(self.status)
@@ -201,18 +200,17 @@ class PrefillAttempt(_Attempt):
     def on_failure(self, error: UpstreamError) -> None:
         """Report that there is nothing to fetch."""
         super().on_failure(error)
-        self.is_done = True
         self.owner.on_prefill_failed(self, error.reason)
 
     def _give_up(self, _: str) -> None:
         """Wait no longer for who holds a prefix and has much else to do."""
         error = UpstreamError(self._worker.url, f"handed nothing over within {PULL_TIMEOUT_S:g} s")
         self.stop(CLIENT_LEFT_STATUS, error)
-        self.is_done = True
         self.owner.on_prefill_failed(self, error.reason)
 
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._deadline.close()
+        self.is_done = True
         super()._end(status, error)
 
 
