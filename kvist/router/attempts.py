@@ -80,8 +80,10 @@ class _Attempt(ResponseReceiver):
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         self.sent_s = router.now_s()
-        begin = partial(router.routing.begin, self.sent_s, decision, is_streamed=is_streamed, computes=computes)
-        self._load, owner.reserved = owner.reserved or begin(), None
+        self._load = owner.reserved or router.routing.begin(
+            self.sent_s, decision, is_streamed=is_streamed, computes=computes
+        )
+        owner.reserved = None
         worker.unanswered.add(self)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
