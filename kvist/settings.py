@@ -117,4 +117,6 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
     except msgspec.ValidationError as error:
         reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
         value = "***" if value and _is_secret(annotation) else value
-        raise InvalidValueError(name, value, f"one of {', '.join(choices)}" if choices else reason) from None
+        if choices and reason.startswith("Invalid enum value"):
+            reason = f"one of {', '.join(choices if get_origin(annotation) is Literal else [*choices, 'a number'])}"
+        raise InvalidValueError(name, value, reason) from None

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kvist import __version__
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
@@ -32,16 +33,23 @@ _MODULES_OF_EXTRA = {
 _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() for name in names.split()}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as commands do, and not what hundred flags there are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
     argv = sys.argv[1:] if argv is None else argv
     if os.getpid() == 1:  # of a container: the kernel spares such a process what it does not handle
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    anywhere = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    anywhere = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = ("debug", "info", "warning", "error")
     anywhere.add_argument("--log-level", choices=levels, help="what goes to stderr (default: info)")
     description = "Prefix-aware routing for fleets of LLM engines."
-    parser = argparse.ArgumentParser(prog="kvist", description=description, parents=[anywhere])
+    parser = _Parser(prog="kvist", description=description, parents=[anywhere])
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     named = [word for word in argv if word in COMMANDS][:1]
@@ -50,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP, parents=[anywhere])
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparser.error(f"unrecognized arguments: {' '.join(unknown)}")
     level, line = getattr(args, "log_level", "info").upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=level, format=line, stream=sys.stderr)
     try:

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import Request
+
+from kvist.cli.why import open_url
+from kvist.errors import KvistError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,6 @@ _MAX_TOKENS = 24
 _REQUEST_TIMEOUT_S = 120.0
 _SETTLE_TIMEOUT_S = 10.0
 _MAX_QUOTE_CHARS = 240
-_open = build_opener(ProxyHandler({})).open  # of this machine, whatever proxy the environment names
 _RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
 exception, name the exception and the condition. When an argument has a default value, state the default value. When the
 behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
@@ -164,11 +165,9 @@ def _ask(url: str, model: str, title: str, messages: list[dict[str, str]]) -> Se
     request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     start = time.perf_counter()
     try:
-        with _open(request, timeout=_REQUEST_TIMEOUT_S) as response:
+        with open_url(request, _REQUEST_TIMEOUT_S) as response:
             return _read_stream(title, response, start)
-    except HTTPError as error:
-        return Served(title, error=f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}")
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (KvistError, OSError, http.client.HTTPException, ValueError) as error:
         return Served(title, error=f"{type(error).__name__}: {error}")
 
 
@@ -208,13 +207,9 @@ def _flush(worker_urls: list[str], router_url: str) -> None:
 
 
 def fetch(url: str, path: str, *, method: str = "GET") -> bytes:
-    """Return the body of an answer; raises OSError when the server refuses."""
-    try:
-        with _open(Request(f"{url}{path}", method=method), timeout=10) as response:
-            body: bytes = response.read()
-            return body
-    except HTTPError as error:
-        raise ConnectionRefusedError(f"{method} {url}{path}: HTTP {error.code}") from None
+    """Return the body of an answer; raises KvistError where there is none, or a refusal."""
+    with open_url(Request(f"{url}{path}", method=method), 10) as response:
+        return response.read()
 
 
 def metric(url: str, name: str) -> float:

@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import Request
 
 from kvist.cli._terminal import SHOW_INTERVAL_S, display, finish, make_table, on_signal, progress_line, serve
-from kvist.errors import InvalidValueError
+from kvist.cli.why import open_url
+from kvist.errors import InvalidValueError, KvistError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
@@ -68,7 +69,10 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
     from kvist.router.prompts import OneModel, PromptReader
 
     model = OneModel(None if args.model_path is None else ChatTokenizer.load(Path(args.model_path)))
-    ask = asyncio.run(PromptReader(model).read(None, args.prompt.read_bytes()))
+    try:
+        ask = asyncio.run(PromptReader(model).read(None, args.prompt.read_bytes()))
+    except KvistError as error:
+        raise InvalidValueError("--prompt", str(args.prompt), f"a file with a request ({error})") from None
     if ask.token_ids is None:
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
@@ -103,7 +107,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     is_url = args.diff.startswith(("http://", "https://"))
     if is_url or args.diff.endswith(".state"):
         url = f"{args.diff.rstrip('/')}/dump" if is_url else Path(args.diff).absolute().as_uri()
-        with build_opener(ProxyHandler({})).open(url) as dump:
+        with open_url(Request(url)) as dump:
             theirs = holdings_of(chunks_of_dump(iter(partial(dump.read, _PIECE_BYTES), b""), args.diff))
     else:
         other = Path(args.diff)

@@ -149,7 +149,7 @@ def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     if args.engine is None:
         if args.endpoint is not None:
             raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")
-        expected = "it, or --engine; no vllm or sglang with this flag runs in this PID namespace"
+        expected = "what the engine was given, or --engine: no vllm or sglang with this flag is seen to run here"
         raise InvalidValueError("--kv-events-config", None, expected)
     urls = args.endpoint or ["tcp://127.0.0.1:5557"]
     return [replace(Endpoint.parse(url), engine=args.engine) for url in urls]

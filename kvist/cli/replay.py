@@ -87,6 +87,8 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidValueError("--plot", str(args.plot), "a name that ends in .svg")
     if (args.at is None) != (args.prompt is None) or (args.at and args.until):
         raise InvalidValueError("--at", args.at, "a time, with --prompt and without --until")
+    if not 0 <= args.port <= 65535:
+        raise InvalidValueError("--port", args.port, "0 to 65535")
     for name in ("delay", "linger"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise InvalidValueError(f"--{name}", getattr(args, name), "0 seconds or more")

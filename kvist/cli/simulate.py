@@ -230,6 +230,8 @@ def _trace(name: str, num_requests: int | None) -> Trace:
     if num_requests is not None and num_requests < 2:
         raise InvalidValueError("--requests", num_requests, "2 or more")
     made_up = {"conversations": conversations, "tool-agents": tool_agents}.get(name)
+    if made_up is None and not Path(name).exists():
+        raise InvalidValueError("TRACE", name, "a file or a folder, or one of conversations, tool-agents and fit")
     return made_up(num_requests or 4000) if made_up else read_trace(Path(name), num_requests)
 
 

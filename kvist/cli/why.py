@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from kvist.cli._settings import PLACES, secret
@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 0."""
     if args.source.startswith(("http://", "https://")):
         report = json.loads(ask(args.source, f"/regret?window={args.window}", args.admin_key))
+    elif not (path := Path(args.source)).exists():
+        raise InvalidValueError("URL|RECORDING", args.source, "a router, as http://127.0.0.1:30000, or a recording")
     else:
-        report = _read(Path(args.source), args.cache_tokens)
+        report = _read(path, args.cache_tokens)
     if args.json:
         print(json.dumps(report))
     else:
@@ -60,21 +62,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """Return what a router tells administrators; raises KvistError where it refuses, OSError where it is away."""
+    """Return what a router tells administrators; raises KvistError where it refuses, or is away."""
     if not url.startswith(("http://", "https://")):
         raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
     key = os.environ.get("KVIST_ADMIN_KEY") if key is None else secret("admin_key", key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    request = Request(f"{url.rstrip('/')}{path}", headers=headers)
     try:
-        with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+        with open_url(Request(f"{url.rstrip('/')}{path}", headers=headers), timeout_s) as answer:
             body: bytes = answer.read()
-    except HTTPError as error:
-        said = error.read(4096).decode("utf-8", "replace")
-        raise KvistError(f"{url} answered {error.code}: {said}") from None
     except HTTPException as error:
         raise KvistError(f"{url} broke off: {error!r}") from None
     return body
+
+
+def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
+    """Return the answer to a request, or a file, without any proxy; raises KvistError that says where there is none."""
+    try:
+        answer: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=timeout_s)
+    except HTTPError as error:
+        said = error.read(4096).decode("utf-8", "replace")
+        raise KvistError(f"{request.full_url} answered {error.code}: {said}") from None
+    except URLError as error:
+        raise KvistError(f"{request.full_url} cannot be reached: {error.reason}") from None
+    return answer
 
 
 def _read(path: Path, cache_tokens: int) -> dict[str, Any]:

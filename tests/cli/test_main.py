@@ -139,7 +139,19 @@ def test_the_first_process_of_a_container_ends_at_sigterm_though_its_service_doe
         signal.signal(signal.SIGTERM, before)
 
 
-def test_an_unknown_command_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["fly"], "kvist: error: argument command: invalid choice: 'fly'"),
+        (["route", "--fly"], "kvist route: error: unrecognized arguments: --fly (kvist route --help"),
+        (["route", "--policy", "best"], "kvist route: error: argument --policy: invalid choice: 'best'"),
+    ],
+)
+def test_what_is_not_known_is_refused_in_one_line(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["fly"])
+        main(argv)
     assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)

@@ -114,7 +114,11 @@ async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_
 
 @pytest.mark.parametrize(
     ("flags", "refused"),
-    [(["--ui", "--loop", "2"], "--loop: got 2"), (["--stats", "--beside", "b.mcap"], "--beside: got 'b.mcap'")],
+    [
+        (["--ui", "--loop", "2"], "--loop: got 2"),
+        (["--ui", "--port", "65536"], "--port: got 65536, expected 0 to 65535"),
+        (["--stats", "--beside", "b.mcap"], "--beside: got 'b.mcap'"),
+    ],
 )
 def test_flags_that_do_not_go_together_are_refused(
     capsys: pytest.CaptureFixture[str], flags: list[str], refused: str

@@ -180,5 +180,5 @@ def test_values_that_mean_nothing_are_refused_by_name(
 
 
 def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "/nowhere/trace.jsonl"]) == 1
-    assert "/nowhere/trace.jsonl" in capsys.readouterr().err
+    assert main(["simulate", "/nowhere/trace.jsonl"]) == 2
+    assert "TRACE: got '/nowhere/trace.jsonl', expected a file" in capsys.readouterr().err

@@ -89,7 +89,8 @@ def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "expected a line for each request" in capfd.readouterr().err
     assert main(["why", recorded(tmp_path / "bad.jsonl", [{"timestamp": "noon"}])]) == 2
     assert "bad.jsonl, line 1" in capfd.readouterr().err
-    assert main(["why", str(tmp_path / "missing.jsonl")]) == 1
-    assert "missing.jsonl" in capfd.readouterr().err
+    for neither in ("/nowhere/missing.jsonl", "127.0.0.1:9"):
+        assert main(["why", neither]) == 2
+        assert f"got '{neither}', expected a router, as http://" in capfd.readouterr().err
     assert main(["why", "http://127.0.0.1:9"]) == 1
-    assert "kvist why" in capfd.readouterr().err
+    assert "kvist why: error: http://127.0.0.1:9/regret?window=10m cannot be reached" in capfd.readouterr().err

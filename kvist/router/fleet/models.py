@@ -89,7 +89,7 @@ class Models:
         for path in self._configured_paths():
             files = await self._load(path)
             if files.tokenizer is None:
-                raise InvalidValueError("model_path", path, files.problem or f"a directory with {_TOKENIZER}")
+                raise InvalidValueError("model_path", path, f"a model's directory ({files.problem or _TOKENIZER})")
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""
