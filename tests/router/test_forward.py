@@ -356,12 +356,15 @@ async def test_a_body_over_the_limit_is_a_413(worker, router) -> None:
         assert (await front.complete("x" * 2000)).status_code == 413
 
 
-async def test_other_v1_endpoints_are_passed_through_by_load(worker, router) -> None:
+async def test_other_endpoints_are_passed_through_by_load(worker, router) -> None:
+    paths = ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/audio/speech", "/v1/images/generations", "/tokenize"]
     async with worker() as one, router(one.url) as front:
-        answer = await front.client.post("/v1/embeddings", json={"model": "m", "input": "x"})
-        assert answer.status_code == 200
-        assert one.completions[0].target == "/v1/embeddings"
-        assert (await front.client.post("/v1/embeddings", json={"model": "?", "input": "x"})).status_code == 404
+        for path in paths:
+            answer = await front.client.post(path, json={"model": "m", "input": "x"})
+            assert answer.status_code == 200
+            assert one.completions[-1].target == path
+            assert (await front.client.post(path, json={"model": "?", "input": "x"})).status_code == 404
+        assert len(one.completions) == len(paths)
 
 
 async def test_sglangs_own_endpoint_is_routed_by_prefix(worker, router, http_bytes) -> None:
