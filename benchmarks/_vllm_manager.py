@@ -96,6 +96,8 @@ class VllmModel:
     """How EAGLE's last block is made sure of: `drop` computes it again, `lookahead` hashes the token behind it."""
     retention: int | None = None
     """Tokens between the blocks of sliding groups that are kept behind a window; None keeps all, 0 a prompt's last."""
+    match_unit: int | None = None
+    """Tokens at whose multiples hits of a model with states may end within blocks; None: its smallest blocks'."""
     num_context_ranks: int = 1
     """Workers that share each block's tokens: context parallelism."""
     sends_bytes: bool = False
@@ -118,7 +120,8 @@ class VllmEngine:
         self._model, self._rng = model, rng
         sizes = [size * model.num_context_ranks for size, _ in model.groups]
         self._sizes = sizes
-        hash_size, self._num_lookahead = math.gcd(*sizes), int(model.eagle == "lookahead")
+        self._hash_size = hash_size = model.match_unit or math.gcd(*sizes)
+        self._num_lookahead = int(model.eagle == "lookahead")
         windows = [math.inf if window is None else window for _, window in model.groups]
         self._first_group = windows.index(max(windows))
         self.block_size = sizes[self._first_group]
@@ -165,6 +168,8 @@ class VllmEngine:
                 break
         if self._host is not None:
             self._host.complete()
+        _, copied = self.manager.take_kv_cache_block_copies()
+        self.manager.block_pool.free_blocks(copied)
         return [self._finish(request) for request, num_new in scheduled.values() if self._computed(request, num_new)]
 
     def reset(self) -> None:
@@ -260,10 +265,12 @@ class VllmEngine:
 
     def _chunk(self, request: Any, start: int) -> int:
         """Return how many tokens a step computes from there; a state is kept where a chunk of a prompt ends."""
-        end, size = min(request.num_tokens, start + CHUNK), self.block_size
+        end, size = min(request.num_tokens, start + CHUNK), math.lcm(*self._sizes)
         if self._has_states and start < max(request.num_prompt_tokens, request.num_tokens - 1):
             last = (request.num_tokens - 1) // size * size
             ends = [(start // size + 1) * size if start % size else end, last, end // size * size]
+            if self.manager.coordinator.enable_partial_hash_hits:
+                ends.append((request.num_prompt_tokens - 1) // self._hash_size * self._hash_size)
             end = min((each for each in ends if start < each < end), default=end)
         return end - start
 

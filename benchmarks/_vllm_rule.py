@@ -17,9 +17,11 @@ class CountedBlocks:
     """How many copies of each block each group holds, as far as was told."""
 
     def __init__(self, model: VllmModel) -> None:
-        self._groups = [(size * model.num_context_ranks, window) for size, window in model.groups]
-        sizes = [size for size, _ in self._groups]
-        self._step, self._hash_size = math.lcm(*sizes), math.gcd(*sizes)
+        hash_size = model.match_unit or math.gcd(*(size for size, _ in model.groups)) * model.num_context_ranks
+        # A state may be kept wherever a hash ends, and so may a part of a block of full attention.
+        sizes = [hash_size if window == 0 else size * model.num_context_ranks for size, window in model.groups]
+        self._groups = [(size, window) for size, (_, window) in zip(sizes, model.groups, strict=True)]
+        self._step, self._hash_size = model.match_unit or math.lcm(*sizes), hash_size
         self._num_dropped = int(model.eagle == "drop")
         self._copies: Counter[tuple[int, Any]] = Counter()
 
@@ -47,9 +49,12 @@ class CountedBlocks:
 
     def _all_hold(self, hashes: Sequence[Any], end: int) -> bool:
         return all(
-            self._holds(group, hashes, size, idx)
+            self._holds(group, hashes, place)
             for group, (size, window) in enumerate(self._groups)
-            for idx in self._needed(size, window, end)
+            for place in [
+                *((idx + 1) * size for idx in self._needed(size, window, end)),
+                *([end] if end % size else []),
+            ]
         )
 
     def _needed(self, size: int, window: int | None, end: int) -> range:
@@ -60,6 +65,6 @@ class CountedBlocks:
         num_needed = 1 if window == 0 else -(-(window - 1) // size) + self._num_dropped
         return range(max(0, last - num_needed), last)
 
-    def _holds(self, group: int, hashes: Sequence[Any], size: int, idx: int) -> bool:
-        place = (idx + 1) * size // self._hash_size - 1  # a larger block has the hash of its last small one
-        return place < len(hashes) and self._copies[group, hashes[place]] > 0
+    def _holds(self, group: int, hashes: Sequence[Any], end: int) -> bool:
+        idx = end // self._hash_size - 1  # a larger block has the hash of its last small one
+        return idx < len(hashes) and self._copies[group, hashes[idx]] > 0

@@ -101,6 +101,8 @@ SCENARIOS = {
     "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
     "full + sliding, sparsely kept": Scenario(VllmModel(((16, None), (16, 64)), 300, retention=0)),
     "full attention + states": Scenario(VllmModel(((16, None), (16, 0)), 300)),
+    "full attention + states of larger blocks": Scenario(VllmModel(((16, None), (64, 0)), 300)),
+    "full attention + states, hits within blocks": Scenario(VllmModel(((16, None), (16, 0)), 300, match_unit=8)),
     "context parallelism": Scenario(VllmModel(num_context_ranks=2), Mix(aligned=32)),
     "hashes as bytes": Scenario(VllmModel(sends_bytes=True)),
     "offloaded, by hash": Scenario(VllmModel(num_blocks=90, num_host_blocks=260)),

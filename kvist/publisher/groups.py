@@ -72,6 +72,8 @@ class GroupSplitter:
                 publish(each)
         if self._filter.state != before:
             self.show()
+        if isinstance(event, EngineStored) and event.tier is Tier.GPU and event.block_size < self._block_size:
+            self.is_expressible &= event.window is STATE  # what is inside a published block has no place
         is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
         return bool(passed), self._count(event) if is_of_blocks and not passed else None  # type: ignore[arg-type]
 
@@ -121,7 +123,6 @@ class GroupSplitter:
     def _add(self, key: int, window: Window, block_size: int) -> None:
         """Take note of a group, by its key, if what it holds can be accounted for."""
         rule = rule_of(window, block_size, self._block_size, self._num_ahead)
-        self.is_expressible &= block_size >= self._block_size
         if rule is None or len(self.others) == MAX_GROUPS or len({*self.others.values(), rule}) > MAX_KINDS:
             self.is_expressible = False
         else:
@@ -136,25 +137,20 @@ def group_key(group: int | None, window: Window | None) -> int | None:
     return group if group is not None else -window if isinstance(window, int) else None
 
 
-def num_needed(window: Window, block_size: int) -> int:
-    """Return how many blocks of a group, at the end of a hit, its next token looks back on."""
-    if window is STATE:
-        return 1
-    return min(-(-(window - 1) // block_size), MAX_NEEDED) if isinstance(window, int) else MAX_NEEDED
-
-
 def rule_of(window: Window, block_size: int, published_size: int, num_ahead: int = 0) -> GroupRule | None:
-    """Return what a group must hold, None where its blocks have no place; of smaller ones, the last stands for all."""
-    if block_size <= 0 or block_size > published_size * MAX_STRIDE:
+    """Return what a group must hold, None where its blocks have no place; of smaller ones, the last stands for all.
+
+    A state is one of the published block that ends there: vLLM may keep some within the group's own, larger blocks.
+    """
+    size, smaller = max(block_size, published_size), min(block_size, published_size)
+    if smaller <= 0 or size % smaller or block_size > published_size * MAX_STRIDE:
         return None
-    num_ahead = 0 if window is STATE else num_ahead
-    num_blocks = num_needed(window, block_size)
-    if block_size % published_size == 0:
-        return GroupRule(min(num_blocks + num_ahead, MAX_NEEDED), block_size // published_size, num_ahead)
-    if published_size % block_size == 0:
-        num_blocks = -(-num_blocks * block_size // published_size)
-        return GroupRule(min(num_blocks + num_ahead, MAX_NEEDED), 1, num_ahead)
-    return None
+    if window is STATE:
+        return GroupRule(1)
+    num_needed = MAX_NEEDED
+    if isinstance(window, int):  # its next token looks back on them
+        num_needed = -(-(-(-(window - 1) // block_size) * block_size) // size)
+    return GroupRule(min(num_needed + num_ahead, MAX_NEEDED), size // published_size, num_ahead)
 
 
 def published_rule(window: Window | None, block_size: int, num_ahead: int = 0) -> GroupRule:

@@ -32,7 +32,8 @@ HIT_STEP = 1
         (1026, 16, GroupRule(65)),
         (128, 32, GroupRule(4, 2)),
         (64, 8, GroupRule(4)),
-        (STATE, 64, GroupRule(1, 4)),
+        (STATE, 64, GroupRule(1)),
+        (STATE, 8, GroupRule(1)),
         (FULL, 16, GroupRule(1 << 20)),
         (1, 16, GroupRule(0)),
         (64, 24, None),
@@ -136,13 +137,13 @@ def test_another_stream_goes_on_with_what_the_groups_hold():
     assert resumed.companion.counted() == both.stream.companion.counted()
 
 
-@pytest.mark.parametrize(("size", "num_held"), [(6, 0), (2, 1)])
-def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counted_on(size, num_held):
+@pytest.mark.parametrize(("size", "group", "window", "num_held"), [(6, 1, 64, 0), (2, 1, 64, 1), (2, 0, FULL, 0)])
+def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counted_on(size, group, window, num_held):
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
     stream.heartbeat(0.0)
     assert stream.companion.is_complete
-    stream.admit(EngineStored([1], [1, 2, 3, 4, 5, 6][:size], size, window=64, group=1))
+    stream.admit(EngineStored([1], [1, 2, 3, 4, 5, 6][:size], size, window=window, group=group))
     resumed = RankStream(SOURCE, SIZE, 1, has_all_groups=True, counts_copies=True)
     resumed.resume(stream.state())
     for each in (stream, resumed):

@@ -138,7 +138,8 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
         event, passes, result = events[stream.event_idx], 0, layout.DONE
         is_stored = event.kind == layout.STORED
         is_sized = is_stored and event.block_size == stream.block_size
-        has_other_size = is_stored and not is_sized and not stream.has_block_size
+        is_smaller = is_stored and event.tier == 0 and event.block_size < stream.block_size
+        has_other_size = is_smaller or (is_stored and not is_sized and not stream.has_block_size)
         held.rank.is_offloading |= is_stored and event.tier != 0
         if event.kind == layout.IGNORED:
             stream.num_ignored += 1
