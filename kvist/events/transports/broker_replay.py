@@ -19,6 +19,7 @@ import os
 import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from itertools import count
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -44,7 +45,7 @@ QUESTION_TIMEOUT_S = 30.0
 """An asker that asks for no further page for so long is gone."""
 ID_BYTES = 16
 MAX_UNREAD_PAGES = 4
-"""More than an asker has asked for: further ones come from a peer gone wrong, and are dropped."""
+"""More than an asker has asked for, or asks for: further ones come from a peer gone wrong, and are dropped."""
 
 _RECORD = struct.Struct(">IQI")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -70,50 +71,24 @@ _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_page = msgspec.msgpack.Decoder(_Page).decode
 
 
-class _Answer:
-    """One question's answer, made page by page, and by one thread at a time."""
-
-    def __init__(self, question: _Question, source: ReplaySource) -> None:
-        self.page_idx = 0
-        self.asked_at_s = time.monotonic()
-        self._id = question.id
-        self._request = ReplayRequest(question.topic, question.start_sequence, question.epoch)
-        self._source = source
-        self._records: Iterator[bytes] | None = None
-        self._left = bytearray()
-
-    def next_page(self, page_bytes: int) -> _Page:
-        """Return the next page; asks the source and encodes what it returns, so it may take milliseconds."""
-        if self._records is None:
-            self._records = map(_record, self._source.replay(self._request))
-        is_last = False
-        send_at_s = time.monotonic() + MAX_PAGE_S
-        while len(self._left) <= page_bytes and not is_last:
-            record = next(self._records, None)
-            is_last = record is None
-            self._left += record or b""
-            if time.monotonic() >= send_at_s:
-                break
-        data = bytes(self._left[:page_bytes])
-        del self._left[:page_bytes]
-        self.page_idx += 1
-        return _Page(self._id, self.page_idx - 1, is_last and not self._left, data)
+Send: TypeAlias = Callable[[str, bytes], Coroutine[Any, Any, None]]
+"""Sends a page to who asked: gets the question's id, as text, and the page."""
 
 
 class Answers:
-    """The publisher's side: the questions that are open, and how far each was answered."""
+    """The publisher's side: a task for each question that is open, which makes a page when it is asked for."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
         self.source: ReplaySource | None = None
         """Where answers come from; while that is None, as at first, there are none."""
         self.page_bytes = page_bytes
         self.num_malformed = 0
-        self._open: dict[bytes, _Answer | None] = {}
+        self._asked: dict[bytes, asyncio.Queue[int]] = {}  # the pages asked for, by question
         self._threads = asyncio.Semaphore(NUM_THREADS)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def receive(self, data: bytes, send: Callable[[str, bytes], Coroutine[Any, Any, None]]) -> None:
-        """Answer a question by its next page, if there is one: `send` gets the id, as text, and the page."""
+    def receive(self, data: bytes, send: Send) -> None:
+        """Answer a question by its next page, if there is one."""
         try:
             question = _decode_question(data)
         except DECODE_ERRORS as error:
@@ -121,9 +96,13 @@ class Answers:
             if self.num_malformed == 1:
                 _logger.warning("malformed question skipped, further ones are only counted: %s", error)
             return
-        answer = self._claim(question)
-        if answer is not None:
-            task = asyncio.create_task(self._answer(question.id, answer, send), name="kvist-broker-answer")
+        asked = self._asked.get(question.id)
+        if asked is not None:
+            if not asked.full():
+                asked.put_nowait(question.page_idx)
+        elif question.page_idx == 0 and self.source is not None and len(self._asked) < MAX_OPEN_QUESTIONS:
+            self._asked[question.id] = asyncio.Queue(MAX_UNREAD_PAGES)
+            task = asyncio.create_task(self._answer(question, self.source, send), name="kvist-broker-answer")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -132,30 +111,39 @@ class Answers:
         for task in tuple(self._tasks):
             await end(task)
 
-    async def _answer(
-        self, question_id: bytes, answer: _Answer, send: Callable[[str, bytes], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _answer(self, question: _Question, source: ReplaySource, send: Send) -> None:
+        """Send page after page, each once, until the last one or until nobody asks for the next."""
+        pages = self._pages(question, source)
         try:
-            async with self._threads:
-                page = await asyncio.to_thread(answer.next_page, self.page_bytes)
+            while True:
+                async with self._threads:
+                    page = await asyncio.to_thread(next, pages)
+                await send(question.id.hex(), _encode(page))
+                if page.is_last:
+                    return
+                async with asyncio.timeout(QUESTION_TIMEOUT_S):
+                    while await self._asked[question.id].get() != page.page_idx + 1:
+                        pass
+        except TimeoutError:
+            pass  # the asker is gone
         finally:
-            del self._open[question_id]
-        if not page.is_last:
-            self._open[question_id] = answer
-        await send(question_id.hex(), _encode(page))
+            del self._asked[question.id]
 
-    def _claim(self, question: _Question) -> _Answer | None:
-        """Return the answer whose next page is asked for; nobody else has it until that page is made."""
-        since_s = time.monotonic() - QUESTION_TIMEOUT_S
-        self._open = {id_: each for id_, each in self._open.items() if each is None or each.asked_at_s >= since_s}
-        answer = self._open.get(question.id)
-        if question.page_idx == 0 and question.id not in self._open and len(self._open) < MAX_OPEN_QUESTIONS:
-            answer = None if self.source is None else _Answer(question, self.source)
-        if answer is None or answer.page_idx != question.page_idx:
-            return None
-        answer.asked_at_s = time.monotonic()
-        self._open[question.id] = None
-        return answer
+    def _pages(self, question: _Question, source: ReplaySource) -> Iterator[_Page]:
+        """Yield the answer; it is asked of the source and encoded meanwhile, which may take milliseconds."""
+        request = ReplayRequest(question.topic, question.start_sequence, question.epoch)
+        records, left, is_last = map(_record, source.replay(request)), bytearray(), False
+        for page_idx in count():
+            send_at_s = time.monotonic() + MAX_PAGE_S
+            while len(left) <= self.page_bytes and not is_last:
+                record = next(records, None)
+                is_last = record is None
+                left += record or b""
+                if time.monotonic() >= send_at_s:
+                    break
+            data = bytes(left[: self.page_bytes])
+            del left[: self.page_bytes]
+            yield _Page(question.id, page_idx, is_last and not left, data)
 
 
 class Asking:

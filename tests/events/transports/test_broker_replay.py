@@ -16,7 +16,6 @@ from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.transports.broker_replay import (
     MAX_OPEN_QUESTIONS,
     PAGE_BYTES,
-    QUESTION_TIMEOUT_S,
     Answers,
     Asking,
 )
@@ -199,15 +198,22 @@ async def test_what_is_no_question_is_counted_and_skipped(logged) -> None:
         assert wire.num_pages == 1
 
 
-async def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten(until) -> None:
+async def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten(until, monkeypatch) -> None:
     messages = [Message(b"t", 0, bytes(3 * PAGE_BYTES))]
-    async with Wire(answers_of(Source(messages))) as wire:
+
+    def open_all(wire: Wire) -> None:
         for number in range(MAX_OPEN_QUESTIONS):
             wire.answers.receive(_question(number.to_bytes(16, "big")), wire.deliver)
+
+    async with Wire(answers_of(Source(messages))) as wire:
+        open_all(wire)
         await until(lambda: wire.num_pages == MAX_OPEN_QUESTIONS)
         assert await wire.ask(timeout_s=0.05) is None
-        for answer in wire.answers._open.values():
-            answer.asked_at_s -= QUESTION_TIMEOUT_S + 1
+    monkeypatch.setattr("kvist.events.transports.broker_replay.QUESTION_TIMEOUT_S", 0.0)
+    async with Wire(answers_of(Source(messages))) as wire:
+        open_all(wire)
+        await until(lambda: not wire.answers._asked)
+        monkeypatch.undo()
         assert await wire.ask() == messages
 
 
