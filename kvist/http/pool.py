@@ -15,8 +15,8 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 from kvist.errors import InvalidValueError
 from kvist.http.deadline import LoopClock
@@ -35,16 +35,12 @@ _OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 """What keeps us from connecting to any worker."""
 
 
-@dataclass(slots=True)
-class PoolStatistics:
-    """Counts since the pool was made, but for the two that say what is now."""
+class PoolStatistics(NamedTuple):
+    """The connections that are open now, and how many were opened since the pool was made."""
 
-    num_idle: int = 0
-    num_active: int = 0
-    num_connected: int = 0
-    num_reused: int = 0
-    num_stale: int = 0
-    """Pooled connections found closed by the worker when they were needed."""
+    num_idle: int
+    num_active: int
+    num_connected: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ class UpstreamPool:
         self._tls = tls
         self._workers: dict[str, _Worker] = {}
         self._connecting: set[asyncio.Task[None]] = set()
-        self._counts = PoolStatistics()
+        self._num_connected = 0
 
     def send(
         self,
@@ -140,9 +136,7 @@ class UpstreamPool:
         while worker.idle:
             connection, _ = worker.idle.popitem()
             if connection.begin(exchange):
-                self._counts.num_reused += 1
                 return exchange
-            self._counts.num_stale += 1
         worker.waiting.append(exchange)
         self._connect_more(base_url, worker)
         return exchange
@@ -169,7 +163,7 @@ class UpstreamPool:
     def statistics(self) -> PoolStatistics:
         num_idle = sum(len(worker.idle) for worker in self._workers.values())
         num_open = sum(len(worker.connections) for worker in self._workers.values())
-        return replace(self._counts, num_idle=num_idle, num_active=num_open - num_idle)
+        return PoolStatistics(num_idle, num_open - num_idle, self._num_connected)
 
     async def __aenter__(self) -> Self:
         self.clock = LoopClock(asyncio.get_running_loop())
@@ -218,7 +212,7 @@ class UpstreamPool:
         finally:
             worker.num_connecting -= 1
         if error is None:
-            self._counts.num_connected += 1
+            self._num_connected += 1
             worker.connections.add(connection)
             self._on_free(connection)
         else:
