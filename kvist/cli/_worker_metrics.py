@@ -45,7 +45,6 @@ class TransferCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._transfers.statistics()
         agent, bounce, num_refused = now.agent, now.bounce, now.num_refused_greetings
-        num_used_bytes = bounce.receive_bytes + bounce.send_bytes
         yield _counter("transfer_sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written)
         yield _counter("transfer_sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
         yield _counter("transfer_bounced_bytes", "Those of them that went through a bounce region.", bounce.bytes_sent)
@@ -55,7 +54,7 @@ class TransferCollector(Collector):
         yield _counter("transfer_fetch_seconds", "Seconds from asking for a prompt to having it.", now.fetch_seconds)
         yield _counter("transfer_refused_greetings", "Requests of workers whose blocks are not like ours.", num_refused)
         yield _counter("transfer_malformed", "Messages that were ignored.", now.num_malformed)
-        yield _gauge("transfer_bounce_used_bytes", "Bytes in use of both regions.", num_used_bytes)
+        yield _gauge("transfer_bounce_used_bytes", "Bytes in use of both regions.", bounce.used_bytes)
         yield _gauge(
             "transfer_bounce_quarantined_bytes", "Those that may be written to late.", bounce.quarantined_bytes
         )

@@ -92,13 +92,11 @@ class Lease:
 
 @dataclass(slots=True)
 class BounceStatistics:
-    """What was sent, in so many fragments, what was scattered, and what is taken now."""
+    """What was sent, in so many fragments, and what is taken of both regions now."""
 
     bytes_sent: int = 0
     num_fragments_sent: int = 0
-    num_scattered: int = 0
-    receive_bytes: int = 0
-    send_bytes: int = 0
+    used_bytes: int = 0
     quarantined_bytes: int = 0
 
 
@@ -210,8 +208,7 @@ class Bounce:
             receive, send = self._receive_room, self._send_room
             return replace(
                 self._counts,
-                receive_bytes=receive.used_bytes,
-                send_bytes=send.used_bytes,
+                used_bytes=receive.used_bytes + send.used_bytes,
                 quarantined_bytes=receive.quarantined_bytes + send.quarantined_bytes,
             )
 
@@ -259,6 +256,4 @@ class Bounce:
             _logger.warning("a scatter has failed: agent=%s error=%s", self._agent.name, error)
             scattering.set_exception(error)
         else:
-            with self._changed:
-                self._counts.num_scattered += 1
             scattering.set_result(None)

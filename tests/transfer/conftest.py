@@ -156,7 +156,7 @@ class Rank:
         assert statistics.num_writing == len(self.service._sender._held) == 0
         assert not self.service._receiver._transfers
         bounce = statistics.bounce
-        assert bounce.receive_bytes == bounce.send_bytes == bounce.quarantined_bytes == 0
+        assert bounce.used_bytes == bounce.quarantined_bytes == 0
 
 
 class Worker:

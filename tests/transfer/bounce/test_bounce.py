@@ -89,7 +89,7 @@ def test_many_fragments_arrive_by_one_write(ends: tuple[Any, Any], size_bytes: i
     target.bounce.release(lease)
     assert source.bounce.statistics().num_fragments_sent == 30
     assert source.bounce.statistics().bytes_sent == 30 * size_bytes
-    assert source.bounce.statistics().send_bytes == target.bounce.statistics().receive_bytes == 0
+    assert source.bounce.statistics().used_bytes == target.bounce.statistics().used_bytes == 0
 
 
 def test_several_writers_share_one_part_and_may_report_in_any_order(new_end: NewEnd) -> None:
@@ -105,7 +105,7 @@ def test_several_writers_share_one_part_and_may_report_in_any_order(new_end: New
     assert failure(target.bounce.scatter([parts[i] for i in (2, 0, 3, 1)])) is None
     assert np.array_equal(target.pool, expected)
     target.bounce.release(lease)
-    assert target.bounce.statistics().receive_bytes == 0
+    assert target.bounce.statistics().used_bytes == 0
 
 
 def test_completion_waits_for_a_scatter_that_is_held_up(new_end: NewEnd) -> None:
@@ -171,7 +171,7 @@ def test_the_sender_asks_again_whether_it_pays_off_since_neighbours_are_joined(e
     lease = target.bounce.reserve(4096, 8)
     joined = np.array([[source.base, target.base, 4096]])
     assert source.bounce.send(source.connect(target), joined, lease.address) is None
-    assert source.bounce.statistics().send_bytes == 0
+    assert source.bounce.statistics().used_bytes == 0
     target.bounce.release(lease)
 
 
@@ -189,15 +189,15 @@ def test_room_without_a_holder_is_free_again_and_released_once(ends: tuple[Any, 
     _, target = ends
     lease = target.bounce.reserve(1024, 4)
     target.bounce.quarantine(lease)
-    assert target.bounce.statistics().quarantined_bytes == target.bounce.statistics().receive_bytes == 1024
+    assert target.bounce.statistics().quarantined_bytes == target.bounce.statistics().used_bytes == 1024
     target.bounce.release(lease)
     after = target.bounce.reserve(1024, 4)
     target.bounce.release(lease)
     target.bounce.quarantine(lease)
     assert target.bounce.statistics().quarantined_bytes == 0
-    assert target.bounce.statistics().receive_bytes == 1024
+    assert target.bounce.statistics().used_bytes == 1024
     target.bounce.release(after)
-    assert target.bounce.statistics().receive_bytes == 0
+    assert target.bounce.statistics().used_bytes == 0
 
 
 def test_a_sender_without_room_writes_fragments_as_they_are(new_end: NewEnd) -> None:
@@ -221,7 +221,7 @@ def test_a_send_that_cannot_be_written_fails_with_a_reason_and_gives_its_room_ba
     fragments[0, 0] = 16
     reason = failure(source.bounce.send(peer, fragments, target.base))
     assert "within one region of the pools" in str(reason)
-    assert source.bounce.statistics().send_bytes == 0
+    assert source.bounce.statistics().used_bytes == 0
 
 
 class CountingAgent(SharedMemoryAgent):
@@ -318,7 +318,7 @@ def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_re
     bounce = bounce_of(agent, TorchCopier([torch.from_numpy(pool)]))
     halves = np.array([(pool.ctypes.data + offset, 4096 + offset, 32) for offset in (0, 32)])
     assert failure(bounce.send(PeerId("peer"), halves, 4096)) == "not written within 30 s"
-    assert bounce.statistics().quarantined_bytes == bounce.statistics().send_bytes == 512
+    assert bounce.statistics().quarantined_bytes == bounce.statistics().used_bytes == 512
     assert not bounce.close()
     assert agent.deregistered == []
     agent.close()

@@ -112,5 +112,5 @@ def test_two_processes_fill_one_part_and_the_next_transfer_works_after_one_was_k
             assert np.array_equal(target.pool[address - target.base :][:SIZE], row)
     target.bounce.release(lease)
     target.bounce.release(doomed)
-    assert target.bounce.statistics().receive_bytes == target.bounce.statistics().quarantined_bytes == 0
+    assert target.bounce.statistics().used_bytes == target.bounce.statistics().quarantined_bytes == 0
     assert target.bounce.close()
