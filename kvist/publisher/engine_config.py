@@ -63,9 +63,7 @@ def engine_endpoints(
     if engine is None:
         engine = "sglang" if config.enable_kv_cache_events is None else "vllm"
     _check_is_on(config, engine, config_json)
-    ranks = range(first_rank, first_rank + num_ranks)
-    _check_ports_apart(config, ranks)
-    return [_endpoint(config, engine, rank) for rank in ranks]
+    return [_endpoint(config, engine, rank) for rank in range(first_rank, first_rank + num_ranks)]
 
 
 def _decode(config_json: str) -> _KvEventsConfig:
@@ -82,17 +80,6 @@ def _check_is_on(config: _KvEventsConfig, engine: EngineName, config_json: str) 
     publisher = config.publisher or ("zmq" if engine == "vllm" else "null")
     if publisher != "zmq":
         raise InvalidValueError(FIELD, config_json, f'"publisher": "zmq", not {publisher!r}, for {engine}')
-
-
-def _check_ports_apart(config: _KvEventsConfig, ranks: Iterable[int]) -> None:
-    """Refuse streams that take the replay sockets' ports: the engine could not have bound both."""
-    stream, replay = _split(config.endpoint), _split(config.replay_endpoint)
-    if stream is None or replay is None:
-        return
-    shared = {stream[1] + rank for rank in ranks} & {replay[1] + rank for rank in ranks}
-    if shared:
-        text = f"{config.endpoint} and {config.replay_endpoint}"
-        raise InvalidValueError(FIELD, text, f"ports further apart: ranks share {sorted(shared)}")
 
 
 def _endpoint(config: _KvEventsConfig, engine: EngineName, rank: int) -> Endpoint:

@@ -62,11 +62,6 @@ class Match(Mapping[WorkerRank, Depths]):
     def __len__(self) -> int:
         return len(self.holder_ids)
 
-    def to_dict(self) -> dict[WorkerRank, Depths]:
-        """Return all of it as a dict: convenient, and with many holders slower than the match itself."""
-        columns = self.depths.T.tolist()
-        return dict(zip(self.ranks, map(Depths._make, zip(*columns, strict=True)), strict=True))
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:

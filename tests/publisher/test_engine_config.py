@@ -82,7 +82,6 @@ def test_what_nobody_could_follow_is_refused_with_the_reason(config, message) ->
 @pytest.mark.parametrize(
     ("config", "num_ranks", "message"),
     [
-        (vllm(replay_endpoint="tcp://*:5558"), 2, r"ranks share \[5558\]"),
         (vllm(endpoint="tcp://*:65535"), 2, "rank 1's below 65536"),
         (vllm(endpoint="ipc:///run/kv"), 2, "tcp:// where there are several"),
         (vllm(), 0, "data-parallel ranks: got '0 from 0'"),

@@ -79,7 +79,7 @@ def test_a_rank_is_of_one_group_again_once_it_or_its_companion_is_cleared():
     for cleared, num_left in ((source.companion, 3), (source, 0)):
         hold(index, source, Tier.GPU, hashes)
         index.set_groups(source, [GroupRule(0), GroupRule(1)])
-        assert index.match(np.array(hashes, np.uint64)).to_dict() == {}
+        assert dict(index.match(np.array(hashes, np.uint64))) == {}
         hold(index, source.companion, Tier(0), hashes[:2])
         assert index.match(np.array(hashes, np.uint64))[source].gpu == 2
         index.clear(*cleared)

@@ -183,7 +183,7 @@ def test_a_batch_is_applied_in_order(index: RadixIndex, u64: U64) -> None:
     ]
     result = index.apply(W0, events)
     assert result == ApplyResult(num_stored=6, num_not_found=1, num_parent_not_found=1, num_invalid=1)
-    assert index.match(u64(1, 2, 3, 4)).to_dict() == {W0: Depths(0, 2, 2, 2)}
+    assert dict(index.match(u64(1, 2, 3, 4))) == {W0: Depths(0, 2, 2, 2)}
 
 
 def test_what_is_no_hash_is_refused_by_name(index: RadixIndex, u64: U64) -> None:
@@ -412,7 +412,7 @@ def test_a_wide_set_meets_narrow_ones_and_reads_nothing_beyond_them() -> None:
     for number in range(1, len(blocks), 25):
         match = index.match(blocks[[0, number]])
         assert len(match) == 2_000
-        deep = {source.rank for source, depths in match.to_dict().items() if depths.external == 2}
+        deep = {source.rank for source, depths in match.items() if depths.external == 2}
         assert deep == {0, 1, 2, 3 + number % 13}
 
 

@@ -192,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.digest(source) == self.oracle.digest(source)
         for hashes in [*CHAINS, CHAINS[0][:3], HASHES[::-1], CHAINS[0][:6] + CHAINS[1][:6]]:
             match = self.index.match(u64(hashes))
-            assert match.to_dict() == self.oracle.match(hashes)
+            assert dict(match) == self.oracle.match(hashes)
             assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
 
 

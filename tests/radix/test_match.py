@@ -45,7 +45,7 @@ class Pair:
             expected = self.oracle.match(hashes)
             for _ in range(2):  # the second time, steps between sets are remembered
                 match = self.index.match(np.array(hashes, np.uint64))
-                assert match.to_dict() == expected
+                assert dict(match) == expected
                 assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
                 assert match.num_blocks == length
 
@@ -142,9 +142,9 @@ def test_chains_are_found_among_many_whether_at_home_or_beyond_it(segment_bits: 
     for number, chain in enumerate(chains):
         index.store(WorkerRank("w", number % 5), Tier.GPU, None, chain)
     for number, chain in enumerate(chains):
-        assert index.match(chain).to_dict() == {WorkerRank("w", number % 5): Depths(100, 100, 100, 100)}
+        assert dict(index.match(chain)) == {WorkerRank("w", number % 5): Depths(100, 100, 100, 100)}
         crossed = np.concatenate([chain[:50], chains[number - 1][50:]])
-        assert index.match(crossed).to_dict() == {WorkerRank("w", number % 5): Depths(50, 50, 50, 50)}
+        assert dict(index.match(crossed)) == {WorkerRank("w", number % 5): Depths(50, 50, 50, 50)}
     assert not index.match(np.arange(100, dtype=np.uint64))
 
 
@@ -168,7 +168,7 @@ def test_a_match_equals_a_dict_of_the_same_and_has_no_hash(u64: U64) -> None:
     index, source = RadixIndex(), WorkerRank("w", 0)
     index.store(source, Tier.HOST, None, u64(1, 2))
     match = index.match(u64(1, 2, 3))
-    assert match == {source: Depths(0, 2, 2, 2)} == match.to_dict()
+    assert dict(match) == {source: Depths(0, 2, 2, 2)}
     assert match != {}
     assert match.get(WorkerRank("v", 0)) is None
     with pytest.raises(TypeError, match="unhashable"):

@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 def expected(match, doubted=frozenset()):
     """Return the answer that the peer's rule gives, one rank after the other."""
     scores, instances = {}, {}
-    for source, depths in match.to_dict().items():
+    for source, depths in match.items():
         if source in doubted:
             continue
         instance, rank = source.worker.partition(":")[0], str(source.rank)
