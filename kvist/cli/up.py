@@ -268,7 +268,7 @@ async def _printed_url(process: asyncio.subprocess.Process) -> str | None:
 
 async def _answering_url(process: asyncio.subprocess.Process, url: str) -> str | None:
     while process.returncode is None:
-        with suppress(KvistError):
+        with suppress(KvistError, OSError):
             await asyncio.to_thread(fetch, url, "/health")
             return url
         await asyncio.sleep(_LOOK_S)

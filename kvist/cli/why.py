@@ -8,7 +8,7 @@ import os
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from kvist.cli._settings import PLACES, secret
@@ -82,8 +82,8 @@ def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
     except HTTPError as error:
         said = error.read(4096).decode("utf-8", "replace")
         raise KvistError(f"{request.full_url} answered {error.code}: {said}") from None
-    except URLError as error:
-        raise KvistError(f"{request.full_url} cannot be reached: {error.reason}") from None
+    except OSError as error:  # while it waits for an answer, urllib lets what sockets raise pass as it is
+        raise KvistError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None
     return answer
 
 
