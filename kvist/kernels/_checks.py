@@ -17,18 +17,13 @@ MAX_HEAD_DIM = 512
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What every attention op takes by keyword, and hands on as it is.
-
-    `memo`, empty at first, is for calls over the same tables and lengths, on caches alike but for their numbers: what
-    the reference derives from them stays in it.
-    """
+    """What every attention op takes by keyword, and hands on as it is."""
 
     scale: Required[float]
     page_offsets: torch.Tensor | None
     sinks: torch.Tensor | None
     window: int | None
     soft_cap: float | None
-    memo: dict[tuple[int, int | None], tuple[torch.Tensor, ...]]
 
 
 def check_tensor(

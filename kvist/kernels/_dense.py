@@ -1,4 +1,4 @@
-"""The torch side of paged attention: gather keys and values, then attend in float32. The references end here."""
+"""Paged attention in torch: gather keys and values, then attend in float32. The references end here."""
 
 from __future__ import annotations
 
@@ -10,47 +10,6 @@ from kvist.kernels._checks import AttentionOptions
 # Bounds the score matrix, and lets a chunk of rows skip the keys that it cannot see. Of 32, 64, 128 and 256 rows, 64
 # was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
 _CHUNK_ROWS = 64
-
-
-def attend_last(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """One token a sequence, `[batch, num_heads, head_dim]`, all at once: as many keys each as the longest sees.
-
-    Raises IndexError or RuntimeError where a table lacks a visible key's block.
-    """
-    sinks, memo = options.get("sinks"), options.get("memo", {})
-    place = block_tables.data_ptr(), options.get("window")
-    if place not in memo:
-        memo[place] = _rows_in_sight(kv_cache, block_tables, seq_lens, options)
-    rows, visible, is_empty = memo[place]
-    key, value = _gather(kv_cache, rows)
-    batch, num_heads, head_dim = query.shape
-    grouped = query.view(batch, key.shape[1], num_heads // key.shape[1], head_dim)
-    row_sinks = None if sinks is None else sinks.view(1, key.shape[1], -1, 1)
-    attended = _attend(grouped, key, value, visible, options, row_sinks)
-    return attended.reshape(query.shape).masked_fill_(is_empty, 0.0).to(query.dtype)
-
-
-def _rows_in_sight(
-    kv_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the cache rows of as many keys a sequence as the longest sees, which are visible, and who has none."""
-    window = options.get("window")
-    longest = max(seq_lens.tolist(), default=0)
-    num_keys = longest if window is None else min(longest, window)
-    keys = seq_lens[:, None] + torch.arange(-num_keys, 0, device=seq_lens.device)
-    visible, is_empty = keys >= 0, (seq_lens == 0)[:, None]
-    keys.clamp_(min=0)  # of a sequence that has fewer, the rest is its first again
-    columns = keys // kv_cache.shape[3]
-    if (page_offsets := options.get("page_offsets")) is not None:
-        columns -= page_offsets[:, None]
-    pages = block_tables.gather(1, columns).masked_fill_(is_empty, 0)
-    return _rows(kv_cache, pages, keys), visible[:, None, None], is_empty[..., None]
 
 
 def attend_ragged(
@@ -75,9 +34,8 @@ def attend_ragged(
         first_page = first_key // block_size
         if first_page < page_offset:
             raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
-        keys = torch.arange(first_key, seq_len, device=query.device)[None]
-        pages = table[keys // block_size - page_offset]
-        key, value = _gather(kv_cache, _rows(kv_cache, pages, keys))
+        keys = torch.arange(first_key, seq_len, device=query.device)
+        key, value = _gather(kv_cache, table[keys // block_size - page_offset], keys)
         for row in range(start, end, _CHUNK_ROWS):
             rows = slice(row, min(row + _CHUNK_ROWS, end))
             out[rows] = _attend_rows(query[rows], first_query + row - start - first_key, key, value, options)
@@ -110,19 +68,8 @@ def _attend_rows(
     return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
 
 
-def _rows(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return `[2, batch, num_kv_heads, num_keys]`, where in the cache's rows, each a head of a token, keys lie.
-
-    `pages` and `keys`, their positions, are `[batch, num_keys]`.
-    """
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
-    heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=keys.device)
-    of_tokens = torch.add(keys % block_size, pages, alpha=kv_cache.stride(0) // head_dim)
-    return of_tokens[:, None] + heads.view(2, 1, num_kv_heads, 1)
-
-
-def _gather(kv_cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values as float32 `[batch, num_kv_heads, num_keys, head_dim]`, from `_rows`.
+def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as float32 `[1, num_kv_heads, num_keys, head_dim]`, by page and position.
 
     To index the cache in its five dimensions takes two to four times as long.
     """
@@ -130,6 +77,8 @@ def _gather(kv_cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, t
     rows_apart, rest = divmod(kv_cache.stride(0), head_dim)
     if rest:
         raise ValueError(f"kv_cache has strides {list(kv_cache.stride())}; expected pages a multiple of head_dim apart")
+    heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=keys.device)
+    rows = (pages * rows_apart + keys % block_size) + heads.view(2, 1, num_kv_heads, 1)
     num_rows = (num_pages - 1) * rows_apart + 2 * num_kv_heads * block_size
     cache_rows = kv_cache.as_strided((num_rows, head_dim), (head_dim, 1))
     key, value = cache_rows.index_select(0, rows.flatten()).view(*rows.shape, head_dim).float()

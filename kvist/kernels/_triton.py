@@ -1,4 +1,4 @@
-"""Triton where it is installed, and the one rule that chooses between a kernel and its torch reference.
+"""Triton where it is installed, and the rules that choose between a kernel, compiled loops and the torch reference.
 
 Without Triton the kernels still import; only launching one says what to install.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +41,7 @@ __all__ = [
     "device_facts",
     "is_launched",
     "jit",
+    "loops_for",
     "next_power_of_2",
     "on_compile",
     "tl",
@@ -51,6 +54,22 @@ def is_launched(tensor: torch.Tensor) -> bool:
     if tensor.is_cuda and not IS_INSTALLED:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'kvist[gpu]'")
     return tensor.is_cuda or IS_INTERPRETED
+
+
+def loops_for(kv_cache: torch.Tensor) -> ModuleType | None:
+    """Return `_loops` for a CPU tensor of a dtype that they take, if Numba is installed."""
+    is_loopable = kv_cache.dtype in (torch.float32, torch.bfloat16) and not is_launched(kv_cache)
+    return _import_loops() if is_loopable else None
+
+
+@cache
+def _import_loops() -> ModuleType | None:
+    try:
+        return import_module("kvist.kernels._loops")
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return None
 
 
 def on_compile(callback: Callable[[str], None]) -> None:

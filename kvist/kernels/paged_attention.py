@@ -15,10 +15,18 @@ from typing import Unpack
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_tensor, row_stride
-from kvist.kernels._dense import attend_last, attend_ragged
+from kvist.kernels._dense import attend_ragged
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import TileShape, attend_tile, decode_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
-from kvist.kernels._triton import device_facts, is_launched, jit, next_power_of_2, tl, widen_for_interpreter
+from kvist.kernels._triton import (
+    device_facts,
+    is_launched,
+    jit,
+    loops_for,
+    next_power_of_2,
+    tl,
+    widen_for_interpreter,
+)
 
 MAX_SPLITS = 128
 _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warps; of 256 they do not.
@@ -210,7 +218,10 @@ def paged_attention(
         raise ValueError(f"num_splits is {num_splits}; expected 1 to {MAX_SPLITS}, or None")
     inputs = (query, kv_cache, block_tables, seq_lens, query_start_loc)
     if not is_launched(query):
-        result = paged_attention_reference(*inputs, **options)
+        if query_start_loc is None and (loops := loops_for(kv_cache)):
+            result = loops.attend_last(query, kv_cache, block_tables, seq_lens, options)
+        else:
+            result = paged_attention_reference(*inputs, **options)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -301,7 +312,7 @@ def paged_attention_reference(
     query_start_loc: torch.Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """`paged_attention` in torch: decodes in one batched product, else a chunk of a sequence at a time."""
+    """`paged_attention` in torch: a sequence at a time, and of its rows a chunk at a time."""
     if query_start_loc is None:
-        return attend_last(query, kv_cache, block_tables, seq_lens, options)
+        query_start_loc = torch.arange(len(query) + 1)
     return attend_ragged(query, kv_cache, block_tables, seq_lens, query_start_loc, options)

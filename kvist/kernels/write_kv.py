@@ -8,7 +8,7 @@ import torch
 
 from kvist.kernels._checks import DTYPES, check_kv_cache, check_tensor, row_stride
 from kvist.kernels._fp8 import FP8_DTYPES, as_bytes, encode_fp8, mantissa_bits
-from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, next_power_of_2, tl
+from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, loops_for, next_power_of_2, tl
 
 _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
 
@@ -51,7 +51,9 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     for name, tensor in (("key", key), ("value", value)):
         check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), DTYPES, kv_cache)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), kv_cache)
-    if not is_launched(kv_cache):
+    if loops := loops_for(kv_cache):
+        loops.write_rows(key, value, kv_cache, slot_mapping)
+    elif not is_launched(kv_cache):
         write_kv_reference(key, value, kv_cache, slot_mapping)
     elif num_tokens:
         mantissa = mantissa_bits(kv_cache.dtype)

@@ -184,17 +184,6 @@ def test_scores_of_0_ln2_ln3_weigh_values_one_to_two_to_three(device, window, ex
     torch.testing.assert_close(out, torch.full_like(out, expected))
 
 
-def test_layers_of_one_step_share_a_memo(make_paged):
-    paged = make_paged([3, 20, 150], num_kv_heads=2)
-    layers = torch.stack([paged.kv_cache, paged.kv_cache * 2], dim=1).unbind(1)
-    query, memo = torch.randn(3, 4, 16, device=layers[0].device), {}
-    for window in (None, 21):
-        for kv_cache in layers:
-            inputs = query, kv_cache, paged.block_tables, paged.seq_lens
-            shared = paged_attention(*inputs, scale=SCALE, window=window, memo=memo)
-            assert torch.equal(shared, paged_attention(*inputs, scale=SCALE, window=window))
-
-
 def test_the_reference_refuses_pages_that_are_no_number_of_heads_apart():
     kv_cache = torch.zeros(2, 2 * 8 * 16 + 1)[:, 1:].view(2, 2, 1, 8, 16)
     tables, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
@@ -202,19 +191,33 @@ def test_the_reference_refuses_pages_that_are_no_number_of_heads_apart():
         paged_attention_reference(torch.zeros(1, 1, 16), kv_cache, tables, lengths, scale=1.0)
 
 
-def test_the_reference_refuses_an_offset_past_the_first_visible_page():
-    tables, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([25], dtype=torch.int32)
-    offsets = torch.tensor([3], dtype=torch.int32)  # A window of 8 over pages of 8 begins on page 2.
+def attend_in_loops(*inputs, **options):
+    return pytest.importorskip("kvist.kernels._loops").attend_last(*inputs, options)
+
+
+@pytest.mark.parametrize("attend", [paged_attention_reference, attend_in_loops])
+@pytest.mark.parametrize(
+    ("table", "offset", "window"),
+    [
+        ([0, 0, 0, 0], 3, 8),  # a window of 8 over pages of 8 begins on page 2
+        ([0, 0, 0, -1], 0, None),
+        ([0, 0, 0, 2], 0, None),  # of two pages
+        ([0, 0, 0], 0, None),
+    ],
+)
+def test_a_cpu_refuses_a_table_that_lacks_a_visible_block(attend, table, offset, window):
+    tables, lengths, offsets = torch.tensor([table]).int(), torch.tensor([25]).int(), torch.tensor([offset]).int()
     query, kv_cache = torch.zeros(1, 1, 16), torch.zeros(2, 2, 1, 8, 16)
-    with pytest.raises((IndexError, RuntimeError), match="out of"):
-        paged_attention_reference(query, kv_cache, tables, lengths, scale=1.0, page_offsets=offsets, window=8)
+    with pytest.raises(IndexError):
+        attend(query, kv_cache, tables, lengths, scale=1.0, page_offsets=offsets, window=window)
 
 
-@pytest.mark.parametrize("table", [[0, -1], [0]])
-def test_the_reference_refuses_a_table_that_lacks_a_visible_block(table):
-    tables, lengths = torch.tensor([table], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
-    with pytest.raises((IndexError, RuntimeError), match="out of"):
-        paged_attention_reference(torch.zeros(1, 1, 16), torch.zeros(2, 2, 1, 8, 16), tables, lengths, scale=1.0)
+def test_threads_share_the_heads_of_a_batch(monkeypatch):
+    kv_cache, tables = torch.randn(256, 2, 3, 32, 32), torch.randperm(256).view(4, 64).int()
+    inputs = torch.randn(4, 6, 32), kv_cache, tables, torch.tensor([2048, 0, 2048, 999]).int()
+    expected = paged_attention_reference(*inputs, scale=SCALE)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    torch.testing.assert_close(attend_in_loops(*inputs, scale=SCALE), expected)
 
 
 @pytest.mark.parametrize(

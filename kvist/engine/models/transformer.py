@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL
-from kvist.kernels import paged_attention, write_kv
+from kvist.kernels import loops_for, paged_attention, write_kv
 from kvist.kvcache.stale import effective_window
 
 _ATTENTION = "kvist_paged"
@@ -52,7 +53,7 @@ class CausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`; fills the step's cache slots."""
         ids, positions = batch.input_ids[None], batch.positions[None]
-        step = {"model": self, "batch": batch, "memo": {}}
+        step = {"model": self, "batch": batch}
         output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
         logits: torch.Tensor = output.logits[0]
         return logits.float()
@@ -83,6 +84,33 @@ def _fix_rope_frequencies(decoder: nn.Module, max_model_len: int) -> None:
                 module.rope_type[layer_type] = "default"
 
 
+class FusedRMSNorm(nn.Module):
+    """A norm as one operation, where transformers has eight, rounded once. `fuse_norms` makes them."""
+
+    scale: torch.Tensor
+    eps: float
+    loops: ModuleType | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `x`, whose last dimension is normed."""
+        if self.loops is None:
+            return functional.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).type_as(x)
+        normed: torch.Tensor = self.loops.rms_norm(x, self.scale, self.eps)
+        return normed
+
+
+def fuse_norms(decoder: nn.Module) -> None:
+    """Have the norms of a decoder, whose weights are in place, computed as one operation each."""
+    module: Any
+    for module in decoder.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm") and hasattr(module, "weight"):
+            module.scale = module.weight.float() + (name in ("Gemma2RMSNorm", "Gemma3RMSNorm"))  # they keep 1 less
+            module.eps = getattr(module, "eps", None) or module.variance_epsilon
+            module.loops = loops_for(module.scale)
+            module.__class__ = FusedRMSNorm
+
+
 class RowParallelLinear(nn.Linear):
     """A projection whose inputs are split over the ranks: each gets the sum of all, and the bias once."""
 
@@ -103,7 +131,6 @@ def attend(
     scaling: float,
     model: CausalLM,
     batch: ForwardBatch,
-    memo: dict[Any, Any],
     s_aux: torch.Tensor | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -118,6 +145,17 @@ def attend(
     scales = model.kv_scales.get(owner) if pages.cache.itemsize == 1 else None
     if scales is not None:
         key, value, scaling = key / scales[0], value / scales[1], scaling * scales[0]
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": model.kernel_windows[module.layer_idx],
+        "soft_cap": getattr(model.config.text, "attn_logit_softcapping", None),
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    if batch.num_decodes == len(query) and (loops := loops_for(pages.cache)):
+        if source is None:
+            loops.write_rows(key, value, pages.cache, pages.slot_mapping)
+        options["page_offsets"] = pages.page_offsets
+        return loops.attend_last(query, pages.cache, pages.block_tables, batch.seq_lens, options)[None], None
     if source is None:
         write_kv(key, value, pages.cache, pages.slot_mapping)
     out = torch.empty_like(query)
@@ -125,20 +163,9 @@ def attend(
     for rows, start_loc in parts:
         lengths = batch.seq_lens[rows]
         if lengths.shape[0]:
-            paged_attention(
-                query[rows],
-                pages.cache,
-                pages.block_tables[rows],
-                lengths,
-                start_loc,
-                page_offsets=pages.page_offsets[rows],
-                out=out[rows],
-                scale=scaling,
-                window=model.kernel_windows[module.layer_idx],
-                soft_cap=getattr(model.config.text, "attn_logit_softcapping", None),
-                sinks=None if s_aux is None else s_aux.float(),
-                memo=memo,
-            )
+            cache, tables, offsets = pages.cache, pages.block_tables[rows], pages.page_offsets[rows]
+            options |= {"page_offsets": offsets, "out": out[rows]}
+            paged_attention(query[rows], cache, tables, lengths, start_loc, **options)
     return (out if scales is None else out * scales[1])[None], None
 
 

@@ -186,6 +186,7 @@ def test_an_eight_bit_cache_rounds_keys_and_values_and_does_nothing_else(
     family: str, kv_dtype: str, harness, monkeypatch
 ) -> None:
     tokens = make_tokens(45, seed=10)
+    monkeypatch.setattr("kvist.kernels._triton._import_loops", lambda: None)  # both attend by the same operations
 
     def run(model):
         request = model.open(tokens)
