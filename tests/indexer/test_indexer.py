@@ -132,7 +132,7 @@ async def test_a_diverged_index_is_noticed_and_relearnt(index, indexer, make_tru
 async def test_a_slow_subscriber_catches_up_by_replay(
     indexer, make_truth, digest_of, until, until_true, memory_url, monkeypatch
 ):
-    monkeypatch.setattr("kvist.events.transports.memory.QUEUE_CAPACITY", 3)
+    monkeypatch.setattr("kvist.events.transports.received.QUEUE_CAPACITY", 3)
     with publisher_at(memory_url) as publisher:
         indexer.add_source("w1", memory_url)
         truth = make_truth(publisher)

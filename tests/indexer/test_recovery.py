@@ -98,7 +98,7 @@ async def test_routers_that_ask_within_a_while_share_one_snapshot(make_truth, un
 async def test_a_stall_costs_a_range_or_a_snapshot_once_the_range_is_gone(
     index, indexer, make_truth, until, until_true, memory_url, monkeypatch, num_kept
 ):
-    monkeypatch.setattr("kvist.events.transports.memory.QUEUE_CAPACITY", 3)
+    monkeypatch.setattr("kvist.events.transports.received.QUEUE_CAPACITY", 3)
     limits = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.05, replay_max_batches=num_kept)
     with publisher_at(memory_url, limits) as publisher:
         truth = make_truth(publisher)

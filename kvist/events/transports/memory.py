@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Self
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import MAX_DRAIN, Message, ReplayRequest, ReplaySource
+from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
-
-QUEUE_CAPACITY = 10_000
-"""Messages a subscriber may lag before it loses the newest."""
+from kvist.events.transports.received import MessageQueue
 
 Wire = Callable[[Message], Iterable[Message]]
 """What becomes of a message on its way: none for a loss, two for a duplicate, an earlier one for a delay."""
@@ -72,8 +69,7 @@ class MemorySubscription:
     def __init__(self, endpoint: Endpoint) -> None:
         self.num_connects = 0
         self._address = endpoint.address
-        self._queue: deque[Message] = deque()
-        self._arrived = asyncio.Event()
+        self._queue = MessageQueue(endpoint.address)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
@@ -91,22 +87,16 @@ class MemorySubscription:
 
     @property
     def is_caught_up(self) -> bool:
-        return not self._queue and self._address in _publications
+        return self._queue.is_empty and self._address in _publications
 
     def deliver(self, messages: Iterable[Message]) -> None:
-        """Queue messages and lose what does not fit; called by the publication, from any thread."""
-        for message in messages:
-            if len(self._queue) < QUEUE_CAPACITY:
-                self._queue.append(message)
+        """Have messages queued; called by the publication, from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._arrived.set)
+            for message in messages:
+                self._loop.call_soon_threadsafe(self._queue.put, message)
 
     async def receive(self) -> list[Message]:
-        while not self._queue:
-            self._arrived.clear()
-            if not self._queue:
-                await self._arrived.wait()
-        return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_DRAIN))]
+        return await self._queue.receive()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
         publication = _publications.get(self._address)

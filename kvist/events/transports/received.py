@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 QUEUE_CAPACITY = 10_000
 QUEUE_BYTES = 256 << 20
-"""What a subscriber to a broker may lag before it loses the newest."""
+"""What a subscriber may lag, to a broker or within the process, before it loses the newest."""
 MAX_ANSWERS_BYTES = 4 << 30
 """What the answers of a process may take at a time; one that does not fit beside the others is asked for again."""
 
@@ -60,6 +60,10 @@ class MessageQueue:
         self._must_return = False
         self._arrived = asyncio.Event()
         self._taken = asyncio.Event()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._messages
 
     def put(self, message: Message) -> None:
         num_bytes = self._num_bytes + len(message.payload)

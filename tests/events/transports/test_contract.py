@@ -136,9 +136,8 @@ async def test_sending_to_nobody_neither_waits_nor_fails(kit):
 
 
 async def test_a_slow_subscriber_loses_messages_of_its_own_and_delays_nobody(kit, kernel_bytes, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.memory.QUEUE_CAPACITY", 50)
-    monkeypatch.setattr("kvist.events.transports.zmq.SEND_HWM", 50)
     monkeypatch.setattr("kvist.events.transports.received.QUEUE_CAPACITY", 50)
+    monkeypatch.setattr("kvist.events.transports.zmq.SEND_HWM", 50)
     publication = kit.publish()
     async with kit.subscribe() as slow:
         await connect(publication, slow)
