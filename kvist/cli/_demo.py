@@ -17,17 +17,18 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request
 
-from kvist.cli.why import open_url
+from kvist.cli._terminal import make_table
+from kvist.cli.why import open_url, percent
 from kvist.errors import KvistError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
 
 LOCAL_TOKENS = "64"
 """Conversations grow by some hundred tokens a turn: what a prefill worker computes then is most of them."""
@@ -218,33 +219,24 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
 
 
-def show(console: Console, routed: list[Served], facts: dict[str, float], names: dict[str, str]) -> None:
-    """Print where each request went, and what either policy came to."""
-    from rich.table import Column, Table
-
-    table = Table(*(Column(name, no_wrap=True) for name in ("request", "worker")), title="Routed by prefix")
-    for column in ("prompt tokens", "cached tokens", "TTFT ms"):
-        table.add_column(column, justify="right")
+def shown(routed: list[Served], facts: dict[str, Any], names: dict[str, str]) -> Iterator[RenderableType]:
+    """Yield where each request went, and what either policy came to."""
+    yield "Routed by prefix:"
+    rows = []
     for one in routed:
-        cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
         workers = [names.get(url, url) for url in (one.prefill_worker, one.worker) if url]
-        table.add_row(one.title, " → ".join(workers), *cells)
-    console.print(table)
-    comparison = Table("policy", title="The same requests, each policy on flushed caches")
-    for column in ("completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"):
-        comparison.add_column(column, justify="right")
+        cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
+        rows.append((one.title, " → ".join(workers), *cells))
+    yield make_table(("request", "worker", "prompt tokens", "cached tokens", "TTFT ms"), rows)
+    yield "The same requests, each policy on flushed caches:"
+    policies = []
     for policy, prefix in (("kv", ""), ("round-robin", "baseline_")):
         prompt, cached = facts[f"{prefix}prompt_tokens"], facts[f"{prefix}cached_tokens"]
-        comparison.add_row(
-            policy,
-            f"{facts[f'{prefix}completed']}/{facts[f'{prefix}requests']}",
-            f"{prompt:,}",
-            f"{cached:,}",
-            f"{cached / prompt:.0%}" if prompt else "–",
-            f"{facts[f'{prefix}ttft_ms_p50']}",
-        )
-    console.print(comparison)
-    console.print(f"Events of the sliding-window groups filtered by the publishers: {facts['events_filtered']:,}")
+        completed = f"{facts[f'{prefix}completed']}/{facts[f'{prefix}requests']}"
+        time_ms = f"{facts[f'{prefix}ttft_ms_p50']}"
+        policies.append((policy, completed, f"{prompt:,}", f"{cached:,}", percent(cached, prompt), time_ms))
+    yield make_table(("policy", "completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"), policies)
+    yield f"Events of the sliding-window groups filtered by the publishers: {facts['events_filtered']:,}"
     if "transfers" in facts:
         moved = f"{facts['transfers']:,} prompts, {facts['bytes_transferred']:,} bytes"
-        console.print(f"Moved from prefill to decode workers: {moved}; fallbacks: {facts['fallbacks']:,}")
+        yield f"Moved from prefill to decode workers: {moved}; fallbacks: {facts['fallbacks']:,}"

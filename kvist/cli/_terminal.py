@@ -8,7 +8,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,8 +21,8 @@ SHOW_INTERVAL_S = 0.25
 _SWITCH_INTERVAL_S = 0.0005
 """For how long a thread, as that which renders metrics, keeps the interpreter from the event loop: Python's is 5 ms."""
 _WIDTH_OF_FILES = 4096
-_SHORT = 12
-"""Columns no wider than this are never broken; others give way on a narrow screen."""
+_SHORT, _NARROW = 12, 8
+"""Columns no wider than this are never broken; others, and heads, give way on a narrow screen."""
 
 ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
 """Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""
@@ -80,22 +81,29 @@ def progress_line() -> Iterator[ShowProgress]:
         yield lambda text, done, total: progress.update(line, text=text, completed=done, total=total)
 
 
-def display(*parts: RenderableType) -> None:
+def display(*parts: RenderableType, on_stderr: bool = False) -> None:
     """Print tables, a line apart, and texts, as wide as the terminal is; where there is none, each row in one line."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
+    console = Console(stderr=on_stderr, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
+    boundless = console.options.update(width=_WIDTH_OF_FILES)
     for part in parts:
+        if isinstance(part, Table) and console.measure(part, options=boundless).maximum > console.width:
+            for column in part.columns:
+                column.header = "\n".join(wrap(str(column.header), _NARROW, break_long_words=False))
         console.print(part)
         if isinstance(part, Table) and part is not parts[-1]:
             console.print()
 
 
-def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return rows as every command shows them; columns of numbers stand to the right."""
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, breaks: bool = True) -> Table:
+    """Return rows as every command shows them; columns of numbers stand to the right.
+
+    Unless it `breaks` lines, what is too long for the screen is cut off.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -104,10 +112,11 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name, *cells in zip(columns, *rows, strict=True):
         justify: Literal["left", "right"] = "right" if all(map(number.fullmatch, cells)) else "left"
-        is_short = max(map(len, cells), default=0) <= _SHORT
+        is_short = max(map(len, (*name.split(), *cells))) <= _SHORT
         table.add_column(name, justify=justify, no_wrap=is_short, overflow="fold")
+    lines: dict[str, Any] = {} if breaks else {"no_wrap": True, "overflow": "ellipsis"}
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell), **lines) for cell in row))
     return table
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -27,10 +28,10 @@ HELP = "show a router's fleet in the terminal: workers, rates, lost hits, and wh
 _TIMEOUT_S = 5.0
 _NUM_SAMPLES = 10
 """Rates and times are those since so many looks ago."""
-_NUM_TOLD = 5
+_NUM_TOLD, _GAP = 5, 2
 _TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
 _TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
-_COLUMNS = ("worker", "model", "state", "runs", "to do", "full", "hits", "found", "events", "speed")
+_COLUMNS = ("worker", "state", "runs", "to do", "full", "hits", "found", "events", "speed", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     if not (console.is_terminal and sys.stdin.isatty()):
         time.sleep(args.interval)
         watched.look()
-        display(watched.shown(sys.maxsize))
+        display(watched.shown(sys.maxsize, sys.maxsize))
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(watched.shown(console.height), refresh=True)
+            live.update(watched.shown(console.width, console.height), refresh=True)
             is_pressed = bool(select.select([sys.stdin], [], [], args.interval)[0])
             if is_pressed and b"q" in (os.read(sys.stdin.fileno(), 64) or b"q"):
                 break
@@ -109,8 +110,8 @@ class _Watched:
             self._samples.clear()  # it was started anew, or a worker has left with its series
         self._samples.append((time.monotonic(), counts))
 
-    def shown(self, height: int) -> RenderableType:
-        """Return what fits a screen so high."""
+    def shown(self, width: int, height: int) -> RenderableType:
+        """Return what fits such a screen: of the columns those that do, and of workers and losses a line each."""
         from rich.console import Group
         from rich.text import Text
 
@@ -126,12 +127,14 @@ class _Watched:
         head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
         if why := self.trouble or fleet["reason"]:
             head.append(f"\n{printable(why)}", "red")
-        table = make_table(_COLUMNS, [_row(worker) for worker in workers[:room]])
-        parts: list[RenderableType] = [head, Text(self._rates(fleet)), table]
+        columns = [*zip(_COLUMNS, *(_row(worker) for worker in workers[:room]), strict=True)]
+        ends = accumulate(max(map(len, column)) + _GAP for column in columns)
+        names, *rows = zip(*columns[: max(1, sum(end <= width + _GAP for end in ends))], strict=True)
+        parts: list[RenderableType] = [head, Text(self._rates(fleet)), Text(), make_table(names, rows, breaks=False)]
         if len(workers) > room:
-            parts.append(Text(f"and {len(workers) - room:,} workers more", "dim"))
+            parts.append(Text(f"and {len(workers) - room:,} more", "dim"))
         if lost:
-            parts.append(make_table(LOSSES, lost))
+            parts += [Text(), make_table(LOSSES, lost, breaks=False)]
         for each in problems:
             text = f"{each['where']} {each['what']}: {each['why']} ({each['page']})"
             parts.append(Text(printable(text), "red" if each["is_bad"] else "yellow"))
@@ -178,7 +181,6 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
     speed = worker["prompt_tokens_per_s"]
     return (
         urlsplit(worker["url"]).netloc,
-        "any" if models is None else ", ".join(models),
         worker["shown"]["state"][0],
         f"{worker['running_requests']:,}" + (f"/{most:,}" if most else ""),
         f"{worker['prefill_tokens']:,}",
@@ -187,4 +189,5 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
         percent(hits["reported"], hits["told_tokens"]),
         worker["shown"]["events"][0],
         "–" if speed is None else f"{speed:,.0f}",
+        "any" if models is None else ", ".join(models),
     )

@@ -20,9 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from kvist.cli._demo import LOCAL_TOKENS, fetch, run_demo, show, summary
+from kvist.cli._demo import LOCAL_TOKENS, fetch, run_demo, shown, summary
 from kvist.cli._envoy import envoy_config, find_envoy
-from kvist.cli._terminal import on_signal
+from kvist.cli._terminal import display, on_signal
 from kvist.cli.serve import listen
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
@@ -38,6 +38,14 @@ _START_TIMEOUT_S, _STOP_TIMEOUT_S = 300.0, 4.0
 """How long a child may take to be ready, compiling included, and to end when asked."""
 _SHUTDOWN_TIMEOUT_S = "2"
 """Less than what a child gets to end in."""
+_MODEL_NAME = "kvist-tiny"
+_SERVING = """
+Serving on {front} (OpenAI API; metrics at {router}/metrics). Ctrl-C stops it. A request of your own:
+
+  curl {front}/v1/completions -d '{{"model": "{model}", "max_tokens": 16, "prompt": "A request goes to the worker \
+that holds its prefix. Where does this one go when it is sent for the second time, and why there?"}}'
+
+Sent again, it goes to the worker that holds it. Where it went, and why: {router}/ui#requests"""
 _ENVOY_OPTIONS = ("--log-level", "error", "--concurrency", "1", "--use-dynamic-base-id")
 
 
@@ -85,21 +93,20 @@ async def _up(args: argparse.Namespace) -> int:
     task = asyncio.current_task()
     assert task is not None
     on_signal(task.cancel)
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json, markup=False)
+    listen(args.host, args.port).close()  # or what is in the way would be told when workers have started
     async with ProcessGroup() as group:
         workers = await _start_workers(args, group, console)
         port = "0" if args.envoy else str(args.port)
         recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
         router = await group.start("router", *_route(args, workers, "kv", args.host, port), *recording)
-        console.print(f"  {router.name}: {router.url}\nThe fleet, live: [bold]{router.url}/ui[/bold]")
+        console.print(f"  {router.name}: {router.url}\nThe fleet, live: {router.url}/ui")
         front = await _start_envoy(args, group, console, workers) if args.envoy else router
         exit_code = 0 if args.no_demo else await _demo(args, group, console, workers, router.url, front.url)
         if args.exit:
             return exit_code
-        console.print(
-            f"\nServing on [bold]{front.url}[/bold] (OpenAI API; metrics at {router.url}/metrics, all of it to look at "
-            f"at {router.url}/ui). Ctrl-C stops it."
-        )
+        name = args.model or _MODEL_NAME
+        console.print(_SERVING.format(front=front.url, router=router.url, model=name), soft_wrap=True)
         await asyncio.Event().wait()
     return exit_code
 
@@ -135,7 +142,7 @@ def _serve(args: argparse.Namespace, index: int) -> list[str]:
     if args.disaggregated:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
         role += ["--kv-transfer-bounce-mib", str(args.kv_transfer_bounce_mib)]
-    name = [] if args.model else ["--served-model-name", "kvist-tiny"]
+    name = [] if args.model else ["--served-model-name", _MODEL_NAME]
     return ["serve", "--model", _model(args), "--port", "0", "--threads", "1", *name, *role, *_tracing(args)]
 
 
@@ -164,7 +171,8 @@ async def _demo(
         told = lambda served: status.update(f"Served: {served.title}")  # noqa: E731
         routed, compared = await run_demo(front_url, router_url, baseline.url, workers, told)
     facts = summary(routed, compared, workers, [router_url, baseline.url] if args.disaggregated else [])
-    show(console, routed, facts, {url: f"worker {index}" for index, url in enumerate(workers)})
+    names = {url: f"worker {index}" for index, url in enumerate(workers)}
+    display(*shown(routed, facts, names), on_stderr=args.json)
     for served in [*routed, *compared]:
         if served.error:
             print(f"kvist up: {served.title}: {served.error}", file=sys.stderr)

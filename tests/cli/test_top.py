@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import pyte
 import pytest
@@ -155,8 +156,10 @@ def test_the_fleet_is_shown_while_the_router_changes_dies_and_comes_back(setting
                 return "p50 0." in text and " 0.0 requests/s" not in text
 
             terminal.until(has_rates)
-            terminal.resize(70, 20)
+            terminal.resize(80, 20)
             terminal.until(lambda text: "healthy" in text and "speed" in text)
+            terminal.resize(50, 16)
+            terminal.until(lambda text: f"{urlsplit(worker_url).netloc}  healthy" in text and "speed" not in text)
             settings.write_text(settings.read_text().replace('"right"', '"another"'))
             terminal.until(lambda text: "not well" in text and "401" in text)
         terminal.until(lambda text: "refused" in text)
