@@ -125,9 +125,9 @@ def compare(args: argparse.Namespace, script: Script) -> int:
 @contextmanager
 def _indexed(file: Path, script: Script) -> Iterator[IndexPlayer]:
     """Yield what plays into an index, with all of the script, which is this recording's, played."""
-    from kvist.indexer.compilation import load_and_wait
+    from kvist.indexer import compilation
 
-    load_and_wait()
+    asyncio.run(compilation.load())
     from kvist.radix import RadixIndex
     from kvist.replay.indexing import IndexPlayer
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -66,15 +65,6 @@ def fill() -> Filled | None:
 def is_loaded() -> bool:
     """Return whether this process has every compiled module, so that `load` has nothing to do."""
     return _is_loaded
-
-
-def load_and_wait() -> None:
-    """Import every compiled module; the log tells where that takes long."""
-    if not is_loaded() and find_filled() is None:
-        _logger.info("compiling the index, which is kept for the next start; directory=%s", _directory())
-        with suppress(OSError):
-            fill()
-    compile_all()
 
 
 async def load() -> None:

@@ -285,8 +285,8 @@ async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recor
     assert differs in capsys.readouterr().out
     state = tmp_path / "index.state"
     state.write_bytes(dump)
-    assert main(["replay", str(recorded), "--diff", str(state)]) == 1
+    assert await asyncio.to_thread(main, ["replay", str(recorded), "--diff", str(state)]) == 1
     assert differs in capsys.readouterr().out
     state.write_bytes(dump[:-5])
-    assert main(["replay", str(recorded), "--diff", str(state)]) == 1
+    assert await asyncio.to_thread(main, ["replay", str(recorded), "--diff", str(state)]) == 1
     assert "dump: cut short" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -253,21 +254,8 @@ class StateKeeper:
 
     async def _write(self) -> int:
         file = AtomicFile(self._path)
-        pieces: list[bytes] = []
-
-        async def write(piece: bytes) -> None:
-            pieces.append(piece)
-            if sum(map(len, pieces)) >= _PIECE_BYTES:
-                await flush()
-
-        async def flush() -> None:
-            joined = b"".join(pieces)
-            pieces.clear()
-            await in_thread(file.write, joined)
-
         try:
-            await self._dumper.dump(self._indexes(), write)
-            await flush()
+            await self._dumper.dump(self._indexes(), partial(in_thread, file.write))
             await in_thread(file.commit)
         except BaseException:
             file.discard()
