@@ -303,7 +303,6 @@ class AnswerAttempt(_Attempt):
                 each_s = (total_s - (self.first_byte_s or 0.0)) / (num_tokens - 1)
                 router.metrics.observe(each_s, "inter_token_seconds", self._model)
         if owner.handover is not None:
-            owner.handover.log(decision, router.now_s(), owner.request_id)
             if owner.pull is not None and self.status == OK:
                 self._count_pulled(owner.handover.handoff.num_tokens)
         elif usage is not None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import Self
 
 from kvist.errors import InvalidValueError, MalformedMessageError, leave_group
@@ -70,8 +71,7 @@ class Membership:
         self._removed: set[str] = set()
         """Those that an administrator does not want until somebody wants them anew."""
         self.discovery = Discovery(self.want)
-        self._checks: dict[str, asyncio.Task[None]] = {}
-        self._reports: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self._renderings = RenderingChecks(config, pool, fleet.renderings, models, now_s)
@@ -89,9 +89,8 @@ class Membership:
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.discovery.end()
-        for tasks in (self._checks, self._reports, self._drains, self._renderings.tasks):
-            for task in tasks.values():
-                task.cancel()
+        for task in chain(*self._watches.values(), self._drains.values(), self._renderings.tasks.values()):
+            task.cancel()
         await leave_group(self._tasks, error)
 
     def check_renderings(self) -> None:
@@ -192,8 +191,10 @@ class Membership:
         if self._index is not None:
             self._index.follow(url, wanted.kv_event_sources)
         self._fleet.put(worker)
-        self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
-        self._reports[url] = self._tasks.create_task(self._attend(worker), name=f"kvist-report {url}")
+        watches = {"health": self._watch(worker), "report": self._attend(worker)}
+        self._watches[url] = [
+            self._tasks.create_task(each, name=f"kvist-{what} {url}") for what, each in watches.items()
+        ]
         logger.info("worker added url=%s", url)
         return worker
 
@@ -215,8 +216,8 @@ class Membership:
             running = self._load.running_requests(worker.url)
             logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
         del self._drains[worker.url]
-        self._checks.pop(worker.url).cancel()
-        self._reports.pop(worker.url).cancel()
+        for task in self._watches.pop(worker.url):
+            task.cancel()
         if self._index is not None:
             self._index.follow(worker.url, ())
             self._index.forget_expected(worker.url)

@@ -1,5 +1,5 @@
 """Prefill and decode apart: one worker computes a prompt, another goes on with it.
 
-`handover` is whether that is worth it and how far it is; `dialect` is what engines' protocols have in common, and each
-has a module: `kvist`, `vllm`, `sglang`, `trtllm`. `releases` tells a prefill worker what nobody will fetch.
+`handover` is whether that is worth it, how far it is, and who is told that nobody will fetch a prompt; `dialect` is
+what engines' protocols have in common, and each has a module: `vllm`, of which Kvist's is a kind, `sglang`, `trtllm`.
 """

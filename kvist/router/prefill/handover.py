@@ -88,13 +88,6 @@ class Handover:
             (b"x-kvist-transfer-ms", b"%.1f" % (self.transfer_s * 1000)),
         ]
 
-    def log(self, decision: Decision, now_s: float, request_id: bytes) -> None:
-        """Log the whole way of a request that was answered."""
-        text = "disaggregated prefill=%s decode=%s prefill_s=%.4f transfer_s=%.4f decode_s=%.4f request_id=%s"
-        decode_s = now_s - self.sent_s - self.transfer_s
-        workers = (self.prefill_worker, decision.chosen.target.worker)
-        logger.debug(text, *workers, self.prefill_s, self.transfer_s, decode_s, request_id.decode("latin-1"))
-
 
 class Releases:
     """Sends releases, each at most once."""

@@ -166,7 +166,7 @@ class NameServer(asyncio.DatagramProtocol):
     def __init__(self) -> None:
         self.records: dict[tuple[str, str], list[str]] = {}
         self.failure: dns.rcode.Rcode | None = None
-        self.num_asked = 0
+        self.num_asked = self.ttl_s = 0
         self.port = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -183,7 +183,7 @@ class NameServer(asyncio.DatagramProtocol):
         elif not any(known == name for known, _ in self.records):
             answer.set_rcode(dns.rcode.NXDOMAIN)
         elif records := self.records.get((name, kind)):
-            answer.answer.append(dns.rrset.from_text(name, 0, "IN", kind, *records))
+            answer.answer.append(dns.rrset.from_text(name, self.ttl_s, "IN", kind, *records))
         self.transport.sendto(answer.to_wire(), address)
 
 
@@ -232,14 +232,19 @@ async def test_workers_are_the_targets_of_a_service(worker, router) -> None:
             await front.until_state(f"http://localhost:{one.port}", "gone")
 
 
-async def test_a_name_is_asked_for_again_when_its_answer_is_too_old(worker, router, monkeypatch) -> None:
-    monkeypatch.setattr(discovery, "MIN_TTL_S", 3600.0)
-    monkeypatch.setattr(discovery, "MAX_TTL_S", 3600.0)
+async def test_a_name_is_asked_for_again_when_its_answer_is_too_old(worker, router, until) -> None:
     async with worker() as one, name_server() as server:
-        server.records = {("a.test.", "A"): ["127.0.0.1"]}
-        async with router(discover=(f"dns://a.test.:{one.port}?nameserver=127.0.0.1:{server.port}",)) as front:
-            await front.until_state(one.url, "healthy")
-            assert server.num_asked == 2  # for addresses of both kinds
+        server.records = {("_http._tcp.a.test.", "SRV"): [f"0 0 {one.port} localhost."]}
+        url = f"dns+srv://_http._tcp.a.test.?nameserver=127.0.0.1:{server.port}"
+        async with router(discover=(url,), ready=False) as front:
+            await until(lambda: server.num_asked > 3)
+            server.ttl_s = 50
+            num_asked = server.num_asked
+            await until(lambda: server.num_asked > num_asked)
+            await front.until_state(f"http://localhost:{one.port}", "healthy")
+            num_asked = server.num_asked
+            await asyncio.sleep(20 * discovery.MIN_TTL_S)
+            assert server.num_asked == num_asked
 
 
 async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(

@@ -41,7 +41,7 @@ class Rooms:
         async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
             body = json.loads(received.body)
             prompt = body.get("prompt", body.get("input_ids", body.get("text")))
-            is_batch = isinstance(prompt, list) and isinstance(prompt[0], list | str)
+            num_prompts = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list | str) else None
             if mode == "null":
                 writer.write(self.bytes.response(b'{"choices": [{"text": "whole"}]}'))
                 return
@@ -51,7 +51,7 @@ class Rooms:
                 return
             places = [body[name] for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")]
             rooms = list(zip(*places, strict=True)) if isinstance(places[2], list) else [tuple(places)]
-            assert len(rooms) == len(set(rooms)) == (len(prompt) if is_batch else 1)
+            assert len(rooms) == len(set(rooms)) == (num_prompts or 1)
             rank = body.get("data_parallel_rank")
             for host, port, room in rooms:
                 assert (host, port) == ("127.0.0.1", PORT)
@@ -60,7 +60,7 @@ class Rooms:
                     writer.write(self.bytes.response(b'{"message": "follow_bootstrap_room conflict"}', status=500))
                     return
                 await self.meet((host, port, room), mode)
-            writer.write(self.prefilled(body, is_batch) if mode == "prefill" else self.decoded(body, is_batch))
+            writer.write((self.prefilled if mode == "prefill" else self.decoded)(body, num_prompts))
 
         return answer
 
@@ -70,19 +70,19 @@ class Rooms:
         events[mode].set()
         await asyncio.gather(*(event.wait() for event in events.values()))
 
-    def prefilled(self, body: Fields, is_batch: bool) -> bytes:
+    def prefilled(self, body: Fields, num_prompts: int | None) -> bytes:
         meta = {"input_token_logprobs": [[None, 1, None], [-0.5, 2, None]], "output_token_logprobs": [[-1.0, 3, None]]}
         if body.get("stream"):
             return self.bytes.event_stream_head + self.bytes.chunk(b'data: {"text": "a"}\n\n') + self.bytes.chunk(b"")
         answer = {"text": "a", "choices": [{"text": "a"}], "meta_info": meta}
-        return self.bytes.response(json.dumps([answer] * len(body["input_ids"]) if is_batch else answer).encode())
+        return self.bytes.response(json.dumps([answer] * num_prompts if num_prompts else answer).encode())
 
-    def decoded(self, body: Fields, is_batch: bool) -> bytes:
+    def decoded(self, body: Fields, num_prompts: int | None) -> bytes:
         if body.get("stream"):
             chunks = [self.bytes.chunk(event) for event in [*events(body), b"data: [DONE]\n\n", b""]]
             return self.bytes.event_stream_head + b"".join(chunks)
         answer = {"text": "abcd", "choices": [{"text": "abcd"}], "meta_info": {"input_token_logprobs": []}}
-        return self.bytes.response(json.dumps([answer] * len(body["input_ids"]) if is_batch else answer).encode())
+        return self.bytes.response(json.dumps([answer] * num_prompts if num_prompts else answer).encode())
 
 
 def events(body: Fields) -> list[bytes]:
@@ -145,6 +145,9 @@ async def test_every_prompt_of_a_batch_has_a_room(pair, router) -> None:
     async with p, d, router(p.url, d.url) as front:
         answer = await front.client.post("/generate", json={"input_ids": [SHORT, SHORT[::-1], SHORT]})
         assert [each["text"] for each in answer.json()] == ["abcd"] * 3
+        for prompts in ([SHORT, SHORT[::-1]], ["hello", "world"]):
+            answer = await front.complete(prompts, stream=True)
+            assert answer.content == b"".join([*events({}), b"data: [DONE]\n\n"])
 
 
 @pytest.mark.parametrize("is_batch", [False, True])

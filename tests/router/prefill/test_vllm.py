@@ -89,6 +89,24 @@ async def test_the_decode_worker_fetches_what_one_sequence_needs(
         assert not engines.held
 
 
+async def test_each_side_is_told_which_of_its_ranks_it_is_for(worker, router, engines, engine) -> None:
+    async with worker(models=MODELS, answer=engines.prefill) as p, worker(models=MODELS, answer=engines.decode) as d:
+        with engine("p-ranks", num_ranks=2) as p_cache, engine("d-ranks", num_ranks=2) as d_cache:
+            caches = {p.url: p_cache, d.url: d_cache}
+            for cache in caches.values():
+                for rank in (0, 1):
+                    cache.store(list(range(rank, rank + 16)), rank)
+            sources = {url: (cache.publisher.endpoint,) for url, cache in caches.items()}
+            roles = {"prefill_worker_urls": (p.url,), "decode_worker_urls": (d.url,)}
+            async with router(kv_event_sources=sources, max_local_prefill_tokens=0, **roles) as front:
+                for url in caches:
+                    await front.until_ranks(url, 2)
+                for _ in range(4):
+                    assert (await front.complete(LONG)).json()["choices"] == [{"text": "fetched"}]
+        for each in (*p.completions, *d.completions):
+            assert each.headers["x-data-parallel-rank"] in ("0", "1")
+
+
 async def test_a_chat_that_limits_its_completion_is_asked_one_token_of(worker, router, engines) -> None:
     async with (
         worker(models=MODELS, answer=engines.prefill) as p,
