@@ -23,7 +23,7 @@ class EngineConfig:
     device: str = "cpu"
     """cpu, cuda or cuda:N"""
     dtype: Dtype | None = None
-    """what the model computes in; if none, float32 on the CPU, else bfloat16"""
+    """what the model computes in; if none, bfloat16, on a CPU only where that is faster, else float32"""
     max_model_len: Count | None = None
     """longest sequence in tokens; if none, the model's"""
     block_size: int = 16

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvist.engine import loading
+from kvist.engine import bundled_model_path, loading
 from kvist.engine.config import EngineConfig
 from kvist.engine.models.config import ModelConfig
 from kvist.errors import InvalidValueError
@@ -50,6 +52,26 @@ def test_memory_is_split_by_the_policy_and_all_of_it_is_used(make_core) -> None:
     assert full == sliding
     full, sliding = num_blocks(kv_memory_mib=3, dtype="float16")
     assert 0 <= 3 * 2**20 - (full + 5 * sliding) * layer_bytes // 2 < layer_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("has_products", "size", "stored", "expected"),
+    [
+        (True, 512, "bfloat16", torch.bfloat16),
+        (True, 192, "bfloat16", torch.float32),
+        (True, 512, "float32", torch.float32),
+        (False, 512, "bfloat16", torch.float32),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_weights_are_of_it_and_products_faster(
+    has_products: bool, size: int, stored: str, expected: torch.dtype, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_products)
+    config = json.loads((bundled_model_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": size, "dtype": stored}))
+    facts = loading._facts(EngineConfig(model_dir=tmp_path), rank=0)
+    assert facts.dtype is expected
+    assert facts.plan.groups[0].layer.dtype.value == str(expected).removeprefix("torch.")
 
 
 def test_a_cache_in_another_dtype_than_the_model_computes_in_is_refused_unless_it_has_eight_bits(make_core) -> None:

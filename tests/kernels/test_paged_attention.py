@@ -14,7 +14,7 @@ def start_locs(query_lens, device):
     return torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
 
 
-@pytest.mark.parametrize(
+shapes = pytest.mark.parametrize(
     ("num_kv_heads", "heads_per_kv", "head_dim", "block_size", "window", "soft_cap", "num_splits", "is_local"),
     [
         (1, 1, 16, 8, None, None, None, False),
@@ -26,6 +26,9 @@ def start_locs(query_lens, device):
         (1, 17, 16, 8, 1000, None, 2, True),  # more heads than the smallest tile, a window longer than every sequence
     ],
 )
+
+
+@shapes
 def test_each_sequence_attends_like_dense_attention(
     make_paged,
     dense_attention,
@@ -239,16 +242,7 @@ def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_
     assert choose_num_splits(batch * num_kv_heads, num_keys, 2 * 32, 4 * 132) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_kv_heads", "heads_per_kv", "head_dim", "block_size", "window", "soft_cap", "is_local"),
-    [
-        (1, 1, 16, 8, None, None, True),
-        (2, 1, 20, 8, 3, None, False),  # a window smaller than a page
-        (1, 3, 80, 16, 21, 5.0, True),  # no multiple of a page, no power of two
-        (1, 2, 16, 32, 70, None, False),
-        (1, 8, 16, 4, 1, None, True),  # a window of the token itself
-    ],
-)
+@shapes
 def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
     make_paged,
     dense_attention,
@@ -260,6 +254,7 @@ def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
     block_size,
     window,
     soft_cap,
+    num_splits,
 ):
     seq_lens, query_lens = [37, 83, 5, 9], [1, 69, 0, 9]  # a decode row, a chunk, a sequence that waits, a whole prompt
     first_queries = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
@@ -277,7 +272,7 @@ def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
     kv_cache, tables, lengths = paged.inputs()
     options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
     inputs = (query.to(device), kv_cache, tables, lengths, start_locs(query_lens, device))
-    out = paged_attention(*inputs, page_offsets=paged.page_offsets, **options)
+    out = paged_attention(*inputs, page_offsets=paged.page_offsets, num_splits=num_splits, **options)
     for rows, rows_out, first, key, value in zip(
         query.split(query_lens), out.split(query_lens), first_queries, paged.keys, paged.values, strict=True
     ):

@@ -234,10 +234,12 @@ def _check_text(text: PreTrainedConfig) -> None:
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
+    """Return the fields of the text part; what the whole model says of its weights and its vocabulary holds for it."""
     if not isinstance(raw.get("text_config"), dict):
         raise InvalidValueError("config.json: text_config", raw.get("text_config"), "an object")
-    whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if raw.get(field) is not None}
+    whole = {
+        field: raw[field] for field in ("dtype", "eos_token_id", "tie_word_embeddings") if raw.get(field) is not None
+    }
     return raw["text_config"] | whole
 
 

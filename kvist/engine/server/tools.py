@@ -175,19 +175,22 @@ class HarmonyReader(Reader):
 
     _header: str | None = None
     _is_first = True
+    _num_searched = 0  # of the characters that are held: no message ends there
 
     def feed(self, text: str, is_last: bool) -> Reading:
         self._held += text
         said, reasoning, calls = "", "", []
         while self._read_header(is_last):
             assert self._header is not None
-            end = _MESSAGE_END.search(self._held)
+            end = _MESSAGE_END.search(self._held, self._num_searched)
             num_held = 0 if is_last else max(held_for(self._held, mark) for mark in _MESSAGE_ENDS)
+            recipient = _RECIPIENT.search(self._header) if self._rules.has_tools else None
+            if recipient is not None and end is None and not is_last:
+                self._num_searched = len(self._held) - num_held
+                break
+            self._num_searched = 0
             body = self._held[: len(self._held) - num_held if end is None else end.start()]
-            recipient = _RECIPIENT.search(self._header)
-            if recipient is not None and self._rules.has_tools:
-                if end is None and not is_last:
-                    break
+            if recipient is not None:
                 if not _is_json(body):
                     said += body
                 elif self._rules.is_parallel or not self.num_calls:
@@ -231,15 +234,17 @@ class ToolReader(Reader):
         syntax = self._rules.syntax
         assert syntax is not None
         self._held += text
-        said = ""
-        if not self._is_in_calls:
+        said, was_outside = "", not self._is_in_calls
+        if was_outside:
             at = self._held.find(syntax.begin)
             self._is_in_calls = at >= 0 and not (syntax.is_alone and (self._has_said or self._held[:at].strip()))
             if not self._is_in_calls:
                 at = len(self._held) - held_for(self._held, syntax.begin)
             said, self._held = self._held[:at], self._held[at:]
             self._has_said = self._has_said or bool(said.strip())
-        calls = self._take_calls(syntax) if self._is_in_calls else []
+        # Where arguments are JSON, a call ends with a brace: between them nothing is read again.
+        has_end = was_outside or syntax.quote is not None or "}" in text
+        calls = self._take_calls(syntax) if self._is_in_calls and has_end else []
         if is_last and not self.num_calls:
             said, self._held = said + self._held, ""
         return Reading(said, calls)

@@ -6,11 +6,14 @@ import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvist.engine.config import EngineConfig
+from kvist.engine.loading import load_engine
 from kvist.engine.models.config import load_model_config
 from kvist.engine.models.weights import load_model
 from kvist.engine.request import Request, TextStream
@@ -106,3 +109,21 @@ class Harness:
 def harness(checkpoint: Callable[[str], Path]) -> Callable[..., Harness]:
     """Put a random model, by its name, or one in a directory, over memory of its own."""
     return lambda model, **settings: Harness(model if isinstance(model, Path) else checkpoint(model), **settings)
+
+
+@pytest.fixture
+def assert_generates_like(generate, greedy, tokens_of) -> Callable[[Any, Path], None]:
+    """Hold an engine's greedy tokens, and their log probabilities, to a model of transformers."""
+
+    def check(model: Any, model_dir: Path) -> None:
+        core = load_engine(EngineConfig(model_dir=model_dir, block_size=4, num_blocks=128, max_model_len=128)).core
+        prompt = list(range(3, 33))
+        output = generate(core, [(prompt, greedy(20, logprobs=True))])["0"]
+        sequence = prompt + tokens_of(output)
+        with torch.inference_mode():
+            expected = model.eval()(torch.tensor([sequence])).logits[0, len(prompt) - 1 : -1]
+        assert sequence[len(prompt) :] == expected.argmax(-1).tolist()
+        chosen = [each.token.logprob for part in output for each in part.logprobs]
+        assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
+
+    return check

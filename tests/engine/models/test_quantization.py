@@ -187,7 +187,7 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def test_gpt_oss_in_mxfp4_generates_what_transformers_does_of_its_numbers(
-    checkpoint: Callable[[str], Path], tmp_path: Path, generate, greedy, tokens_of
+    checkpoint: Callable[[str], Path], tmp_path: Path, assert_generates_like
 ) -> None:
     tensors = load_file(checkpoint("gpt-oss") / "model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("gpt-oss"), attn_implementation="eager")
@@ -198,15 +198,7 @@ def test_gpt_oss_in_mxfp4_generates_what_transformers_does_of_its_numbers(
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((checkpoint("gpt-oss") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    core = load_engine(EngineConfig(model_dir=tmp_path, block_size=4, num_blocks=64, max_model_len=128)).core
-    prompt = list(range(3, 33))
-    output = generate(core, [(prompt, greedy(20, logprobs=True))])["0"]
-    sequence = prompt + tokens_of(output)
-    with torch.inference_mode():
-        expected = model.eval()(torch.tensor([sequence])).logits[0, len(prompt) - 1 : -1]
-    assert sequence[len(prompt) :] == expected.argmax(-1).tolist()
-    chosen = [each.token.logprob for part in output for each in part.logprobs]
-    assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
+    assert_generates_like(model, tmp_path)
 
 
 @pytest.mark.parametrize(

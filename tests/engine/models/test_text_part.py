@@ -12,8 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kvist.engine.config import EngineConfig
-from kvist.engine.loading import load_engine
 from kvist.engine.models.config import load_model_config
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
@@ -49,7 +47,7 @@ def seeing_mistral3(text: transformers.PretrainedConfig) -> nn.Module:
     ],
 )
 def test_the_text_part_generates_what_the_whole_model_does(
-    name: str, build: Callable[..., nn.Module], checkpoint, tmp_path: Path, generate, greedy, tokens_of
+    name: str, build: Callable[..., nn.Module], checkpoint, tmp_path: Path, assert_generates_like
 ) -> None:
     torch.manual_seed(7)
     model = build(transformers.AutoConfig.from_pretrained(checkpoint(name)))
@@ -57,15 +55,7 @@ def test_the_text_part_generates_what_the_whole_model_does(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.08))
     model.save_pretrained(tmp_path)
-    prompt = list(range(3, 33))
-    core = load_engine(EngineConfig(model_dir=tmp_path, block_size=4, num_blocks=128, max_model_len=128)).core
-    output = generate(core, [(prompt, greedy(20, logprobs=True))])["0"]
-    sequence = prompt + tokens_of(output)
-    with torch.inference_mode():
-        expected = model.eval()(torch.tensor([sequence])).logits[0, len(prompt) - 1 : -1]
-    assert sequence[len(prompt) :] == expected.argmax(-1).tolist()
-    chosen = [each.token.logprob for part in output for each in part.logprobs]
-    assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
+    assert_generates_like(model, tmp_path)
 
 
 @pytest.fixture
