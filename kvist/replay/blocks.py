@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.dialects import EngineEnvelope
@@ -163,9 +163,7 @@ class SentBuffer:
     the publisher did, until messages behind it have to go.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        if max_bytes <= 0:
-            raise InvalidValueError("replay_bytes", max_bytes, "a positive number of bytes")
+    def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._kept: dict[bytes | None, _Kept] = {}  # by a canonical rank's topic, None for an engine's whole stream

@@ -18,7 +18,6 @@ from kvist.indexer.dumps.format import Blocks, DumpReader, residencies_of
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex, Residencies
 from kvist.replay.blocks import SentBuffer
-from kvist.replay.player import REPLAY_BYTES
 from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.script import Line, Pace, worker_of
 
@@ -82,7 +81,7 @@ class _Stream:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.sent = SentBuffer(REPLAY_BYTES)
+        self.sent = SentBuffer()
 
     def receive(self, messages: Sequence[Message], now_s: float) -> None:
         for _ in self.source.receive_all(messages, now_s):

@@ -11,9 +11,8 @@ from kvist.events.transports import Endpoint, Message, Publication, open_publica
 from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.recording import RecordedSource
-from kvist.replay.script import Line, Pace, Script
+from kvist.replay.script import Pace, Script
 
-REPLAY_BYTES = 256 << 20
 POLL_S = 0.1
 """How often it is looked whether more was written to what is followed."""
 RETRY_S = 0.002
@@ -28,7 +27,7 @@ class Player:
     """Sends what a script says; messages of one source in the script's order, to one publication.
 
     Nothing is dropped: a transport that is full is waited for. A subscriber that misses messages can ask for the last
-    `replay_bytes` of them, and for what a rank held before those, if the recording tells.
+    ones, and for what a rank held before those, if the recording tells (`SentBuffer`).
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Player:
         publications: Mapping[RecordedSource, Publication],
         *,
         pace: Pace | None = None,
-        replay_bytes: int = REPLAY_BYTES,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -46,14 +44,17 @@ class Player:
         self._pace = pace or Pace()
         self._clock = clock
         self._sleep = sleep
-        self._outlets = {source: _Outlet(publication, replay_bytes) for source, publication in publications.items()}
+        self._publications = publications
+        self._sent = {source: SentBuffer() for source in publications}
+        for source, publication in publications.items():
+            publication.serve_replay(self._sent[source])
         self.num_sent = 0
         self.num_sent_bytes = 0
         self.lag_s = 0.0
 
     @property
     def num_asked(self) -> int:
-        return sum(outlet.sent.num_asked for outlet in self._outlets.values())
+        return sum(sent.num_asked for sent in self._sent.values())
 
     async def play(self) -> None:
         """Play everything; raises RecordingError where the recording is damaged, OSError if a transport breaks."""
@@ -64,8 +65,9 @@ class Player:
                 await self._sleep(POLL_S)
                 continue
             for line in lines:
+                sent, message = self._sent_to(line.record.source), line.record.message
                 if line.is_early:
-                    self._outlet(line).sent.append(line.record.message)
+                    sent.append(message)
                     continue
                 due_s = started_s + self._pace.due_s(line.round_idx, line.record)
                 now_s = self._clock()
@@ -74,47 +76,32 @@ class Player:
                     now_s = self._clock()
                     turn_ends_s = now_s + _TURN_S
                 self.lag_s = max(0.0, now_s - due_s)
-                await self._send(line)
+                if sent.append(message):
+                    await self._send(line.record.source, message)
+                    self.num_sent += 1
+                    self.num_sent_bytes += len(message.payload)
 
     async def repeat(self) -> None:
         """Repeat each rank's last message every `REPEAT_S`, until cancelled: it tells a subscriber what it lacks."""
         while True:
             await self._sleep(REPEAT_S)
-            for outlet in self._outlets.values():
-                for message in outlet.sent.last_messages():
-                    await outlet.send(message, self._sleep)
+            for source, sent in self._sent.items():
+                for message in sent.last_messages():
+                    await self._send(source, message)
 
-    async def _send(self, line: Line) -> None:
-        outlet, message = self._outlet(line), line.record.message
-        if not outlet.sent.append(message):
-            return
-        await outlet.send(message, self._sleep)
-        self.num_sent += 1
-        self.num_sent_bytes += len(message.payload)
-
-    def _outlet(self, line: Line) -> _Outlet:
-        outlet = self._outlets.get(line.record.source)
-        if outlet is None:
-            raise InvalidValueError("source", line.record.source.name, "one that was there when playing began")
-        return outlet
-
-
-class _Outlet:
-    """Where one source's messages go."""
-
-    def __init__(self, publication: Publication, replay_bytes: int) -> None:
-        self.publication = publication
-        self.sent = SentBuffer(replay_bytes)
-        publication.serve_replay(self.sent)
-
-    async def send(self, message: Message, sleep: Callable[[float], Awaitable[None]]) -> None:
+    async def _send(self, source: RecordedSource, message: Message) -> None:
         """Send a message, however long the transport makes it wait."""
         while True:
             try:
-                self.publication.send(message)
+                self._publications[source].send(message)
                 return
             except BlockingIOError:
-                await sleep(RETRY_S)
+                await self._sleep(RETRY_S)
+
+    def _sent_to(self, source: RecordedSource) -> SentBuffer:
+        if source not in self._sent:
+            raise InvalidValueError("source", source.name, "one that was there when playing began")
+        return self._sent[source]
 
 
 def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) -> dict[RecordedSource, Publication]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvist.errors import InvalidValueError
 from kvist.events.transports import ReplayRequest
 from kvist.replay.blocks import SentBuffer
 
@@ -68,8 +65,3 @@ def test_the_last_message_of_each_rank_and_of_an_engine_is_known_heartbeats_incl
     beat, engines = make.heartbeat(2, 0, 0), [make.engine_batch(4), make.engine_batch(5)]
     buffer = filled(make.batch(0), make.batch(1), beat, make.batch(7, rank=1), *engines)
     assert buffer.last_messages() == [beat, make.batch(7, rank=1), engines[1]]
-
-
-def test_a_bound_of_nothing_is_refused():
-    with pytest.raises(InvalidValueError, match="replay_bytes"):
-        SentBuffer(0)
