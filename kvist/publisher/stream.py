@@ -120,6 +120,8 @@ class Companion(Stream):
         self._kind_of: list[int] = []
         self._rule_of: list[GroupRule] = []
         self._num_kinds = 0
+        self.is_overfull = False
+        """Whether some block was not counted, for want of room, since the rank was cleared."""
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         kinds = [*dict.fromkeys(others)]
@@ -132,8 +134,10 @@ class Companion(Stream):
         num_believed = len(engine_hashes) if self._published.believes_all else self._rule_of[group].num_needed
         for name in engine_hashes[max(0, len(engine_hashes) - num_believed) :]:
             num_copies = self._counts.get((name, group), 0)
-            has_room = len(self._counts) < MAX_COUNTED
-            if name is None or not (self._published.counts_copies if num_copies else has_room):
+            if name is None or (num_copies and not self._published.counts_copies):
+                continue
+            if not num_copies and len(self._counts) >= MAX_COUNTED:
+                self.is_overfull = True
                 continue
             self._counts[name, group] = num_copies + 1
             if not num_copies:
@@ -170,6 +174,7 @@ class Companion(Stream):
     def clear(self) -> None:
         """Hold nothing, and count nothing."""
         self._counts.clear()
+        self.is_overfull = False
         self._withdraw_all()
 
     def _withdraw_all(self) -> None:
@@ -227,7 +232,9 @@ class RankStream(Stream):
     @property
     def is_expressible(self) -> bool:
         """Return whether what hits need of all groups that are followed can be told."""
-        return self._splitter is None or self._splitter.is_expressible
+        if self._splitter is None or self.companion is None:
+            return True
+        return self._splitter.is_expressible and not self.companion.is_overfull
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event, never raising: for one whose values are of wrong types the rank is cleared."""

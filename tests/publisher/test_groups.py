@@ -154,6 +154,20 @@ def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counte
         assert each.companion.num_blocks == num_held
 
 
+def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_where_it_is_reached(monkeypatch):
+    monkeypatch.setattr("kvist.publisher.stream.MAX_COUNTED", 8)
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
+    for name in range(100):
+        assert stream.is_expressible == (name <= 8)
+        for group, window in ((0, FULL), (1, 8)):
+            stream.admit(EngineStored([name], [name] * SIZE, SIZE, window=window, group=group))
+    assert len(stream.companion.counted()) == stream.companion.num_blocks == 8
+    stream.admit(EngineRemoved([0], group=1))
+    assert not stream.is_expressible
+    stream.admit(EngineCleared())
+    assert stream.is_expressible
+
+
 def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
