@@ -1,6 +1,6 @@
 """Replicas of a router over one simulated fleet: how much longer requests wait than with one router.
 
-    python benchmarks/bench_replicas.py [--requests 1500] [--seeds 10] [--jobs 1] [--json FILE]
+    python benchmarks/bench_replicas.py [--requests 1500] [--seeds 10] [--first 1] [--jobs 1] [--json FILE]
 
 Each replica has a board of its own and decides by it; summaries of what it has in flight go to the others every 10 ms,
 as `kvist route --replicas` sends them. A load balancer hands requests out at random. Where they are `silent`, none go.
@@ -43,6 +43,8 @@ NUM_WORKERS = 8
 
 class Replicas:
     """A driver that is several: each request is one's of them."""
+
+    fetch = 0, 0.0
 
     def __init__(self, number: int, *, is_told: bool, num_workers: int, block_size: int, seed: int) -> None:
         self._drivers = [PricedDriver(num_workers, block_size, seed + idx) for idx in range(number)]
@@ -117,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=1, help="seed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -126,7 +129,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs) as jobs:
         for name, load in product(TRACES, LOADS):
             one: NDArray[np.float64] | None = None
-            cells = [(name, load, *sort, seed) for sort in SORTS for seed in range(1, args.seeds + 1)]
+            cells = [(name, load, *sort, seed) for sort in SORTS for seed in range(args.first, args.first + args.seeds)]
             outcomes = np.array([*jobs.map(run, cells, [args.requests] * len(cells))])
             for (number, is_told), seeds in zip(SORTS, outcomes.reshape(len(SORTS), args.seeds, 3), strict=True):
                 one = seeds if one is None else one
