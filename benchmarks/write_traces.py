@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
@@ -45,7 +45,7 @@ def tokens(random: Random, least: int, mean: float) -> int:
     return least + int(random.expovariate(1 / mean))
 
 
-def session(name: str, shared: str, num_shared: int, turns: Iterator[tuple[float, int, int]]) -> list[Line]:
+def session(name: str, shared: str, num_shared: int, turns: Iterable[tuple[float, int, int]]) -> list[Line]:
     """Return a line for each turn: seconds since the one before, tokens that are new, and tokens of the answer."""
     num_tokens, at_s, lines = num_shared, 0.0, []
     names = [block_id(shared, idx) for idx in range(num_shared // BLOCK_SIZE)]
@@ -64,74 +64,83 @@ def session(name: str, shared: str, num_shared: int, turns: Iterator[tuple[float
 def rag(r: Random, name: str) -> list[Line]:
     document = zipf(r, 400, 0.9)
     length = full(Random(document).randrange(2000, 24_000))
-    return session(name, f"document {document}", length, iter([(0.0, tokens(r, 60, 150), tokens(r, 20, 250))]))
+    return session(name, f"document {document}", length, [(0.0, tokens(r, 60, 150), tokens(r, 20, 250))])
 
 
 def agents(r: Random, name: str) -> list[Line]:
     tools = f"tools {r.randrange(4)}"
-    turns = (
+    turns = [
         (gap_s(r, turn, 4, 6), 80 + int(r.lognormvariate(6.3, 1.1)), tokens(r, 20, 120))
         for turn in range(r.randrange(10, 50))
-    )
+    ]
     return session(name, tools, full(9000), turns)
 
 
 def tenants(r: Random, name: str) -> list[Line]:
     tenant = zipf(r, 150, 1.1)
-    turns = (
+    turns = [
         (gap_s(r, turn, 10, 40), tokens(r, 30, 120), tokens(r, 20, 200))
         for turn in range(1 + int(r.expovariate(1 / 3)))
-    )
+    ]
     return session(name, f"tenant {tenant}", full(Random(tenant).randrange(1000, 6000)), turns)
 
 
 def few_hot(r: Random, name: str) -> list[Line]:
     product = zipf(r, 3, 0.7)
-    turns = (
+    turns = [
         (gap_s(r, turn, 15, 30), tokens(r, 50, 400), tokens(r, 20, 300))
         for turn in range(1 + int(r.expovariate(1 / 1.5)))
-    )
+    ]
     return session(name, f"product {product}", 20_480, turns)
 
 
 def samples(r: Random, name: str) -> list[Line]:
     shared = f"system {r.randrange(20)}"
-    (line,) = session(name, shared, 1280, iter([(0.0, 200 + int(r.lognormvariate(8, 0.9)), tokens(r, 50, 400))]))
+    (line,) = session(name, shared, 1280, [(0.0, 200 + int(r.lognormvariate(8, 0.9)), tokens(r, 50, 400))])
     return [line | {"timestamp": 5 * idx} for idx in range(8)]
 
 
 def mixed(r: Random, name: str) -> list[Line]:
     if r.random() < 0.9:
-        turns = (
+        turns = [
             (gap_s(r, turn, 8, 30), tokens(r, 20, 80), tokens(r, 20, 200))
             for turn in range(1 + int(r.expovariate(1 / 2)))
-        )
+        ]
     else:
-        turns = (
+        turns = [
             (
                 gap_s(r, turn, 20, 40),
                 30_000 + r.randrange(30_000) if turn == 0 else tokens(r, 100, 200),
                 tokens(r, 50, 300),
             )
             for turn in range(2 + int(r.expovariate(1 / 3)))
-        )
+        ]
     return session(name, "system", 512, turns)
 
 
 def one_off(r: Random, name: str) -> list[Line]:
-    return session(name, "", 0, iter([(0.0, 70 + int(r.lognormvariate(7.5, 1.0)), tokens(r, 20, 250))]))
+    return session(name, "", 0, [(0.0, 70 + int(r.lognormvariate(7.5, 1.0)), tokens(r, 20, 250))])
 
 
 def long_pauses(r: Random, name: str) -> list[Line]:
     shared = f"system {r.randrange(6)}"
-    turns = (
+    turns = [
         (gap_s(r, turn, 60, 240), 300 + int(r.lognormvariate(7.6, 1.0)), tokens(r, 30, 350))
         for turn in range(3 + int(r.expovariate(1 / 5)))
-    )
+    ]
     return session(name, shared, 1024, turns)
 
 
-SHAPES: tuple[Shape, ...] = (rag, agents, tenants, few_hot, samples, mixed, one_off, long_pauses)
+SHAPES: dict[str, Shape] = {
+    "rag2": rag,
+    "agents": agents,
+    "tenants": tenants,
+    "fewhot": few_hot,
+    "samples": samples,
+    "mixed": mixed,
+    "oneoff": one_off,
+    "longpause": long_pauses,
+}
 
 
 def main() -> None:
@@ -141,14 +150,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for shape in SHAPES:
-        random, at_s, lines = Random(shape.__name__), 0.0, list[Line]()
+    for name, shape in SHAPES.items():
+        random, at_s, lines = Random(f"{name} 101"), 0.0, list[Line]()
         while len(lines) < 1.6 * args.requests:  # those that are cut off are the ends of sessions
             at_s += random.expovariate(1.0)
-            begun = shape(random, f"{shape.__name__} {at_s}")
+            begun = shape(random, f"{name} {at_s}")
             lines += [line | {"timestamp": line["timestamp"] + int(at_s * 1e3)} for line in begun]
         lines = sorted(lines, key=lambda line: line["timestamp"])[: args.requests]
-        (args.folder / f"{shape.__name__}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
