@@ -7,6 +7,7 @@ import asyncio
 import base64
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -21,13 +22,14 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import pytest
 import trustme
 import zmq
 from hypothesis import HealthCheck, settings
+from websockets.asyncio.client import ClientConnection, connect
 
 DEADLINE_S = 180.0  # far more than a machine with nothing else to do needs
 
@@ -192,6 +194,72 @@ def browsing() -> Callable[..., AbstractAsyncContextManager[Any]]:
             assert not [each for each in faults if "Content Security Policy" in each or "is not defined" in each]
 
     return open_page
+
+
+Firefox: TypeAlias = Callable[
+    [], AbstractAsyncContextManager[tuple[Callable[[str], Awaitable[None]], Callable[[str], Awaitable[str]]]]
+]
+
+
+@pytest.fixture
+def firefox(tmp_path: Path) -> Firefox:
+    """Return what opens a stock Firefox, to go to a page and evaluate scripts there; skip where there is none.
+
+    It fails in the end where the browser has logged an error.
+    """
+    program = shutil.which("firefox-esr") or shutil.which("firefox")
+    if program is None:
+        pytest.skip("no firefox here: apt-get install firefox-esr")
+    flags = ("--headless", "--no-remote", "--profile", str(tmp_path), "--remote-debugging-port", "0")
+
+    @asynccontextmanager
+    async def open_browser() -> AsyncIterator[Any]:
+        process = await asyncio.create_subprocess_exec(program, *flags, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(180):
+                await process.stderr.readuntil(b"BiDi listening on ")
+                line = await process.stderr.readline()
+            async with connect(f"{line.decode().strip()}/session", max_size=None) as socket:
+                bidi = BiDi(socket)
+                await bidi("session.new", capabilities={})
+                context = (await bidi("browsingContext.getTree"))["contexts"][0]["context"]
+                await bidi("session.subscribe", events=["log.entryAdded"])
+
+                async def go_to(url: str) -> None:
+                    await bidi("browsingContext.navigate", context=context, url=url, wait="complete")
+
+                async def evaluate(expression: str) -> str:
+                    target = {"context": context}
+                    told = await bidi("script.evaluate", expression=expression, target=target, awaitPromise=False)
+                    return told["result"]["value"]
+
+                yield go_to, evaluate
+                assert bidi.errors == []
+        finally:
+            process.terminate()
+            await process.wait()
+
+    return open_browser
+
+
+class BiDi:
+    """Commands of WebDriver BiDi, one at a time; what the browser logs as an error meanwhile is kept."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket, self._numbers = socket, itertools.count()
+        self.errors: list[str] = []
+
+    async def __call__(self, method: str, **params: Any) -> dict[str, Any]:
+        """Return the result of a command."""
+        number = next(self._numbers)
+        await self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
+        async with asyncio.timeout(180):
+            while (told := json.loads(await self._socket.recv())).get("id") != number:
+                if told["method"] == "log.entryAdded" and told["params"]["level"] == "error":
+                    self.errors.append(told["params"]["text"])
+        assert told["type"] == "success", told
+        return told["result"]
 
 
 @pytest.fixture

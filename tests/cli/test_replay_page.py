@@ -69,7 +69,7 @@ def page_of(*args: object) -> Iterator[str]:
 
 
 async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_it(
-    tmp_path: Path, until: Until, browsing: Any, barriers: Any
+    tmp_path: Path, until: Until, browsing: Any, barriers: Any, firefox: Any
 ) -> None:
     one, other = tmp_path / "<b>one.mcap", tmp_path / "other.mcap"
     moments = await record(one, until, SHARED, SHARED + OURS, SHARED + THEIRS, None)
@@ -105,6 +105,20 @@ async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_
             await expect(page.locator(".trees [aria-pressed=true]")).to_have_count(2)
             await expect(page.get_by_role("region", name="Prefix", exact=True)).to_contain_text(str(other))
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        async with firefox() as (go_to, evaluate):
+
+            async def shows(told: str) -> None:
+                async with asyncio.timeout(120):
+                    while told not in await evaluate("document.body.textContent"):  # noqa: ASYNC110 - it is a browser
+                        await asyncio.sleep(0.05)
+
+            await go_to(f"{url}#prefixes")
+            await shows("6 blocks of it and of what follows it")  # of the other: the first's are gone
+            await go_to(f"{url}#fleet")
+            await shows("Held6blocks")
+            await evaluate("const slider = document.querySelector('[type=range]'); String(slider.value = 0)")
+            await evaluate("String(slider.dispatchEvent(new Event('input')))")
+            await shows("Distinct0")
         async with httpx.AsyncClient() as client:
             answer = await client.get(f"{url}/events", headers={"host": "elsewhere.example"})
             assert answer.status_code == 403

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 import pytest_asyncio
-from websockets.asyncio.client import ClientConnection, connect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("browser")]
 
@@ -133,49 +128,9 @@ async def all_shown(evaluate: Callable[[str], Awaitable[str]], texts: list[str])
     return all(text in page for text in ["Live", *texts])
 
 
-async def test_firefox_shows_the_same(fleet: tuple[str, Shown], tmp_path: Path) -> None:
+async def test_firefox_shows_the_same(fleet: tuple[str, Shown], firefox: Any) -> None:
     url, shown = fleet
-    firefox = shutil.which("firefox-esr") or shutil.which("firefox")
-    if firefox is None:
-        pytest.skip("no firefox here: apt-get install firefox-esr")
-    flags = ("--headless", "--no-remote", "--profile", str(tmp_path), "--remote-debugging-port", "0")
-    process = await asyncio.create_subprocess_exec(firefox, *flags, stderr=subprocess.PIPE)
-    try:
-        devtools = await printed(process.stderr, r"BiDi listening on (ws://\S+)")
-        async with connect(f"{devtools}/session", max_size=None) as socket:
-            bidi = BiDi(socket)
-            await bidi("session.new", capabilities={})
-            context = (await bidi("browsingContext.getTree"))["contexts"][0]["context"]
-            await bidi("session.subscribe", events=["log.entryAdded"])
-
-            async def evaluate(expression: str) -> str:
-                target = {"context": context}
-                told = await bidi("script.evaluate", expression=expression, target=target, awaitPromise=False)
-                return told["result"]["value"]
-
-            for view, texts in shown.items():
-                await bidi("browsingContext.navigate", context=context, url=f"{url}#{view}", wait="complete")
-                await until(lambda texts=texts: all_shown(evaluate, texts))
-            assert bidi.errors == []
-    finally:
-        process.terminate()
-        await process.wait()
-
-
-class BiDi:
-    """Commands of WebDriver BiDi, one at a time; what the browser logs as an error meanwhile is kept."""
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self._socket, self._numbers = socket, itertools.count()
-        self.errors: list[str] = []
-
-    async def __call__(self, method: str, **params: Any) -> dict[str, Any]:
-        """Return the result of a command."""
-        number = next(self._numbers)
-        await self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        async with asyncio.timeout(DEADLINE_S):
-            while (told := json.loads(await self._socket.recv())).get("id") != number:
-                if told["method"] == "log.entryAdded" and told["params"]["level"] == "error":
-                    self.errors.append(told["params"]["text"])
-        assert told["type"] == "success", told
-        return told["result"]
+    async with firefox() as (go_to, evaluate):
+        for view, texts in shown.items():
+            await go_to(f"{url}#{view}")
+            await until(lambda texts=texts: all_shown(evaluate, texts))
