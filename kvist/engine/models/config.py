@@ -137,10 +137,11 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
 
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return one rank's model, the same for each: its share of the heads and of the MLPs' inner width.
+    """Return one rank's model, the same for each: its share of heads, of the MLPs' inner width and of the vocabulary.
 
-    It is a smaller model, whose attention and MLP outputs are summed over the ranks (Megatron-LM, arXiv:1909.08053,
-    section 3), one all-reduce each. All else is whole on each.
+    It is a smaller model, whose attention and MLP outputs, embedded tokens and logits are summed over the ranks
+    (Megatron-LM, arXiv:1909.08053, section 3), one all-reduce each. All else, such as a vocabulary of a size that
+    ranks do not divide, is whole on each.
 
     Ranks that are more than the KV heads share them: each keeps a copy of the one that its query heads read. Raises
     InvalidValueError for a model that cannot be split so.
@@ -152,6 +153,9 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if fields.get("head_dim") is None:  # else it would be the hidden size by the rank's number of heads
         fields["head_dim"] = config.layers[0].head_dim
     fields["num_attention_heads"] //= num_ranks
+    if fields["vocab_size"] % num_ranks == 0:
+        fields["vocab_size"] //= num_ranks
+        fields["pad_token_id"] = None  # it may be another rank's
     for sizes in (fields, *fields.get("per_layer_config", {}).values()):
         for name, least in (("num_key_value_heads", 1), ("intermediate_size", 0)):
             if name in sizes:

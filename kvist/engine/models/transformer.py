@@ -121,6 +121,30 @@ class RowParallelLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
+def split_vocabulary(decoder: Any, rank: int, vocab_size: int) -> None:
+    """Have a token looked up, and its logit computed, by the rank that has its row; all get the sum of what all give.
+
+    The decoder's embedding and head have this rank's rows of the vocabulary.
+    """
+    embedding, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    own_rows, own_logits, size = embedding.forward, head.forward, embedding.num_embeddings
+
+    def embed(token_ids: torch.Tensor) -> torch.Tensor:
+        rows = token_ids - rank * size
+        is_elsewhere = (rows < 0) | (rows >= size)
+        embedded: torch.Tensor = own_rows(rows.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0)
+        distributed.all_reduce(embedded)
+        return embedded
+
+    def compute_logits(x: torch.Tensor) -> torch.Tensor:
+        logits = functional.pad(own_logits(x), (rank * size, vocab_size - (rank + 1) * size))
+        if logits.numel():
+            distributed.all_reduce(logits)
+        return logits
+
+    embedding.forward, head.forward = embed, compute_logits
+
+
 def attend(
     module: Any,
     query: torch.Tensor,

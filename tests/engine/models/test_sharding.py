@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +95,18 @@ def test_ranks_together_give_the_whole_models_logits(
     ranks = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
         by_rank = list(pool.map(logits_of, ranks))
-    for logits in by_rank:
+    for rank, logits in zip(ranks, by_rank, strict=True):
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+        assert rank.decoder.get_input_embeddings().weight.shape[0] == whole.shape[1] // num_ranks
+        assert rank.decoder.get_output_embeddings().weight.shape[0] == whole.shape[1] // num_ranks
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_is_whole_on_each(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 511}))
+    assert rank_config(load_model_config(tmp_path), 2).vocab_size == 511
 
 
 def test_a_whole_model_has_no_linear_that_sums(checkpoint: Callable[[str], Path]) -> None:
