@@ -40,7 +40,7 @@ class Engine:
         loaded = load_engine(EngineConfig(model_dir=path, max_num_waiting=8), self.publisher)
         engine = await AsyncEngine(loaded.core, max_num_open=64).__aenter__()
         limits = {"block_size": 16, "max_model_len": loaded.core.limits.max_model_len, "max_total_num_tokens": 0}
-        model = ServedModel(names=("kvist-tiny",), path=str(path), **limits)
+        model = ServedModel(names=("kvist-tiny",), path=str(path), kv_cache_dtype=loaded.kv_cache_dtype, **limits)
         app = create_app(engine, ChatTokenizer.load(path), model)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
 

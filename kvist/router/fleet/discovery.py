@@ -56,7 +56,7 @@ class Source:
     """One source and what became of it; `is_complete` once it has named all of its workers."""
 
     url: SourceUrl
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
     is_complete: bool = False
     problem: str | None = None
@@ -81,7 +81,7 @@ class Discovery:
         """Follow what the configuration names from now on, and nothing else."""
         self._networks = config.allowed_event_networks
         for url in self.sources.keys() - set(config.discover):
-            self._end(self.sources.pop(url))
+            self.sources.pop(url).task.cancel()
             self._want(url, ())
         for url in config.discover:
             if url not in self.sources:
@@ -91,10 +91,6 @@ class Discovery:
     def end(self) -> None:
         """Follow nothing any more; what was wanted stays so."""
         for source in self.sources.values():
-            self._end(source)
-
-    def _end(self, source: Source) -> None:
-        if source.task is not None:
             source.task.cancel()
 
     def name_of(self, url: str) -> str:

@@ -213,17 +213,15 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
         samples = [sample for family in families for sample in family.samples]
     except (MalformedMessageError, ValueError):
         return identity
-    started_s = next((sample.value for sample in samples if sample.name == _START), None)
+    found: dict[str, Any] = {"started_s": next((each.value for each in samples if each.name == _START), None)}
     caches = [sample for sample in samples if sample.name in (_VLLM_CACHE, _SGLANG_CACHE)]
     # A data-parallel rank has a cache of its own, which all its tensor-parallel ranks tell of.
     by_rank = {each.labels.get("engine", each.labels.get("dp_rank")): _num_tokens(each) for each in caches}
-    sizes = [size for size in by_rank.values() if size is not None]
-    num_tokens = sum(sizes) if sizes else identity.num_cache_tokens
-    identity = msgspec.structs.replace(identity, num_cache_tokens=num_tokens, started_s=started_s)
+    if sizes := [size for size in by_rank.values() if size is not None]:
+        found["num_cache_tokens"] = sum(sizes)
     for labels in (cache.labels for cache in caches if cache.name == _VLLM_CACHE):
-        block = _number(labels.get("block_size", "")), labels.get("cache_dtype")
-        identity = msgspec.structs.replace(identity, cache_block=block)
-    return identity
+        found["cache_block"] = _number(labels.get("block_size", "")), labels.get("cache_dtype")
+    return msgspec.structs.replace(identity, **found)
 
 
 def _num_tokens(cache: Sample) -> int | None:

@@ -134,7 +134,8 @@ class Models:
         known = {path for path in paths.values() if path is not None}
         default = self._config.model_path or (known.pop() if len(known) == 1 else None)
         self._default = self._read_by_now(default)
-        limits = [files.tokenizer.inline_body_bytes for files in self._every_file() if files.tokenizer is not None]
+        files = (*self._files_of.values(), self._default)
+        limits = [each.tokenizer.inline_body_bytes for each in files if each.tokenizer is not None]
         self.inline_body_bytes = min(limits, default=INLINE_BODY_BYTES)
 
     def target(self, fields: Fields) -> str | None:
@@ -216,10 +217,6 @@ class Models:
             return _NONE
         load = self._loads[path]
         return load.result() if load.done() else ModelFiles(path, problem="being read")
-
-    def _every_file(self) -> Iterator[ModelFiles]:
-        yield from self._files_of.values()
-        yield self._default
 
 
 def read_files(path: str) -> ModelFiles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -39,14 +38,13 @@ class Speeds:
 
     async def __aenter__(self) -> Self:
         """Read the file, if there is one."""
-        with suppress(FileNotFoundError):
-            try:
-                saved = msgspec.json.decode(await asyncio.to_thread(self._path.read_bytes), type=list[LearntSpeed])
-                self._board.learnt_before = {WorkerRank(each.worker, each.rank): each for each in saved}
-            except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                if isinstance(error, FileNotFoundError):
-                    raise
-                _logger.warning("learnt speeds not loaded: %s path=%s", error, self._path)
+        try:
+            saved = msgspec.json.decode(await asyncio.to_thread(self._path.read_bytes), type=list[LearntSpeed])
+            self._board.learnt_before = {WorkerRank(each.worker, each.rank): each for each in saved}
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            _logger.warning("learnt speeds not loaded: %s path=%s", error, self._path)
         self._saving = asyncio.create_task(self._save_now_and_then(), name="kvist-speeds")
         return self
 
