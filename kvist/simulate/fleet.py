@@ -42,8 +42,6 @@ class Outcome:
     regret_s: float
     regret_held_s: float
     """Seconds of computing a request that such a cache would have spared, and that going where most was held would."""
-    busy: float
-    """Share of time that a worker computed, on average."""
     left: float
     """What was left to compute of what the fleet could in that time: a load by what this policy found. Of the middle
     eight tenths of requests, as caches fill at first, and sessions trickle out in the end."""
@@ -129,7 +127,6 @@ class Simulation:
         """Take a worker away: its requests begin anew elsewhere, and what it cached is gone."""
         lost, self._gone = self._workers[worker_idx], worker_idx
         self._workers[worker_idx] = self._worker(worker_idx)
-        self._workers[worker_idx].busy_s = lost.busy_s
         self.index.forget(worker_idx)
         for job in lost.jobs():
             self._driver.finished(now_s, job.request_id)
@@ -233,7 +230,6 @@ class Simulation:
             cached / max(1, shared),
             (sum(left_s) - shared_s) / len(jobs),
             (sum(left_s) - sum(held_s)) / len(jobs),
-            fmean(worker.busy_s for worker in self._workers) / (max(job.done_at_s for job in jobs) - jobs[0].at_s),
             sum(left_s[middle]) / speed(self._machines) / max(1e-9, jobs[middle][-1].at_s - jobs[middle][0].at_s),
         )
 

@@ -101,7 +101,6 @@ class Worker:
     ) -> None:
         """Begin with nothing to do and an empty cache."""
         self.next_s = inf
-        self.busy_s = 0.0
         self.gaps_s: list[tuple[float, int]] = []
         """How long steps took, and how many tokens came of them that were not the first of an answer."""
         self._idx, self._block_size, self._machine, self._pools = idx, block_size, machine, pools
@@ -140,7 +139,6 @@ class Worker:
         num_steps, self._num_steps = self._num_steps, 0
         self._steps_done += num_steps
         self._context_tokens += num_steps * len(self._decoding)
-        self.busy_s += num_steps * self._step_s
         if self._decoding:
             self.gaps_s.append((self._step_s, num_steps * len(self._decoding)))
         self._report(now_s)
