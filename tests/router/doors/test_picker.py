@@ -21,6 +21,7 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import Proces
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as services
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvist.cli._envoy import envoy_config, find_envoy
 from kvist.router import RouterConfig
@@ -190,6 +191,10 @@ async def test_health_follows_the_workers(worker) -> None:
             ("envoy.service.ext_proc.v3.ExternalProcessor", statuses.NOT_SERVING),
         ):
             assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == status
+        asked = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await asked.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {each.name for each in (await asked.read()).list_services_response.service}
+        assert listed > {service, "grpc.health.v1.Health"}
 
 
 async def test_a_body_may_be_as_long_as_is_said_and_no_longer(worker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from word_models import WORDS, model_dir
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.models import locate
+from kvist.router.fleet import models
+from kvist.router.fleet.models import locate, read_files
 
 TEXT = " ".join(WORDS[:80])
 
@@ -76,6 +78,24 @@ async def test_models_side_by_side_are_each_matched_by_their_own_tokens_and_bloc
             await each.__aexit__()
     for each in engines.values():
         each.publisher.close()
+
+
+async def test_a_tokeniser_is_read_once_and_requests_do_not_wait_for_it(worker, router, tmp_path: Path, monkeypatch):
+    path, read, go_on = model_dir(tmp_path / "a", 0), list[str](), threading.Event()
+
+    def read_late(path: str) -> models.ModelFiles:
+        read.append(path)
+        go_on.wait(60)
+        return read_files(path)
+
+    monkeypatch.setattr(models, "read_files", read_late)
+    pair = [worker(models=named("a", root=path)) for _ in range(2)]
+    async with pair[0], pair[1], router(*(each.url for each in pair)) as front:
+        assert (await ask(front, "a")).status_code == 200
+        assert (await front.client.get("/readiness")).json()["models"]["a"]["problem"] == "being read"
+        go_on.set()
+        await until_read(front, "a")
+        assert read == [path]
 
 
 async def test_a_request_names_a_model_that_is_served_where_there_are_several(worker, router) -> None:
