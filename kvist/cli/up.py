@@ -53,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
     add("--disaggregated", action="store_true", help="the first worker computes prompts, the others go on")
-    text = "with --disaggregated, the workers' flag of this name (default: 0, off)"
-    add("--kv-transfer-bounce-mib", type=int, default=0, metavar="N", help=text)
     add("--envoy", action="store_true", help="Envoy and an endpoint picker at this port, beside a router at a free one")
     add("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
@@ -74,9 +72,6 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError("--workers", args.workers, "at least 1")
     if args.disaggregated and args.workers < 2:
         raise InvalidValueError("--workers", args.workers, "at least 2 with --disaggregated")
-    if args.kv_transfer_bounce_mib < 0 or (args.kv_transfer_bounce_mib and not args.disaggregated):
-        expected = "at least 0 MiB, and 0 without --disaggregated"
-        raise InvalidValueError("--kv-transfer-bounce-mib", args.kv_transfer_bounce_mib, expected)
     if args.envoy and (args.disaggregated or args.record_requests is not None):
         raise InvalidValueError("--envoy", True, "no --disaggregated or --record-requests, which are the router's")
     if args.no_demo and (args.exit or args.json):
@@ -141,7 +136,6 @@ def _serve(args: argparse.Namespace, index: int) -> list[str]:
     role = []
     if args.disaggregated:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
-        role += ["--kv-transfer-bounce-mib", str(args.kv_transfer_bounce_mib)]
     name = [] if args.model else ["--served-model-name", _MODEL_NAME]
     return ["serve", "--model", _model(args), "--port", "0", "--threads", "1", *name, *role, *_tracing(args)]
 

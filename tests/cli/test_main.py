@@ -57,8 +57,8 @@ def test_a_wrong_value_ends_with_code_2_and_names_flag_value_and_expectation(
 ) -> None:
     assert main(["up", "--workers", "0"]) == 2
     assert capsys.readouterr().err == "kvist up: error: --workers: got 0, expected at least 1\n"
-    assert main(["up", "--kv-transfer-bounce-mib", "32"]) == 2
-    assert "--kv-transfer-bounce-mib: got 32, expected at least 0 MiB, and 0 without" in capsys.readouterr().err
+    assert main(["up", "--disaggregated", "--workers", "1"]) == 2
+    assert "--workers: got 1, expected at least 2 with --disaggregated" in capsys.readouterr().err
 
 
 WITHOUT = """

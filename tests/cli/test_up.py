@@ -78,7 +78,7 @@ def test_what_only_the_router_does_is_refused_beside_envoy(more: list[str], caps
 
 @pytest.mark.xdist_group("whole system")
 def test_one_worker_computes_the_demos_prompts_and_another_answers() -> None:
-    command = [*UP, "--disaggregated", "--kv-transfer-bounce-mib", "32", "--exit", "--json"]
+    command = [*UP, "--disaggregated", "--exit", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])

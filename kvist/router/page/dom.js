@@ -44,9 +44,7 @@ export const tile = (name, value, note) =>
 export const facts = (values) =>
   h("dl", { class: "facts" }, Object.entries(values).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 
-export function field(label, input, visible = false) {
-  return h("label", {}, h("span", { class: visible ? "" : "unseen" }, label), input);
-}
+export const field = (label, input) => h("label", {}, h("span", { class: "unseen" }, label), input);
 
 // A bar of parts, each [name, seconds], as long as their sum is of `whole`; numbers stand beside it in the table.
 export function bar(parts, whole) {
