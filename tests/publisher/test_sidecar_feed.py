@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvist.events import Cleared, EngineRemoved
+from kvist.events import FULL, Cleared, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
+from kvist.events.types import MAX_RANKS
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.publisher.sidecar import SidecarFeed
 from kvist.publisher.state import SidecarState, pack, unpack
@@ -458,6 +459,17 @@ def test_what_a_publisher_learns_of_its_completeness_it_tells_at_once(publicatio
     for is_complete in (False, True):
         publisher.between_events(lambda streams, is_complete=is_complete: streams[0].set_complete(is_complete))
         until_true(lambda wanted=is_complete: publication.heartbeats()[-1].events[0].is_complete is wanted)
+    publisher.close()
+
+
+def test_that_a_ranks_groups_cannot_be_followed_exactly_is_told_at_once(publication, until_true):
+    limits = PublisherLimits(coalesce_s=0, heartbeat_s=1000.0)
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, limits=limits, has_all_groups=True)
+    publisher.report(EngineStored([1], tokens_of(1), 4, window=FULL, group=0))
+    for size, is_exact in ((4, True), (2, False)):
+        publisher.report(EngineStored([size], tokens_of(1)[:size], size, window=8, group=1))
+        told = lambda: [each.events[0] for each in publication.heartbeats() if each.rank == MAX_RANKS][-1]  # noqa: E731
+        until_true(lambda told=told, is_exact=is_exact: told().rules and told().is_complete is is_exact)
     publisher.close()
 
 
