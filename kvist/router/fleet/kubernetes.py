@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -96,9 +96,6 @@ class _GoneError(Exception):
     """The API has forgotten the version that was asked for."""
 
 
-_Client: TypeAlias = httpx2.AsyncClient
-
-
 class Watched:
     """The objects of one path of the API, kept up to date while `follow` runs; None until they were listed."""
 
@@ -107,7 +104,7 @@ class Watched:
         self.objects: dict[str, _Object] | None = None
         self._version: str | None = None
 
-    async def follow(self, client: _Client, tell: Callable[[], None]) -> NoReturn:
+    async def follow(self, client: httpx2.AsyncClient, tell: Callable[[], None]) -> NoReturn:
         """Tell whenever there are others, or they are not as they were; raises SourceError."""
         try:
             while True:
@@ -129,7 +126,7 @@ class Watched:
             self._version = None  # what was skipped would be lacking
             raise SourceError(f"{self.path}: {error}") from None
 
-    async def _list(self, client: _Client) -> None:
+    async def _list(self, client: httpx2.AsyncClient) -> None:
         objects: dict[str, _Object] = {}
         params = self._selectors | {"limit": str(PAGE_SIZE)}
         while True:
@@ -142,7 +139,7 @@ class Watched:
             params["continue"] = page.metadata.continue_
         self.objects, self._version = objects, page.metadata.resource_version
 
-    async def _watch(self, client: _Client, tell: Callable[[], None]) -> None:
+    async def _watch(self, client: httpx2.AsyncClient, tell: Callable[[], None]) -> None:
         assert self.objects is not None
         assert self._version is not None
         params = self._selectors | {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": self._version}
@@ -191,7 +188,7 @@ class KubernetesSource:
             if self._members.objects is not None and (self._pool is None or self._pool.objects is not None):
                 tell(self._workers(self._members.objects))
 
-        async with await _connect() as client:
+        async with await asyncio.to_thread(_make_client) as client:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for each in filter(None, (self._members, self._pool)):
@@ -261,7 +258,7 @@ class Objectives:
         while True:
             for place in self._places:
                 try:
-                    async with await _connect() as client:
+                    async with await asyncio.to_thread(_make_client) as client:
                         await place.follow(client, lambda: None)
                 except (SourceError, OSError) as error:
                     if problems.get(place) != str(error):
@@ -277,12 +274,8 @@ class Objectives:
         return 0
 
 
-async def _connect() -> _Client:
+def _make_client() -> httpx2.AsyncClient:
     """Return a client of the cluster that this runs in or, elsewhere, of the one that kubectl would ask."""
-    return await asyncio.to_thread(_configured)
-
-
-def _configured() -> _Client:
     try:
         config = KubeConfig.from_env().get()
         assert config is not None  # it raises where there is none
