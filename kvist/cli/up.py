@@ -176,15 +176,6 @@ async def _demo(
     return 0 if completed == facts["requests"] + facts["baseline_requests"] else 1
 
 
-class ProcessStartError(KvistError):
-    """A child ended, or stayed silent, before it was ready; its own words are on stderr above."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.reason = reason
-
-
 @dataclass(frozen=True, slots=True)
 class Child:
     """A command that is ready: the URL it serves, and the process behind it."""
@@ -206,27 +197,23 @@ class ProcessGroup:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await asyncio.gather(*(process.wait() for process in self._processes))
-        except TimeoutError:
+        for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
             for process in self._processes:
                 with suppress(ProcessLookupError):
-                    process.kill()
-            await asyncio.gather(*(process.wait() for process in self._processes))
+                    end(process)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await asyncio.gather(*(process.wait() for process in self._processes))
         await asyncio.gather(*self._drains)
         self._files.cleanup()
 
     async def start(self, name: str, *arguments: str) -> Child:
-        """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises ProcessStartError."""
+        """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises KvistError."""
         process = await self._spawn(sys.executable, "-m", "kvist", "--log-level", "warning", *arguments)
         return await self._until_ready(name, process, _printed_url(process))
 
     async def start_envoy(self, host: str, port: int, picker_url: str, workers: list[str]) -> Child:
-        """Start Envoy and wait until it passes requests on; raises ProcessStartError, or InvalidValueError."""
+        """Start Envoy and wait until it passes requests on; raises KvistError."""
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
         path = Path(self._files.name) / "envoy.json"
@@ -252,9 +239,9 @@ class ProcessGroup:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 url = await asked
         except TimeoutError:
-            raise ProcessStartError(name, f"not ready after {_START_TIMEOUT_S:g} s") from None
+            raise KvistError(f"{name}: not ready after {_START_TIMEOUT_S:g} s") from None
         if url is None:
-            raise ProcessStartError(name, f"ended with exit code {await process.wait()} before it was ready")
+            raise KvistError(f"{name}: ended with exit code {await process.wait()} before it was ready")
         assert process.stdout is not None
         self._drains.append(asyncio.create_task(process.stdout.read(), name=f"drain {name}"))
         return Child(name, url, process)
