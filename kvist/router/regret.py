@@ -84,7 +84,7 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     in_flight: int = 0
     """How much of `routed` was still being computed."""
     under_way: int = 0
-    """The most that any rank held or was computing."""
+    """The most that any rank which could be chosen held or was computing."""
     reported: int | None = None
     """None where the engine does not say."""
     is_read: bool = True

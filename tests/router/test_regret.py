@@ -179,6 +179,31 @@ async def test_a_router_says_where_hits_went(worker, router, http_bytes) -> None
         assert "window: got 'soon', expected a time of up to an hour" in wrong.json()["error"]["message"]
 
 
+async def test_what_another_worker_was_just_computing_is_told_apart(worker, router, http_bytes, until) -> None:
+    tokens, asked, may_answer = list(range(1000, 1000 + 64 * 16 + 1)), [], asyncio.Event()
+
+    async def answer(_: Any, writer: asyncio.StreamWriter) -> None:
+        asked.append(tokens)
+        if len(asked) == 1:
+            await may_answer.wait()
+        writer.write(http_bytes.response(http_bytes.completion(prompt_tokens=len(tokens))))
+
+    async with worker(answer=answer) as a, worker(answer=answer) as b, router(a.url, b.url, block_size=16) as front:
+        first = asyncio.create_task(front.complete(tokens, stream=True))
+        await until(lambda: asked)
+
+        async def is_late() -> bool:  # so much that the other worker would compute it, too
+            holder = a if a.completions else b
+            return bool((await front.explain(tokens))["worker"] != holder.url)
+
+        await front.until(is_late)
+        await front.complete(tokens)
+        told = (await front.client.get("/regret")).json()["total"]
+        assert told["lost"] == {Cause.IN_FLIGHT: 64 * 16}
+        may_answer.set()
+        await first
+
+
 async def test_salts_are_told_apart_from_what_was_never_asked(worker, router) -> None:
     tokens = list(range(5000, 5000 + 640 * 16 + 1))
     async with worker() as one, router(one.url, block_size=16) as front:
