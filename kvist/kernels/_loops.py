@@ -63,15 +63,17 @@ def _write(key, value, cache, slot_mapping, page_stride, block_size):
     return True
 
 
-@_compiled(*[(types.float32[:, ::1], types.float32[::1], types.float64, types.float32[:, ::1])])
+@_compiled((types.float32[::1], types.float32[::1], types.float64, types.float32[::1]))
 def _rms_norm(x, scale, eps, out):
-    for row in range(len(x)):
+    size = len(scale)
+    for start in range(0, len(x), size):
+        row, normed = x[start : start + size], out[start : start + size]
         squares = np.float32(0)
-        for value in x[row]:
+        for value in row:
             squares += value * value
-        factor = np.float32(1 / math.sqrt(squares / x.shape[1] + eps))
-        for dim in range(x.shape[1]):
-            out[row, dim] = x[row, dim] * factor * scale[dim]
+        factor = np.float32(1 / math.sqrt(squares / size + eps))
+        for dim in range(size):
+            normed[dim] = row[dim] * factor * scale[dim]
 
 
 @_compiled(
@@ -138,10 +140,9 @@ def _attend(
 
 def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     """`torch.nn.functional.rms_norm` over the last dimension, computed in float32."""
-    rows = x.float().contiguous()
-    out = torch.empty_like(rows)
-    _rms_norm(_array(rows.view(-1, len(scale))), _array(scale), eps, _array(out.view(-1, len(scale))))
-    return out.type_as(x)
+    out = torch.empty(x.shape)
+    _rms_norm(x.float().contiguous().numpy().ravel(), scale.numpy(), eps, out.numpy().ravel())
+    return out.to(x.dtype)
 
 
 def write_rows(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -171,12 +172,19 @@ def attend_last(
         _array(block_tables),
         _array(torch.zeros_like(seq_lens) if offsets is None else offsets),
         _array(seq_lens),
-        _array(torch.full((num_heads,), -torch.inf) if sinks is None else sinks),
+        np.full(num_heads, -np.inf, np.float32) if sinks is None else _array(sinks),
         out.numpy(),
     )
-    longest = 2**31 if window is None else window
-    sizes = num_kv_heads, block_size, kv_cache.stride(0), longest, options["scale"], options.get("soft_cap") or 0.0
-    work = 2 * num_heads * head_dim * int(inputs[4].clip(max=longest).sum())
+    longest = block_tables.shape[1] * block_size
+    sizes = (
+        num_kv_heads,
+        block_size,
+        kv_cache.stride(0),
+        window or 2**31,
+        options["scale"],
+        options.get("soft_cap") or 0.0,
+    )
+    work = 2 * batch * num_heads * head_dim * min(longest, window or longest)
     num_parts = max(1, min(torch.get_num_threads(), work // _MIN_WORK))
     bounds = [batch * num_kv_heads * part // num_parts for part in range(num_parts + 1)]
     run = map if num_parts == 1 else _threads(num_parts).map
@@ -191,8 +199,7 @@ def _threads(num: int) -> ThreadPoolExecutor:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.contiguous()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
 
 
 def _flat(kv_cache: torch.Tensor) -> np.ndarray[Any, Any]:
