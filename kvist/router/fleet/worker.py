@@ -105,6 +105,8 @@ class Capacity:
         num_more, self._num_running = report.num_running - self._num_running, report.num_running
         self._peak_running = max(report.num_running, self._peak_running * _PEAK_KEPT)
         peak, num_just_ended, self._num_ended = int(self._peak_running), num_ended - self._num_ended, num_ended
+        if num_more == peak == report.num_running:  # it has just begun: nobody knows yet how fast requests end
+            return
         # A batch that grows takes as many from the worker's queue until the next report.
         reserve = max(MIN_RESERVE, peak // RESERVE_SHARE, num_just_ended // RESERVES_A_SECOND, num_more)
         excess = report.num_running + report.num_waiting - peak - reserve
