@@ -51,10 +51,10 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     for name, tensor in (("key", key), ("value", value)):
         check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), DTYPES, kv_cache)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), kv_cache)
-    if loops := loops_for(kv_cache):
-        loops.write_rows(key, value, kv_cache, slot_mapping)
-    elif not is_launched(kv_cache):
-        write_kv_reference(key, value, kv_cache, slot_mapping)
+    if not is_launched(kv_cache):
+        loops = loops_for(kv_cache)
+        write = write_kv_reference if loops is None else loops.write_rows
+        write(key, value, kv_cache, slot_mapping)
     elif num_tokens:
         mantissa = mantissa_bits(kv_cache.dtype)
         if IS_INTERPRETED:  # It knows no bfloat16, and truncates where the device rounds.
