@@ -1,4 +1,4 @@
-"""Outputs that follow a JSON schema, a regular expression, a choice or a grammar, by `llguidance`.
+"""Outputs that follow a JSON schema, a regular expression, a choice, a grammar or structural tags, by `llguidance`.
 
 They are asked for by `structured_outputs`, as vLLM spells it, by its `guided_*` of before, and by OpenAI's
 `response_format`.
@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.engine.logits import Constraint
+from kvist.engine.server.structural_tags import structural_tag_grammar
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import ChatTokenizer
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-Kind = Literal["json_schema", "regex", "choice", "grammar"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 _KINDS: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """What `structured_outputs` may have, and `guided_*`, as llguidance calls it."""
 
@@ -55,6 +56,8 @@ def _asked(fields: Fields) -> Iterator[Grammar]:
             yield _grammar(field, "json_schema", _ANY_OBJECT, is_compact)
         elif name in _KINDS and value is not None:
             yield _grammar(field, _KINDS[name], value, is_compact)
+        elif name == "structural_tag" and value is not None:
+            yield _grammar(field, "structural_tag", value)
         elif value:
             raise RequestError(400, f"{field}: got {value!r:.100}, expected it left out", param=field)
     for name, kind in _KINDS.items():
@@ -70,8 +73,11 @@ def _asked(fields: Fields) -> Iterator[Grammar]:
             yield _grammar(
                 "response_format.json_schema.schema", "json_schema", _object(wanted, "json_schema").get("schema")
             )
+        case "structural_tag":
+            yield _grammar("response_format", "structural_tag", wanted)
         case kind:
-            message = f"response_format: got type {kind!r:.100}, expected text, json_object or json_schema"
+            expected = "text, json_object, json_schema or structural_tag"
+            message = f"response_format: got type {kind!r:.100}, expected {expected}"
             raise RequestError(400, message, param="response_format")
 
 
@@ -85,9 +91,9 @@ def _object(fields: Fields, name: str) -> Fields:
 
 
 def _grammar(field: str, kind: Kind, value: Any, is_compact: bool = False) -> Grammar:
-    expected = {"json_schema": dict | str, "choice": list}.get(kind, str)
+    expected = {"json_schema": dict | str, "choice": list, "structural_tag": dict | str}.get(kind, str)
     if not isinstance(value, expected) or not value:
-        names = {"json_schema": "a JSON schema", "choice": "a list of texts"}
+        names = {"json_schema": "a JSON schema", "choice": "a list of texts", "structural_tag": "a structural tag"}
         raise RequestError(400, f"{field}: got {value!r:.100}, expected {names.get(kind, 'text')}", param=field)
     return Grammar(field, kind, value if isinstance(value, str) else msgspec.json.encode(value).decode(), is_compact)
 
@@ -122,6 +128,8 @@ class GrammarCompiler:
         try:
             if grammar.is_compact and grammar.kind == "json_schema":
                 text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_flexible": False})
+            elif grammar.kind == "structural_tag":
+                text = structural_tag_grammar(grammar.text, self._special_tokens())
             else:
                 text = llguidance.grammar_from(grammar.kind, grammar.text)
             matcher = llguidance.LLMatcher(self._vocabulary, text)
@@ -132,6 +140,12 @@ class GrammarCompiler:
         if reason:
             raise RequestError(400, f"{grammar.field}: got {grammar.text:.100}, {reason:.300}", param=grammar.field)
         return TokenMatcher(matcher, self._vocab_size)
+
+    def _special_tokens(self) -> dict[str, int]:
+        """Return those tokens that no text is made of, by how they are spelt."""
+        tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token
+        found = ((text, tokenize(text, parse_special=True)) for text in self._tokenizer.added_tokens)
+        return {text: token_ids[0] for text, token_ids in found if len(token_ids) == 1 and is_special(token_ids[0])}
 
 
 class TokenMatcher(Constraint):
