@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: up test check test-gpu bench-gpu engines dashboard clean
 .DELETE_ON_ERROR:
 
-up: $(VENV)/.installed
+up: $(VENV)/bin/kvist
 	$(BIN)/kvist up $(ARGS)
 
 # The index is compiled first, and kept: every process that the tests start side by side would else compile it, too.
@@ -40,13 +40,21 @@ engines: $(VENV)/.installed
 dashboard: $(VENV)/.installed
 	$(BIN)/python deploy/grafana/make.py
 
-# torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another. So does
-# xds-protos: it brings an older copy of OpenTelemetry's protocol, which has to be the one that is written over.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# What `make up` takes. torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for
+# another. Python compiles what it imports when it does, which is a small part of what is installed. setuptools would warn
+# of a folder that is named like the package.
+PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+$(VENV)/bin/kvist: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy xds-protos
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP_INSTALL) torch numpy
+	$(PIP_INSTALL) --editable '.[engine]'
+	touch $@
+
+# xds-protos brings an older copy of OpenTelemetry's protocol, which has to be the one that is written over.
+$(VENV)/.installed: $(VENV)/bin/kvist
+	$(PIP_INSTALL) xds-protos
+	$(PIP_INSTALL) --editable '.[dev]'
 	touch $@
 
 clean:
