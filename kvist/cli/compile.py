@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from importlib import import_module
+from importlib.util import find_spec
 
 from kvist.errors import KvistError
 
-HELP = "compile the index before its first start, as when an image is built"
+HELP = "compile the index, and the engine's loops, before their first start, as when an image is built"
 
 
 class NoCacheError(KvistError):
@@ -24,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:  # noqa: ARG001
-    """Print where it is, how much and how long it took; exit code 1 where it cannot be kept."""
+    """Print where the index's is, how much and how long it took; exit code 1 where it cannot be kept."""
     from kvist.indexer.compilation import fill
 
     started_s = time.monotonic()
     filled = fill()
     if filled is None:
         raise NoCacheError("no directory for machine code can be written: set NUMBA_CACHE_DIR to one")
+    if find_spec("torch") is not None:
+        import_module("kvist.kernels._loops")  # which Numba caches by itself
     seconds, megabytes = time.monotonic() - started_s, filled.size_bytes / 1e6
     print(f"kvist compile: {filled.num_files} files, {megabytes:.1f} MB in {filled.directory} after {seconds:.1f} s")
     return 0

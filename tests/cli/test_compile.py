@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +14,14 @@ from kvist.cli import main
 from kvist.indexer import compilation
 
 
-def test_it_says_where_the_machine_code_lies_and_how_much_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_where_the_machine_code_lies_and_how_much_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvist.kernels._loops", raising=False)
     assert main(["compile"]) == 0
+    if find_spec("torch") is not None:
+        cached = Path(sys.modules["kvist.kernels._loops"]._attend.stats.cache_path).glob("_loops._attend-*.nbc")
+        assert len(list(cached)) >= 2, "of each type of numbers"
     line = r"kvist compile: [1-9]\d* files, \d+\.\d MB in /.*/kvist after \d+\.\d s\n"
     assert re.fullmatch(line, capsys.readouterr().out)
 
