@@ -25,12 +25,20 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What needs a CUDA device: kernels, captured decode steps, transfers out of its memory.
-test-gpu: $(VENV)/.installed
+# What needs a CUDA device: kernels, captured decode steps, transfers out of its memory. With `VENV=` nothing is installed:
+# $(PYTHON) needs torch, Triton, NumPy, pytest, msgspec and xxhash of its own, and runs what these are enough for.
+BARE_PYTEST := $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu
+test-gpu bench-gpu: export PYTHONPATH := $(if $(VENV),,$(CURDIR):)$(CURDIR)/benchmarks
+test-gpu: $(VENV:%=%/.installed)
+ifneq ($(VENV),)
 	$(BIN)/pytest -m gpu -n 0 $(ARGS)
+else
+	$(BARE_PYTEST) --confcutdir tests/kernels tests/kernels $(ARGS)
+	$(BARE_PYTEST) --noconftest tests/transfer/test_gpu.py $(ARGS)
+endif
 
-bench-gpu: $(VENV)/.installed
-	$(BIN)/python benchmarks/bench_paged_attention.py $(ARGS)
+bench-gpu: $(VENV:%=%/.installed)
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) benchmarks/bench_paged_attention.py $(ARGS)
 
 # What benchmarks/verify_engines.py drives, and a few tests: the Python files of real engines. They are fetched once.
 engines: $(VENV)/.installed

@@ -211,7 +211,7 @@ def _is_faster_in_bfloat16(model: ModelConfig) -> bool:
     Of 512 x 2,048, products for 1 and 8 rows take 0.95 and 0.7 of their time in float32, of 1,024 x 3,072 0.95 and 0.6,
     of 2,048 x 8,192 0.75 and 0.3; of 192 x 512 6 and 2.5 (one core with AMX, torch 2.13, 2026-11).
     """
-    has_products = torch.cpu._is_avx512_bf16_supported()
+    has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return has_products and model.text.dtype is torch.bfloat16 and model.text.hidden_size >= 512
 
 
