@@ -34,7 +34,7 @@ import torch
 from _common import report, table
 
 from kvist.errors import MissingExtraError
-from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, Write, finish
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 
@@ -43,7 +43,6 @@ SIZES = tuple(1 << bits for bits in range(10, 19))
 # Of a block of 32 layers, keys and values, each sender has the half of the heads: 4 * 16 * 128 numbers of 2 bytes.
 HEADS_PIECES, HEADS_BYTES = 32 * 2, 4 * 16 * 128 * 2
 WAYS = ("fragments", "again", "bounced", "gather", "write", "scatter")
-_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +158,11 @@ def serve(kind: str, rank: int) -> None:
         end.copier.gather(fragments[:, 0], fragments[:, 2], end.memory[0][:size_bytes])
 
     def write() -> None:
-        waited(end.agent.write(peer, [(end.memory[0].data_ptr(), base, int(fragments[:, 2].sum()))]))
+        move(end.agent.write(peer, [(end.memory[0].data_ptr(), base, int(fragments[:, 2].sum()))]))
 
     ways = {
-        "fragments": lambda: waited(end.agent.write(peer, fragments)),
-        "bounced": lambda: waited(end.bounce.send(peer, fragments, base)),
+        "fragments": lambda: move(end.agent.write(peer, fragments)),
+        "bounced": lambda: move(end.bounce.send(peer, fragments, base)),
         "gather": gather,
         "write": write,
     }
@@ -207,10 +206,10 @@ class Sender:
         return dict(json.loads(line))
 
 
-def waited(transfer: Any) -> None:
-    """Wait until a write or a send has ended well."""
-    if transfer is None or transfer.exception(_TIMEOUT_S) is not None:
-        raise SystemExit(f"a write has failed: {transfer}")
+def move(write: Write | None) -> None:
+    """Move a write or a send on to its end; raises WriteFailedError."""
+    assert write is not None
+    finish(write)
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -240,11 +239,11 @@ class Receiver:
             self._senders.append(Sender(self._kind, len(self._senders)))
             metadata = base64.b64encode(self.end.agent.metadata()).decode()
             self._senders[-1].say(metadata=metadata, pool=self.end.base)
-        lease = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments * shape.num_writers)
-        assert lease is not None
-        self.lease, self._parts = lease, []
+        room = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments * shape.num_writers)
+        assert room is not None
+        self.room, self._parts = room, []
         for rank, sender in enumerate(self._senders[: shape.num_writers]):
-            base = lease.address + rank * shape.size_bytes * shape.num_fragments
+            base = room + rank * shape.size_bytes * shape.num_fragments
             sender.say(shape=asdict(shape), seed=seed, base=base)
             targets = self.end.base + shape.offsets(rank, seed)[1]
             self._parts.append((base, np.stack([targets, np.full_like(targets, shape.size_bytes)], axis=1)))
@@ -254,8 +253,8 @@ class Receiver:
         """Return the seconds of one way, or of one step of a bounce."""
         if way == "scatter":
             targets, sizes = np.concatenate([pieces for _, pieces in self._parts]).T
-            room = self.end.memory[1][self.lease.offset :][: self._shape.total_bytes]
-            return timed(lambda: self.end.copier.scatter(targets, sizes, room))
+            piece = self.end.memory[1][self.room - self.end.memory[1].data_ptr() :][: self._shape.total_bytes]
+            return timed(lambda: self.end.copier.scatter(targets, sizes, piece))
         began = perf_counter()
         for sender in self._senders[: self._shape.num_writers]:
             sender.say(way="fragments" if way == "again" else way)
@@ -263,7 +262,7 @@ class Receiver:
         if way in ("gather", "write"):
             return alone_s
         if way == "bounced":
-            self.end.bounce.scatter(self._parts).result(_TIMEOUT_S)
+            self.end.bounce.scatter(self._parts)
         return perf_counter() - began
 
 
@@ -277,7 +276,7 @@ def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case
             taken = receiver.move(way)
             if turn:
                 seconds[way].append(taken)
-        receiver.end.bounce.release(receiver.lease)
+        receiver.end.bounce.release(receiver.room)
     return Case(kind, shape, seconds, is_chosen=shape.size_bytes <= Bounce.max_fragment_bytes)
 
 

@@ -72,7 +72,7 @@ class RankTransfers:
 
     def close(self) -> None:
         """Give the agent back, which nobody else does as long as no transfers are open."""
-        self._agent.close(_CLOSE_S)
+        self._agent.close()
 
     @contextmanager
     def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:

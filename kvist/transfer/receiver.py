@@ -1,13 +1,13 @@
 """A rank's half that receives: asks each rank that holds a prompt for its part, and says when all of it is there.
 
-    asked ──► scattering ──► complete      scattering only where a write was bounced
-      │           │
-      └───────────┴──► quarantined ──► released
+    asked ──► complete
+      │
+      └──► quarantined ──► released
 
 A fetch ends once: complete only when every sender has reported success and what was bounced lies in its blocks, failed
 at the first failure. One that fails says so at once, and is quarantined: its *memory* may still be written to, and must
 not be used again until it is released. Time alone never releases it: every sender has to report, or be known to be
-dead, and no scatter may run. No clock is in here.
+dead. No clock is in here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
-from kvist.transfer.bounce import Bounce, Lease
+from kvist.transfer.bounce import Bounce, CopyError
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
@@ -159,7 +159,7 @@ def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
 class _Transfer:
     """A fetch under way: `unreported` ranks may be writing, `bounced` ones have filled their room.
 
-    `rooms` is where each rank may put all of its part, None for who must not.
+    `rooms` is where in the `room` each rank may put all of its part, None for who must not.
     """
 
     transfer_id: int
@@ -167,14 +167,13 @@ class _Transfer:
     senders: list[SenderConnection]
     block_ids_per_group: commands.BlockLists
     num_bytes: int
-    lease: Lease | None
+    room: int | None
     rooms: list[messages.Extent | None]
     unreported: set[int]
     began_s: float
     deadline_s: float
     arrived_s: float | None = None
     bounced: list[int] = field(default_factory=list)
-    scattering: Future[None] | None = None
     first_token_id: int | None = None
     has_failed: bool = False
 
@@ -216,10 +215,6 @@ class Receiver:
         transfers = list(self._transfers.values())  # at once: others come and go meanwhile
         return sum(each.num_bytes for each in transfers if each.has_failed)
 
-    @property
-    def has_scatters(self) -> bool:
-        return any(each.scattering is not None for each in self._transfers.values())
-
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
         """Ask every rank that holds the prompt; what comes of it is reported."""
         memory, ranks = self._memory, range(len(fetch.endpoints))
@@ -234,10 +229,10 @@ class Receiver:
             self._report(commands.FetchReleased(fetch.request_id))
             return
         num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-        lease = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces)
+        room = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces)
         rooms: list[messages.Extent | None] = [None for _ in ranks]
-        if lease is not None:
-            ends = itertools.accumulate((share.num_bytes for share in shares), initial=lease.address)
+        if room is not None:
+            ends = itertools.accumulate((share.num_bytes for share in shares), initial=room)
             rooms = [
                 messages.Extent(at, share.num_bytes) if share.num_bytes else None
                 for at, share in zip(ends, shares, strict=False)
@@ -248,7 +243,7 @@ class Receiver:
             senders,
             block_ids,
             num_bytes,
-            lease,
+            room,
             rooms,
             unreported=set(ranks),
             began_s=now_s,
@@ -287,16 +282,6 @@ class Receiver:
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
             if has_lost:  # what it said before counts
                 self.tick(now_s)
-
-    def poll_scatters(self, now_s: float) -> None:
-        """Go on with the transfers whose bytes have come out of the bounce region."""
-        for transfer in list(self._transfers.values()):
-            if transfer.scattering is not None and transfer.scattering.done():
-                error, transfer.scattering = transfer.scattering.exception(), None
-                if error is not None:
-                    self._fail(transfer, f"scatter: {error}", now_s)
-                else:
-                    self._go_on(transfer, now_s)
 
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
@@ -363,8 +348,8 @@ class Receiver:
         """Fail a transfer, once; what is under way for it is waited for."""
         if not transfer.has_failed:
             transfer.has_failed = True
-            if self._bounce is not None and transfer.lease is not None:
-                self._bounce.quarantine(transfer.lease)
+            if self._bounce is not None and transfer.room is not None:
+                self._bounce.quarantine(transfer.room)
             self.observer(transfer.times(now_s, reason))
             self._report(commands.FetchFailed(transfer.fetch.request_id, reason))
             self._send_cancels(transfer, now_s)
@@ -378,16 +363,19 @@ class Receiver:
 
     def _go_on(self, transfer: _Transfer, now_s: float) -> None:
         """Scatter what was bounced when nobody writes any more, or end."""
-        if transfer.unreported or transfer.scattering is not None:
+        if transfer.unreported:
             return
         if transfer.bounced and not transfer.has_failed:
             transfer.arrived_s = now_s
-            transfer.scattering = self._scatter(transfer)
-            return
+            try:
+                now_s += self._scatter(transfer)
+            except CopyError as error:
+                self._fail(transfer, str(error), now_s)
+                return
         del self._transfers[transfer.transfer_id]
         request_id = transfer.fetch.request_id
-        if self._bounce is not None and transfer.lease is not None:
-            self._bounce.release(transfer.lease)
+        if self._bounce is not None and transfer.room is not None:
+            self._bounce.release(transfer.room)
         if transfer.has_failed:
             self._report(commands.FetchReleased(request_id))
             return
@@ -396,13 +384,12 @@ class Receiver:
         self.observer(transfer.times(now_s, None))
         self._report(commands.FetchCompleted(request_id, transfer.first_token_id))
 
-    def _scatter(self, transfer: _Transfer) -> Future[None]:
-        """Copy what ranks have put into their rooms to where it belongs."""
+    def _scatter(self, transfer: _Transfer) -> float:
+        """Copy what ranks have put into their rooms to where it belongs; return the seconds."""
         parts, num_ranks = [], len(transfer.rooms)
         for rank in transfer.bounced:
             room = transfer.rooms[rank]
             assert room is not None, "only who has room can have bounced"
             parts.append((room.base, self._memory.pieces_of(transfer.block_ids_per_group, Part(rank, num_ranks))))
-        transfer.bounced = []
         assert self._bounce is not None, "nor is there room without regions"
         return self._bounce.scatter(parts)

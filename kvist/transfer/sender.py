@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
-from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError, finish
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
 from kvist.transfer.messages import Progress, Refusal, RefusalReason, Result, ResultStatus
@@ -90,7 +91,7 @@ class _Transfer:
 @dataclass(frozen=True, slots=True)
 class _Write:
     transfer: _Transfer
-    write: Write
+    steps: Write
     num_written: int
     num_bytes: int
     num_pieces: int
@@ -204,20 +205,23 @@ class Sender:
                 # If it was to be a request, somebody waits for an answer.
                 self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", error.reason[:_MAX_REASON_LEN]))
 
-    def poll_writes(self, now_s: float) -> None:
-        for write in [each for each in self._writes if each.write.done()]:
-            self._writes.remove(write)
-            self.write_seconds += now_s - write.began_s
-            error, transfer = write.write.exception(), write.transfer
-            self.observer(write.times(now_s, None if error is None else str(error)))
-            if isinstance(error, WriteFailedError) and not error.is_quiescent:
-                self.withdraw(transfer.held.request_id, now_s)  # nobody is told that it has ended
-            else:
-                done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
-                self._written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
-            if error is not None:
-                logger.warning("kv write failed receiver=%s reason=%s", transfer.key.receiver, error)
-                self._forget(transfer.key.receiver, now_s)
+    def move_writes(self, clock: Callable[[], float]) -> bool:
+        """Move every write a step on; return whether any bytes have moved."""
+        has_moved = False
+        for write in list(self._writes):
+            try:
+                has_moved |= next(write.steps)
+            except StopIteration:
+                self._on_write_end(write, None, clock())
+            except WriteFailedError as error:
+                self._on_write_end(write, error, clock())
+        return has_moved
+
+    def end_writes(self) -> None:
+        """Have every write of an agent that is closing end, and tell nobody."""
+        for write in self._writes:
+            with suppress(WriteFailedError):
+                finish(write.steps)
 
     def tick(self, now_s: float) -> None:
         """Notice prompts that nobody comes for and transfers that take too long."""
@@ -232,6 +236,20 @@ class Sender:
                 logger.info("receiver gone name=%s", name)
                 self._give_up_on(name, now_s)
                 self._forget(name, now_s)
+
+    def _on_write_end(self, write: _Write, error: WriteFailedError | None, now_s: float) -> None:
+        self._writes.remove(write)
+        self.write_seconds += now_s - write.began_s
+        transfer = write.transfer
+        self.observer(write.times(now_s, None if error is None else str(error)))
+        if error is not None and not error.is_quiescent:
+            self.withdraw(transfer.held.request_id, now_s)  # nobody is told that it has ended
+        else:
+            done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
+            self._written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
+        if error is not None:
+            logger.warning("kv write failed receiver=%s reason=%s", transfer.key.receiver, error)
+            self._forget(transfer.key.receiver, now_s)
 
     def _handle_request(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
         refusal = messages.judge_request(self._memory.hello, request) or self._reach(name, request, now_s)

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _PING_S = 5.0
-_COPY_POLL_S = 0.001
+_WRITING_TICK_S = 0.001
+_WRITING_SLICE_S = 0.002  # for which bytes are moved before messages are looked at
 
 _STATISTICS_S = 1.0
 
@@ -143,7 +144,7 @@ class KvTransferService:
         self._receiver.observer = self._sender.observer = observer
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Serve no more, and let go of all memory; what is under way is not waited for."""
+        """Serve no more, and let go of all memory; writes that are under way are ended."""
         self._is_closing = True
         self._wake()
         if self._thread.ident is None:
@@ -152,7 +153,7 @@ class KvTransferService:
             self._thread.join(timeout_s)
         if self._bounce is not None:
             self._bounce.close()
-        self._agent.close(timeout_s)
+        self._agent.close()
 
     def command(self, command: commands.Command) -> None:
         self._commands.put(command)
@@ -176,6 +177,8 @@ class KvTransferService:
     def _run(self) -> None:
         try:
             self._serve()
+            self._agent.is_closing = True
+            self._sender.end_writes()
         finally:
             self._has_ended = True
             self._run_commands()
@@ -189,10 +192,10 @@ class KvTransferService:
 
     def _serve(self) -> None:
         next_tick_s = next_ping_s = time.monotonic()
+        has_moved = False
         while not self._is_closing:
-            has_copies = self._sender.has_writes or self._receiver.has_scatters
-            timeout_s = _COPY_POLL_S if has_copies else _TICK_S
-            self._poller.poll(max(1, round(timeout_s * 1000)))
+            timeout_s = 0.0 if has_moved else _WRITING_TICK_S if self._sender.has_writes else _TICK_S
+            self._poller.poll(round(timeout_s * 1000))
             messages = self._sender.read()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
@@ -200,9 +203,10 @@ class KvTransferService:
                 self._is_closing = True
             self._run_commands()  # the engine offers a prompt before anybody is told of it
             self._sender.handle(messages, time.monotonic())
-            self._sender.poll_writes(time.monotonic())
             self._receiver.receive(time.monotonic())
-            self._receiver.poll_scatters(time.monotonic())
+            ends_at_s = time.monotonic() + _WRITING_SLICE_S
+            while (has_moved := self._sender.move_writes(time.monotonic)) and time.monotonic() < ends_at_s:
+                pass
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + _TICK_S

@@ -6,7 +6,6 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,25 +128,17 @@ class Rank:
 
     def hold_writes(self) -> Callable[[], None]:
         """Begin writes, and do them only when the returned function is called."""
-        write, held, lock = self.agent.write, [], threading.Lock()
+        write, may_go_on = self.agent.write, threading.Event()
 
-        def begin(peer: Any, fragments: Any) -> Write:
-            with lock:
-                if self.agent.write != begin:
-                    return write(peer, fragments)
-                transfer: Write = Future()
-                held.append((transfer, peer, fragments))
-                return transfer
+        def held(peer: Any, fragments: Any) -> Write:
+            while not may_go_on.is_set():
+                if self.agent.is_closing:
+                    return
+                yield False
+            yield from write(peer, fragments)
 
-        def go_on() -> None:
-            with lock:
-                self.agent.write = write  # type: ignore[method-assign]
-            for transfer, peer, fragments in held:
-                error = write(peer, fragments).exception(PATIENCE_S)
-                transfer.set_result(None) if error is None else transfer.set_exception(error)
-
-        self.agent.write = begin  # type: ignore[method-assign]
-        return go_on
+        self.agent.write = held  # type: ignore[method-assign]
+        return may_go_on.set
 
     def assert_nothing_left(self) -> None:
         """Raise AssertionError if a transfer, a block or a part of a region is still in another's reach."""

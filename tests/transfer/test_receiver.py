@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from kvist.transfer.bounce import Lease
+from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import Fetch, FetchCompleted, FetchFailed, FetchReleased, TransferLimits
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import (
@@ -59,7 +58,7 @@ class Ends:
     def __init__(self, *, has_bounce: bool = True) -> None:
         self.log: list[Any] = []
         self.senders = [Sender(endpoint, self.log) for endpoint in ENDPOINTS]
-        self.scattering: Future[None] = Future()
+        self.copy_error: CopyError | None = None
         bounce: Any = self if has_bounce else None
         self.receiver = Receiver(self, KvMemory(HELLO), LIMITS, self.log.append, bounce)  # type: ignore[arg-type]
 
@@ -82,19 +81,21 @@ class Ends:
 
     # Bouncing.
 
-    def reserve(self, size_bytes: int, num_pieces: int) -> Lease:
+    def reserve(self, size_bytes: int, num_pieces: int) -> int:
         assert (size_bytes, num_pieces) == (2 * RANK_BYTES, 4)
-        return Lease(0, ROOM_AT)
+        return ROOM_AT
 
-    def scatter(self, parts: list[tuple[int, Any]]) -> Future[None]:
+    def scatter(self, parts: list[tuple[int, Any]]) -> float:
         self.log.append(("scatter", {(address - ROOM_AT) // RANK_BYTES for address, _ in parts}))
-        return self.scattering
+        if self.copy_error is not None:
+            raise self.copy_error
+        return 0.5
 
-    def quarantine(self, lease: Lease) -> None:
-        assert lease.address == ROOM_AT
+    def quarantine(self, room: int) -> None:
+        assert room == ROOM_AT
 
-    def release(self, lease: Lease) -> None:
-        assert lease.address == ROOM_AT
+    def release(self, room: int) -> None:
+        assert room == ROOM_AT
         self.log.append("the room is free")
 
 
@@ -135,13 +136,8 @@ def refused(rank: int) -> Input:
     return says(rank, Refusal(RefusalReason.BUSY, 0))
 
 
-def scattered(error: str | None = None) -> Input:
-    def end(ends: Ends) -> None:
-        if not ends.scattering.done():
-            ends.scattering.set_result(None) if error is None else ends.scattering.set_exception(RuntimeError(error))
-        ends.receiver.poll_scatters(1.0)
-
-    return end
+def copies_badly(ends: Ends) -> None:
+    ends.copy_error = CopyError("scatter: bad copy")
 
 
 def ticks(now_s: float) -> Input:
@@ -152,23 +148,23 @@ def cancel(ends: Ends) -> None:
     ends.receiver.cancel("r", 1.0)
 
 
-# How to come into each state, and what is then still open: senders to report, a scatter to land.
+# How to come into each state, and which senders have still to report then.
 WAYS: dict[str, list[Input]] = {
     "asked": [],
     "asked, one reported": [bounced(1)],
     "asked, one wrote directly": [direct(1)],
-    "scattering": [bounced(1), bounced(0)],
-    "completed": [bounced(1), bounced(0), scattered()],
+    "asked, one reported, copying badly": [bounced(1), copies_badly],
+    "completed": [bounced(1), bounced(0)],
     "failed": [direct(0), failed(1)],
     "quarantined": [cancel],
     "quarantined, one reported": [bounced(1), cancel],
-    "quarantined, scattering": [bounced(1), bounced(0), cancel],
 }
 
 CANCELS = [("cancel", 0, endpoint) for endpoint in ENDPOINTS]
 LEFT = FetchFailed("r", "cancelled")
 LATE = FetchFailed("r", "no completion within 10 s")
 BUSY = FetchFailed("r", "busy")
+BAD_COPY = FetchFailed("r", "scatter: bad copy")
 REPORTS_FAILED = FetchFailed("r", "rank 0 reports FAILED")
 REPORTS_CANCELLED = FetchFailed("r", "rank 0 reports CANCELLED")
 COMPLETE = ["the room is free", FetchCompleted("r", 300)]
@@ -182,27 +178,21 @@ TABLE: list[tuple[str, Input, list[Any]]] = [
     ("asked", cancel, [LEFT, *CANCELS]),
     ("asked", ticks(9.9), []),
     ("asked", ticks(10), [LATE, *CANCELS]),
-    ("asked", scattered(), []),
     ("asked, one reported", bounced(1), []),
     ("asked, one reported", failed(1), []),
-    ("asked, one reported", bounced(0), [("scatter", {0, 1})]),
+    ("asked, one reported", bounced(0), [("scatter", {0, 1}), *COMPLETE]),
     ("asked, one reported", failed(0), [REPORTS_FAILED, *RELEASE]),
     ("asked, one reported", refused(0), [BUSY, *RELEASE]),
     ("asked, one reported", refused(1), []),
-    ("asked, one reported", direct(0), [("scatter", {1})]),
+    ("asked, one reported", direct(0), [("scatter", {1}), *COMPLETE]),
+    ("asked, one reported, copying badly", bounced(0), [("scatter", {0, 1}), BAD_COPY, *RELEASE]),
+    ("asked, one reported, copying badly", direct(0), [("scatter", {1}), BAD_COPY, *RELEASE]),
+    ("asked, one reported, copying badly", failed(0), [REPORTS_FAILED, *RELEASE]),
     ("asked, one wrote directly", direct(0), COMPLETE),
-    ("scattering", bounced(0), []),
-    ("scattering", failed(0), []),
-    ("scattering", refused(0), []),
-    ("scattering", scattered(), COMPLETE),
-    ("scattering", scattered("bad copy"), [FetchFailed("r", "scatter: bad copy"), *RELEASE]),
-    ("scattering", cancel, [LEFT]),
-    ("scattering", ticks(10), [LATE]),
     ("quarantined", bounced(0), []),
     ("quarantined", failed(0), []),
     ("quarantined", refused(0), []),
     ("quarantined", cancel, []),
-    ("quarantined", scattered(), []),
     ("quarantined", ticks(1.9), []),
     ("quarantined", ticks(2), CANCELS),
     ("quarantined", ticks(1e9), CANCELS),
@@ -212,14 +202,10 @@ TABLE: list[tuple[str, Input, list[Any]]] = [
     ("quarantined, one reported", failed(0), RELEASE),
     ("quarantined, one reported", cancelled_by(0), RELEASE),
     ("quarantined, one reported", refused(0), RELEASE),
-    ("quarantined, scattering", refused(0), []),
-    ("quarantined, scattering", ticks(1e9), []),
-    ("quarantined, scattering", scattered(), RELEASE),
-    ("quarantined, scattering", scattered("bad copy"), RELEASE),
     *(
         (ended, late, [])
         for ended in ("completed", "failed")
-        for late in (bounced(0), failed(0), refused(0), cancel, scattered(), scattered("x"), ticks(1e9))
+        for late in (bounced(0), failed(0), refused(0), cancel, ticks(1e9))
     ),
 ]
 
@@ -252,7 +238,7 @@ def test_every_transfer_is_forgotten_at_its_end_and_what_comes_late_changes_noth
     ends.fetch()
     direct(0)(ends)
     assert done_by(ends, direct(1)) == COMPLETE
-    for late in (direct(1), refused(1), scattered(), cancel):
+    for late in (direct(1), refused(1), cancel):
         assert done_by(ends, late) == []
     assert not ends.receiver._transfers
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from kvist.transfer.agents import WriteFailedError
+from kvist.transfer.agents import Write, WriteFailedError
 from kvist.transfer.commands import Computed, Offer, OfferReleased, TransferLimits
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.memory import KvMemory
@@ -46,7 +45,7 @@ class Ends:
 
     def __init__(self, limits: TransferLimits = LIMITS, *, has_bounce: bool = False) -> None:
         self.log: list[Any] = []
-        self.writes: dict[str, Future[None]] = {}
+        self.ends: dict[str, WriteFailedError | None] = {}  # of writes under way that are to end
         ends: Any = self
         bounce = ends if has_bounce else None
         self.sender = Sender(ends, ends, KvMemory(hello()), limits, self.log.append, bounce)
@@ -65,11 +64,17 @@ class Ends:
     def disconnect(self, peer: str) -> None:
         self.log.append(("let go of", peer))
 
-    def write(self, peer: str, fragments: Any) -> Future[None]:
+    def write(self, peer: str, fragments: Any) -> Write:
         self.log.append(("write to", peer, int(fragments[:, 2].sum()) // HEAD_BYTES))
-        return self.writes.setdefault(peer, Future())
+        return self.steps(peer)
 
-    def send(self, peer: str, fragments: Any, base: int) -> Future[None]:
+    def steps(self, peer: str) -> Write:
+        while peer not in self.ends:
+            yield False
+        if (error := self.ends.pop(peer)) is not None:
+            raise error
+
+    def send(self, peer: str, fragments: Any, base: int) -> Write:
         assert base == 1 << 20
         return self.write(peer, fragments)
 
@@ -96,11 +101,9 @@ def asks(
 
 def written(is_ok: bool = True, name: str = D, *, is_quiescent: bool = True) -> Input:
     def end(ends: Ends) -> None:
-        write = ends.writes.pop(name, None)
-        if write is not None:
-            error = WriteFailedError("late", is_quiescent=is_quiescent)
-            write.set_result(None) if is_ok else write.set_exception(error)
-        ends.sender.poll_writes(1.0)
+        ends.ends[name] = None if is_ok else WriteFailedError("late", is_quiescent=is_quiescent)
+        ends.sender.move_writes(lambda: 1.0)
+        ends.ends.clear()
 
     return end
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -92,22 +91,27 @@ def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
     let_go: list[str] = []
     disconnect = sender.agent.disconnect
     monkeypatch.setattr(sender.agent, "disconnect", lambda peer: (let_go.append(peer), disconnect(peer)))
-    failing: Write = Future()
-    lasting: Write = Future()
-    writes = iter((failing, lasting))
+    failing, lasting = threading.Event(), threading.Event()
+
+    def fails_once(is_late: threading.Event) -> Write:
+        while not is_late.is_set():
+            yield False
+        raise WriteFailedError("late")
+
+    writes = iter((fails_once(failing), fails_once(lasting)))
     monkeypatch.setattr(sender.agent, "write", lambda *_: next(writes))
     for seed in (1, 2):
         prompt = make_prompt(seed)
         source.offer(prompt, prompt.tables(1))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
         until_true(lambda: sender.service.statistics().num_writing == seed)  # noqa: B023
-    failing.set_exception(WriteFailedError("late"))
+    failing.set()
     rank.reports.wait_for("released", "prompt-1")
     other = open_worker(1)
     other.fetch(make_prompt(3), make_prompt(3).tables(2), source.endpoints)  # one too many, and refused
     other.ranks[0].reports.wait_for("failed", "prompt-3")
     assert not let_go
-    lasting.set_exception(WriteFailedError("late too"))
+    lasting.set()
     rank.reports.wait_for("released", "prompt-2")
     until_true(lambda: let_go == [rank.agent.name])
 
@@ -210,7 +214,7 @@ def test_what_a_sender_reported_before_it_died_counts(
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     until_true(lambda: all(each.service.statistics().num_writing for each in source.ranks))
-    monkeypatch.setattr(rank.service._sender, "poll_writes", lambda _: go_on.wait(60))
+    monkeypatch.setattr(rank.service._sender, "move_writes", lambda _: not go_on.wait(60))
     for each, begin in zip(source.ranks, write, strict=True):
         begin()
         each.reports.wait_for("release", prompt.name, True)

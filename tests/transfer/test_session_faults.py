@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import zmq
 
+from kvist.transfer.agents import Write as Steps
 from kvist.transfer.agents import WriteFailedError
-from kvist.transfer.bounce import Lease
+from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import (
     Computed,
     Fetch,
@@ -68,7 +68,13 @@ class Write:
     peer: str
     pieces: list[tuple[int, int]]
     is_doomed: bool
-    ended: Future[None] = field(default_factory=Future)
+    is_ended: bool = False
+
+    def steps(self) -> Steps:
+        while not self.is_ended:
+            yield False
+        if self.is_doomed or self.pieces:
+            raise WriteFailedError("doomed")
 
 
 @dataclass(eq=False)
@@ -108,7 +114,6 @@ class Decode:
         self.free_regions, self.free_places = list(range(NUM_REGIONS)), list(range(NUM_PLACES))
         self.places: dict[int, int] = {}  # of fetches under way
         self.seen: dict[int, list[str]] = {}
-        self.scatters: list[tuple[Future[None], int, list[tuple[int, Any]]]] = []
         ends: Any = self
         memory = KvMemory(hello(name, Part(), BLOCKS_AT))
         self.receiver = Receiver(ends, memory, LIMITS, self.report, ends)
@@ -144,39 +149,28 @@ class Decode:
 
     # Bouncing.
 
-    def reserve(self, size_bytes: int, _: int) -> Lease | None:
+    def reserve(self, size_bytes: int, _: int) -> int | None:
         assert size_bytes == REGION_BYTES
         if self.world.rng.random() < 0.4 or not self.free_regions:
             return None
-        region = self.free_regions.pop()
-        return Lease(region, region * REGION_BYTES)
+        return self.free_regions.pop() * REGION_BYTES
 
-    def quarantine(self, lease: Lease) -> None:
-        assert lease.offset not in self.free_regions
+    def quarantine(self, room: int) -> None:
+        assert room // REGION_BYTES not in self.free_regions
 
-    def release(self, lease: Lease) -> None:
-        assert lease.offset not in self.free_regions, "released twice"
-        assert lease.offset not in [region for _, region, _ in self.scatters], "still read"
-        self.free_regions.append(lease.offset)
+    def release(self, room: int) -> None:
+        assert room // REGION_BYTES not in self.free_regions, "released twice"
+        self.free_regions.append(room // REGION_BYTES)
 
-    def scatter(self, parts: list[tuple[int, Any]]) -> Future[None]:
-        scattering: Future[None] = Future()
-        self.scatters.append((scattering, parts[0][0] // REGION_BYTES, parts))
-        return scattering
-
-    def copy_out(self) -> None:
-        """Let a scatter end, well or not."""
-        scattering, _, parts = self.scatters.pop(self.world.rng.randrange(len(self.scatters)))
+    def scatter(self, parts: list[tuple[int, Any]]) -> float:
         if self.world.rng.random() < 0.1:
-            scattering.set_exception(RuntimeError("bad copy"))
-        else:
-            for start, pieces in parts:
-                at = start
-                for target, size in pieces.tolist():
-                    self.memory[target : target + size] = self.memory[at : at + size]
-                    at += size
-            scattering.set_result(None)
-        self.receiver.poll_scatters(self.world.now_s)
+            raise CopyError("bad copy")
+        for start, pieces in parts:
+            at = start
+            for target, size in pieces.tolist():
+                self.memory[target : target + size] = self.memory[at : at + size]
+                at += size
+        return 0.0
 
 
 class Rank:
@@ -251,10 +245,10 @@ class Rank:
     def disconnect(self, peer: str) -> None:
         assert peer not in [write.peer for write in self.writes], "let go of while it is written to"
 
-    def write(self, peer: str, fragments: Any) -> Future[None]:
+    def write(self, peer: str, fragments: Any) -> Steps:
         return self.begin(peer, [(local, remote, size) for local, remote, size in fragments.tolist()])
 
-    def send(self, peer: str, fragments: Any, base: int) -> Future[None] | None:
+    def send(self, peer: str, fragments: Any, base: int) -> Steps | None:
         if self.world.rng.random() < 0.2:
             return None  # it lacks a slot of its own
         ends, at = [], base
@@ -263,7 +257,7 @@ class Rank:
             at += size
         return self.begin(peer, ends)
 
-    def begin(self, peer: str, fragments: list[tuple[int, int, int]]) -> Future[None]:
+    def begin(self, peer: str, fragments: list[tuple[int, int, int]]) -> Steps:
         """Begin a write of which each block lands by itself; to a worker that is dead there is nothing to land."""
         pieces = (
             [(local + at, remote + at) for local, remote, size in fragments for at in range(0, size, self.slot_bytes)]
@@ -271,7 +265,7 @@ class Rank:
             else []
         )
         self.writes.append(Write(peer, pieces, is_doomed=self.world.rng.random() < 0.1))
-        return self.writes[-1].ended
+        return self.writes[-1].steps()
 
     def advance(self) -> None:
         """Let a piece of a write land, or the write end."""
@@ -283,10 +277,9 @@ class Rank:
             self.world.check_target(address, data)
             self.world.worker.memory[address : address + len(data)] = data
             return
-        is_ok = not (write.is_doomed or write.pieces)
         self.writes.remove(write)
-        write.ended.set_result(None) if is_ok else write.ended.set_exception(WriteFailedError("doomed"))
-        self.sender.poll_writes(self.world.now_s)
+        write.is_ended = True
+        self.sender.move_writes(lambda: self.world.now_s)
 
 
 class World:
@@ -353,10 +346,6 @@ class World:
         if writing:
             self.rng.choice(writing).advance()
 
-    def scatter(self) -> None:
-        if self.worker.scatters:
-            self.worker.copy_out()
-
     def cancel(self) -> None:
         if self.worker.places:
             self.worker.receiver.cancel(f"{self.rng.choice(list(self.worker.places))}", self.now_s)
@@ -399,8 +388,8 @@ class World:
             places = {place: idx for idx, place in worker.places.items()}
             idx = places.get((address - BLOCKS_AT) // (NUM_PIECES * BLOCK))
         else:
-            leases = {each.lease.offset: int(each.fetch.request_id) for each in transfers if each.lease is not None}
-            idx = leases.get(address // REGION_BYTES)
+            rooms = {each.room: int(each.fetch.request_id) for each in transfers if each.room is not None}
+            idx = rooms.get(address // REGION_BYTES * REGION_BYTES)
         assert idx is not None, "written after its memory was released"
         assert idx % 251 == data[0], "overwritten"
 
@@ -408,12 +397,11 @@ class World:
         """Let everything arrive and end; nothing is lost any more, and the dead are known to be."""
         for _ in range(40):
             self.notice_the_dead()
-            while self.wire or self.worker.scatters or any(rank.writes for rank in self.ranks.values()):
+            while self.wire or any(rank.writes for rank in self.ranks.values()):
                 self.compute()
                 if self.wire:
                     self.wire.pop(0)()
                 self.write()
-                self.scatter()
             self.pass_time()
 
     def check_nothing_is_left(self) -> None:
@@ -430,7 +418,6 @@ EVENTS: dict[Callable[[World], None], int] = {
     World.open: 8,
     World.deliver: 30,
     World.write: 30,
-    World.scatter: 6,
     World.compute: 12,
     World.pass_time: 6,
     World.cancel: 1,
@@ -466,7 +453,7 @@ def test_an_end_at_any_point_leaves_a_worker_that_serves_the_next_request(
 ) -> None:
     world = World(num_events)
     world.open()
-    for event in world.rng.choices([World.deliver, World.write, World.scatter, World.compute], k=num_events):
+    for event in world.rng.choices([World.deliver, World.write, World.compute], k=num_events):
         event(world)
     end(world)
     world.settle()

@@ -8,10 +8,10 @@ from kvist.transfer.agents.base import (
     AgentStatistics,
     PeerId,
     PeerUnreachableError,
-    RegionId,
     TransferAgent,
     Write,
     WriteFailedError,
+    finish,
 )
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
 
@@ -19,9 +19,9 @@ __all__ = [
     "AgentStatistics",
     "PeerId",
     "PeerUnreachableError",
-    "RegionId",
     "SharedMemoryAgent",
     "TransferAgent",
     "Write",
     "WriteFailedError",
+    "finish",
 ]

@@ -1,14 +1,12 @@
-"""What every agent does: register memory, tell a peer of it, and write into a peer's, without blocking the caller."""
+"""What every agent does: register memory, tell a peer of it, and write into a peer's in short steps."""
 
 from __future__ import annotations
 
 import mmap
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from time import monotonic
+from dataclasses import dataclass, replace
+from time import monotonic, sleep
 from typing import Annotated, Any, ClassVar, NewType, TypeAlias
 
 import msgspec
@@ -19,24 +17,19 @@ from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
 
 PeerId = NewType("PeerId", str)
 
-# A step yields whether bytes moved. The end of the generator is the end of the write; WriteFailedError is its failure.
-# One that is thrown in asks it to end: it may take some more steps, of its own bound.
-Steps: TypeAlias = Generator[bool, None, None]
+Write: TypeAlias = Generator[bool, None, None]
+"""A write under way: each step yields whether it has moved bytes, and takes about a millisecond.
 
-MAX_PENDING_WRITES = 1024
-_IDLE_WAIT_S = 0.0002  # between polls of a library that moves the bytes by itself
-RegionId = NewType("RegionId", int)
+Once it ends, the peer can read every byte; it fails with a `WriteFailedError`. One that is thrown in asks it to end: it
+may take some more steps, of its own bound.
+"""
+
+_IDLE_WAIT_S = 0.0002  # between looks at a library that moves the bytes by itself
+Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 # What a peer may say: the end of any piece is still an int64.
 Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
-
-
-Write: TypeAlias = Future[None]
-"""A write under way: once it has a result, the peer can read every byte; it fails with a `WriteFailedError`.
-
-Those who are told that it has ended are told on the agent's thread, and must neither wait nor raise.
-"""
 
 
 @dataclass(slots=True)
@@ -56,120 +49,11 @@ class WriteFailedError(KvistError):
         self.is_quiescent = is_quiescent
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    peer: PeerId
-    num_fragments: int
-    size_bytes: int
-    steps: Steps
-    deadline_s: float
-    failure: str | None = None
-    is_ending: bool = False
-    write: Write = field(default_factory=Future)
-
-
-class WriteThread:
-    """Moves up to `MAX_PENDING_WRITES` along; one that is submitted beyond that has failed."""
-
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._writes: list[_Running] = []
-        self.is_closing = False
-        self._counts = AgentStatistics()
-        self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, peer: PeerId, num_fragments: int, size_bytes: int, steps: Steps) -> Write:
-        """Begin a write; it has failed already if there are too many or the agent is closed."""
-        running = _Running(peer, num_fragments, size_bytes, steps, monotonic() + self._timeout_s)
-        with self._changed:
-            if not self.is_closing and len(self._writes) < MAX_PENDING_WRITES:
-                self._writes.append(running)
-                self._changed.notify()
-                return running.write
-            reason = "the agent is closed" if self.is_closing else f"{len(self._writes)} writes are pending already"
-        running.write.set_exception(WriteFailedError(reason))
-        return running.write
-
-    def fail_peer(self, peer: PeerId, reason: str) -> None:
-        """Make every write to a peer that is under way fail at its next step."""
-        with self._changed:
-            for running in self._writes:
-                if running.peer == peer:
-                    running.failure = reason
-            self._changed.notify()
-
-    def close(self, timeout_s: float) -> bool:
-        """Fail what is under way; return whether the thread has ended in time. A second call only waits."""
-        with self._changed:
-            self.is_closing = True
-            for running in self._writes:
-                running.failure = "the agent is closing"
-            self._changed.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def statistics(self) -> AgentStatistics:
-        with self._changed:
-            return replace(self._counts)
-
-    def _run(self) -> None:
-        try:
-            self._move_all()
-        finally:
-            with self._changed:
-                self.is_closing = True
-                left = list(self._writes)
-            for running in left:  # only after a defect: nobody waits for ever
-                self._end(running, WriteFailedError("the thread that writes has failed", is_quiescent=False))
-
-    def _move_all(self) -> None:
-        has_moved = True
-        while True:
-            with self._changed:
-                if self._writes and not has_moved:
-                    self._changed.wait(_IDLE_WAIT_S)
-                while not self._writes:
-                    if self.is_closing:
-                        return
-                    self._changed.wait()
-                writes = list(self._writes)
-            has_moved = False
-            for running in writes:
-                has_moved |= self._step(running)
-
-    def _step(self, running: _Running) -> bool:
-        """Move a write on, or out; return whether anything has happened."""
-        failure = running.failure
-        if failure is None and monotonic() >= running.deadline_s:
-            failure = f"not written within {self._timeout_s} s"
-        try:
-            if failure is None or running.is_ending:
-                return next(running.steps)
-            running.is_ending = True
-            return running.steps.throw(WriteFailedError(failure))
-        except StopIteration:
-            self._end(running, None)
-        except WriteFailedError as error:
-            self._end(running, error)
-        return True
-
-    def _end(self, running: _Running, error: WriteFailedError | None) -> None:
-        with self._changed:
-            self._writes.remove(running)
-            if error is None:
-                self._counts.num_fragments_written += running.num_fragments
-                self._counts.bytes_written += running.size_bytes
-            else:
-                self._counts.num_abandoned += not error.is_quiescent
-        if error is None:
-            running.write.set_result(None)
-        else:
-            running.write.set_exception(error.with_traceback(None))  # whose frames would keep the peer's memory
-
-
-Int64s: TypeAlias = npt.NDArray[np.int64]
+def finish(write: Write) -> None:
+    """Move a write on to its end; raises WriteFailedError."""
+    for has_moved in write:
+        if not has_moved:
+            sleep(_IDLE_WAIT_S)
 
 
 class PeerUnreachableError(KvistError):
@@ -276,104 +160,111 @@ def allocate_pages(size_bytes: int, fd: int = -1) -> Bytes:
 
 
 class TransferAgent(ABC):
-    """Writes registered memory into a peer's registered memory.
+    """Writes registered memory into a peer's registered memory, a step at a time, for whoever moves its writes on.
 
     Writes to one peer may overtake each other. A peer knows what was registered when `metadata` was called: connect
-    again to tell it of more. Safe to call from several threads; only `close` waits. What differs between agents is
-    below: how memory is registered, how a peer is reached, and the steps of a write.
+    again to tell it of more. For one thread at a time. What differs between agents is below: how memory is registered,
+    how a peer is reached, and the steps of a write.
     """
 
     kind: ClassVar[str]
 
     def __init__(self, name: str, *, write_timeout_s: float = 30.0) -> None:
         self.name = name
-        self._lock = threading.Lock()
-        self._regions: dict[RegionId, Region] = {}
-        self._num_registered = 0
+        self.is_closing = False
+        """Once it is set, writes fail at their next step."""
+        self._write_timeout_s = write_timeout_s
+        self._regions: dict[int, Region] = {}
         self._table = RegionTable(f"agent {name!r}", ())
         self._peers: dict[PeerId, Any] = {}
+        self._num_writing = 0
+        self._counts = AgentStatistics()
         self._is_closed = False
-        self._thread = WriteThread(name, write_timeout_s)
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Bytes:
         """Return zeroed, page-aligned memory that can be registered; it lives as long as a view of it."""
 
-    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
+    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> None:
         """Let peers write there, and write from there; `device_idx` is a GPU's. Raises InvalidValueError."""
-        with self._lock:
-            check_region(address, size_bytes, self._regions.values())
-            region_id = RegionId(self._num_registered)
-            self._register(region_id, address, size_bytes, device_idx)
-            self._num_registered += 1
-            self._regions[region_id] = Region(address, size_bytes, device_idx)
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
-            return region_id
+        check_region(address, size_bytes, self._regions.values())
+        self._register(address, size_bytes, device_idx)
+        self._regions[address] = Region(address, size_bytes, device_idx)
+        self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
 
-    def deregister(self, region: RegionId) -> None:
+    def deregister(self, address: int) -> None:
         """Take a region back, to which nothing may be writing; raises InvalidValueError for one it does not have."""
-        with self._lock:
-            if self._regions.pop(region, None) is None:
-                raise InvalidValueError("region", region, "one that is registered")
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
-            self._deregister(region)
+        if self._regions.pop(address, None) is None:
+            raise InvalidValueError("address", address, "that of a region that is registered")
+        self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+        self._deregister(address)
 
     def metadata(self) -> bytes:
-        with self._lock:
-            metadata = AgentMetadata(self.kind, self.name, tuple(self._regions.values()), self._details())
-            return msgspec.msgpack.encode(metadata)
+        metadata = AgentMetadata(self.kind, self.name, tuple(self._regions.values()), self._details())
+        return msgspec.msgpack.encode(metadata)
 
     def connect(self, metadata: bytes) -> PeerId:
         """Reach a peer, or learn of its new regions; raises MalformedMessageError or PeerUnreachableError."""
         decoded = decode_metadata(metadata, self.kind)
         peer_id = PeerId(decoded.name)
-        with self._lock:
-            self._peers[peer_id] = self._connect(decoded)
+        self._peers[peer_id] = self._connect(decoded)
         return peer_id
 
     def write(self, peer: PeerId, fragments: npt.ArrayLike) -> Write:
-        """Begin a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
+        """Return a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
 
-        Local memory must stay as it is until the write has ended. A full queue rejects: the write has failed.
+        Local memory must stay as it is until the write has ended. It fails when it takes too long.
         """
         array = as_array(fragments)
-        with self._lock:
-            known, table = self._peers.get(peer), self._table
+        known = self._peers.get(peer)
         if known is None:
             raise InvalidValueError("peer", peer, "one that is connected")
-        steps = self._begin(peer, known, table, array)
-        return self._thread.submit(peer, len(array), int(array[:, 2].sum()), steps)
+        return self._watched(self._begin(peer, known, self._table, array), array)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; writes to it fail, but may still land in a network. The same id can connect again."""
-        with self._lock:
-            if self._peers.pop(peer, None) is None:
-                raise InvalidValueError("peer", peer, "one that is connected")
-            self._thread.fail_peer(peer, "disconnected")
-            self._disconnect(peer)
+        """Forget a peer, to which nothing may be being written; the same id can connect again."""
+        if self._peers.pop(peer, None) is None:
+            raise InvalidValueError("peer", peer, "one that is connected")
+        self._disconnect(peer)
 
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End every write, then let go of all memory; once. Return whether nothing was left behind at the timeout."""
-        has_ended = self._thread.close(timeout_s)
-        with self._lock:
-            if self._is_closed:
-                return has_ended
+    def close(self) -> bool:
+        """Let go of all memory, once; return whether nothing was left behind for writes that have not ended."""
+        self.is_closing = True
+        if not self._is_closed:
             self._is_closed = True
-            if not self._close(has_ended):
-                return False
-            self._peers.clear()
-            self._regions.clear()
-            self._table = RegionTable(f"agent {self.name!r}", ())
-            return True
+            if self._close(self._num_writing == 0):
+                self._peers.clear()
+                self._regions.clear()
+                self._table = RegionTable(f"agent {self.name!r}", ())
+        return not self._regions
 
     def statistics(self) -> AgentStatistics:
-        return self._thread.statistics()
+        return replace(self._counts)
+
+    def _watched(self, write: Write, array: Int64s) -> Write:
+        """Count a write, and have it end early when it takes too long or the agent closes."""
+        deadline_s, is_ending = monotonic() + self._write_timeout_s, False
+        self._num_writing += 1
+        try:
+            for has_moved in write:
+                yield has_moved
+                if not is_ending and (self.is_closing or monotonic() >= deadline_s):
+                    is_ending = True
+                    late = f"not written within {self._write_timeout_s} s"
+                    write.throw(WriteFailedError("the agent is closing" if self.is_closing else late))
+        except WriteFailedError as error:
+            self._counts.num_abandoned += not error.is_quiescent
+            raise
+        finally:
+            self._num_writing -= 1
+        self._counts.num_fragments_written += len(array)
+        self._counts.bytes_written += int(array[:, 2].sum())
 
     @abstractmethod
-    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
+    def _register(self, address: int, size_bytes: int, device_idx: int | None) -> None:
         """Make memory ready to be written to and from; raises InvalidValueError."""
 
-    def _deregister(self, region: RegionId) -> None:  # noqa: B027
+    def _deregister(self, address: int) -> None:  # noqa: B027
         """Undo `_register`; who has mapped the memory keeps it."""
 
     @abstractmethod
@@ -388,8 +279,8 @@ class TransferAgent(ABC):
         """Undo `_connect`; where writes hold on to what they need, that is nothing."""
 
     @abstractmethod
-    def _begin(self, peer: PeerId, known: Any, table: RegionTable, array: Int64s) -> Steps:
-        """Return the steps of a write; raises InvalidValueError unless all of it is registered, here and there."""
+    def _begin(self, peer: PeerId, known: Any, table: RegionTable, array: Int64s) -> Write:
+        """Return the bare steps of a write; raises InvalidValueError unless all of it is registered, here and there."""
 
     @abstractmethod
     def _close(self, has_ended: bool) -> bool:

@@ -1,8 +1,8 @@
 """Writes between hosts, or processes of one, through NIXL and its UCX backend, from host or GPU memory.
 
-Only this module imports NIXL. Its traps, as of 1.5.1: posting a write may block for most of a second, so a thread does
-it; a target over TCP has to be polled, so the progress thread is on; `UCX_TLS` without tcp finds no way to connect, so
-it is refused.
+Only this module imports NIXL. Its traps, as of 1.5.1: posting a write takes 5 to 100 ms, longer for more fragments; a
+target over TCP has to be polled, so the progress thread is on; `UCX_TLS` without tcp finds no way to connect, so it is
+refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.transfer.agents import base
-from kvist.transfer.agents.base import PeerId, Steps, WriteFailedError
+from kvist.transfer.agents.base import PeerId, Write, WriteFailedError
 
 try:
     from nixl import _bindings
@@ -45,24 +45,24 @@ class NixlAgent(base.TransferAgent):
             sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._agent = nixl_agent(name, config)
-        self._handles: dict[base.RegionId, object] = {}
+        self._handles: dict[int, object] = {}
         super().__init__(name, write_timeout_s=write_timeout_s)
 
     def allocate(self, size_bytes: int) -> base.Bytes:
         """Return host memory; any other can be registered as well."""
         return base.allocate_pages(size_bytes)
 
-    def _register(self, region: base.RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
+    def _register(self, address: int, size_bytes: int, device_idx: int | None) -> None:
         kind = "DRAM" if device_idx is None else "VRAM"
         try:
-            self._handles[region] = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
+            self._handles[address] = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
         except _NIXL_ERRORS as error:
             got = f"{size_bytes} bytes at {address:#x}"
             raise InvalidValueError("address", got, f"{kind} that NIXL can register ({error})") from error
 
-    def _deregister(self, region: base.RegionId) -> None:
+    def _deregister(self, address: int) -> None:
         try:
-            self._agent.deregister_memory(self._handles.pop(region))
+            self._agent.deregister_memory(self._handles.pop(address))
         except _NIXL_ERRORS as error:
             _logger.warning("memory could not be deregistered: agent=%s error=%s", self.name, error)
 
@@ -87,20 +87,20 @@ class NixlAgent(base.TransferAgent):
 
     def _close(self, has_ended: bool) -> bool:
         """Deregister all; memory that a write may still touch stays registered, and is logged."""
-        if not has_ended or self._thread.statistics().num_abandoned:
+        if not has_ended or self._counts.num_abandoned:
             _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
             return False
         for peer in self._peers:
             self._disconnect(peer)
-        for region in list(self._handles):
-            self._deregister(region)
+        for address in list(self._handles):
+            self._deregister(address)
         return True
 
-    def _begin(self, peer: PeerId, known: base.RegionTable, table: base.RegionTable, array: base.Int64s) -> Steps:
+    def _begin(self, peer: PeerId, known: base.RegionTable, table: base.RegionTable, array: base.Int64s) -> Write:
         local = _descriptors("local_address", table, array[:, 0], array[:, 2])
-        return self._steps(peer, local, _descriptors("remote_address", known, array[:, 1], array[:, 2]))
+        return self._write(peer, local, _descriptors("remote_address", known, array[:, 1], array[:, 2]))
 
-    def _steps(self, peer: PeerId, local: tuple[str, base.Int64s], remote: tuple[str, base.Int64s]) -> Steps:
+    def _write(self, peer: PeerId, local: tuple[str, base.Int64s], remote: tuple[str, base.Int64s]) -> Write:
         """Post one write of all descriptors and poll it; whatever ends it early, NIXL is asked to cancel it."""
         handle = None
         try:
@@ -131,7 +131,7 @@ class NixlAgent(base.TransferAgent):
         try:
             while is_pending and (closing_s is None or monotonic() < closing_s + _DRAIN_S):
                 is_pending = self._agent.check_xfer_state(handle) == "PROC"
-                if closing_s is None and self._thread.is_closing:
+                if closing_s is None and self.is_closing:
                     closing_s = monotonic()
                 yield False
         except _NIXL_ERRORS as error:  # of a peer that is gone: NIXL knows no more of the write

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import base
-from kvist.transfer.agents.base import PeerId, Steps, WriteFailedError
+from kvist.transfer.agents.base import PeerId, Write, WriteFailedError
 
 # What a peer writes to is memory of an agent's, and never any other file of its user's.
 _FILE_PREFIX = "kvist-"
@@ -120,11 +120,10 @@ class SharedMemoryAgent(base.TransferAgent):
             os.close(fd)
             raise
         address = memory.ctypes.data
-        with self._lock:
-            self._allocations[address] = (_File(fd, os.fstat(fd).st_ino), memory)
+        self._allocations[address] = (_File(fd, os.fstat(fd).st_ino), memory)
         return memory
 
-    def _register(self, region: base.RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:  # noqa: ARG002
+    def _register(self, address: int, size_bytes: int, device_idx: int | None) -> None:
         if device_idx is not None:
             raise InvalidValueError("device_idx", device_idx, "None: shared memory is the host's")
         _, memory = self._allocations.get(address, (None, ()))
@@ -143,7 +142,7 @@ class SharedMemoryAgent(base.TransferAgent):
             raise MalformedMessageError(f"agent {metadata.name!r}", f"its files: {error}") from error
         return _Peer(metadata, details)
 
-    def _begin(self, peer: PeerId, known: _Peer, table: base.RegionTable, array: base.Int64s) -> Steps:  # noqa: ARG002
+    def _begin(self, peer: PeerId, known: _Peer, table: base.RegionTable, array: base.Int64s) -> Write:  # noqa: ARG002
         table.find("local_address", array[:, 0], array[:, 2])
         return _copy(known, known.local_addresses(array[:, 1], array[:, 2]), array)
 
@@ -160,7 +159,7 @@ def _is_this_process(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def _copy(peer: _Peer, targets: base.Int64s, fragments: base.Int64s) -> Steps:
+def _copy(peer: _Peer, targets: base.Int64s, fragments: base.Int64s) -> Write:
     """Copy in steps, and look before each and at the end whether the peer still lives."""
     rows = zip(targets.tolist(), fragments[:, 0].tolist(), fragments[:, 2].tolist(), strict=True)
     num_bytes = num_fragments = 0

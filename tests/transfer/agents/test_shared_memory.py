@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent
+from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent, finish
 
 
 @pytest.fixture
@@ -92,8 +92,7 @@ def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_
     target.register(address, 4096)
     peer = agent.connect(target.metadata())
     assert target.close()
-    transfer = agent.write(peer, [(source.ctypes.data, address, 4096)])
-    assert transfer.exception(60) is None
+    finish(agent.write(peer, [(source.ctypes.data, address, 4096)]))
     agent.close()
 
 
@@ -129,7 +128,7 @@ metadata = ["shared_memory", "target", [[base, 1 << 20], [base + 4096, 4096]], d
 peer = writer.connect(msgspec.msgpack.encode(metadata))
 for offset, size in itertools.product((0, 4096, 8192), (4096, 8192, 1 << 20)):
     try:
-        writer.write(peer, [(source.ctypes.data, base + offset, size)]).exception(30.0)
+        list(writer.write(peer, [(source.ctypes.data, base + offset, size)]))
     except InvalidValueError as error:
         print(error)
 """
@@ -163,7 +162,7 @@ details = msgspec.msgpack.encode([pid, [[own, os.fstat(own).st_ino]]])
 try:
     peer = writer.connect(msgspec.msgpack.encode(["shared_memory", "target", [[address, 1 << 20]], details]))
     os.ftruncate(own, 0)
-    writer.write(peer, [(source.ctypes.data, address, 1 << 20)]).exception(30.0)
+    list(writer.write(peer, [(source.ctypes.data, address, 1 << 20)]))
 except PeerUnreachableError as error:
     print(error)
 """

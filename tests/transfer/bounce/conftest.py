@@ -18,9 +18,6 @@ from kvist.transfer.copier import TorchCopier
 torch.set_num_threads(1)
 
 
-"""Bounces whatever is more than one fragment for each writer."""
-
-
 @dataclass
 class End:
     """One end: an agent, its pool, and its bounce."""
@@ -58,7 +55,6 @@ def new_end() -> Iterator[Callable[..., End]]:
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
             lambda: torch.from_numpy(agent.allocate(region_bytes)),
-            close_timeout_s=0.05,
         )
         ends.append(End(agent, pool, bounce))
         return ends[-1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvist.transfer.bounce import ALIGNMENT_BYTES, MIB, RegionAllocator, region_bytes
+from kvist.transfer.bounce import ALIGNMENT_BYTES, MIB, BounceRegion, region_bytes
 
 
 @pytest.mark.parametrize(("size_mib", "expected_mib"), [(1, 32), (50, 64), (384, 384), (32, 32), (33, 64)])
@@ -24,29 +25,35 @@ def test_two_regions_take_at_most_half_of_what_is_free(wanted: int, free: int, e
 
 
 def test_an_earlier_hole_is_used_again_before_anything_behind_it() -> None:
-    room = RegionAllocator(4096)
-    assert [room.allocate(512), room.allocate(1000), room.allocate(512)] == [0, 512, 1536]
+    room = region_of(4096)
+    at = room.address
+    assert [room.allocate(512), room.allocate(1000), room.allocate(512)] == [at, at + 512, at + 1536]
     assert room.used_bytes == 512 + 1024 + 512
-    room.free(512)
-    assert room.allocate(1024) == 512
-    assert room.allocate(600) == 2048
+    room.free(at + 512)
+    assert room.allocate(1024) == at + 512
+    assert room.allocate(600) == at + 2048
     assert room.allocate(2048) is None
-    assert room.allocate(1024) == 3072
+    assert room.allocate(1024) == at + 3072
     assert room.used_bytes == 4096
     assert room.allocate(4097) is None
 
 
 def test_quarantined_parts_stay_taken_until_they_are_freed() -> None:
-    room = RegionAllocator(1024)
-    assert room.allocate(512) == 0
-    room.quarantine(0)
-    room.quarantine(0)
+    room = region_of(1024)
+    at = room.address
+    assert room.allocate(512) == at
+    room.quarantine(at)
+    room.quarantine(at)
     assert (room.used_bytes, room.quarantined_bytes) == (512, 512)
-    assert room.allocate(512) == 512
-    room.free(0)
+    assert room.allocate(512) == at + 512
+    room.free(at)
     assert (room.used_bytes, room.quarantined_bytes) == (512, 0)
-    assert room.allocate(512) == 0
+    assert room.allocate(512) == at
     assert room.quarantined_bytes == 0
+
+
+def region_of(size_bytes: int) -> BounceRegion:
+    return BounceRegion(torch.empty(size_bytes, dtype=torch.uint8))
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -56,7 +63,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = RegionAllocator(self.NUM_UNITS * self.UNIT)
+        self.room = region_of(self.NUM_UNITS * self.UNIT)
         self.bitmap = [False] * self.NUM_UNITS
         self.parts: dict[int, int] = {}
         self.quarantined: set[int] = set()
@@ -65,9 +72,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     def allocate(self, size_bytes: int) -> None:
         units = -(-size_bytes // self.UNIT)
         fits = [start for start in range(self.NUM_UNITS - units + 1) if not any(self.bitmap[start : start + units])]
-        offset = self.room.allocate(size_bytes)
-        assert offset == (fits[0] * self.UNIT if fits else None)
-        if offset is not None:
+        address = self.room.allocate(size_bytes)
+        assert address == (self.room.address + fits[0] * self.UNIT if fits else None)
+        if address is not None:
+            offset = address - self.room.address
             self.parts[offset] = units
             self.mark(offset, is_taken=True)
 
@@ -75,7 +83,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.parts)))
-        self.room.free(offset)
+        self.room.free(self.room.address + offset)
         self.mark(offset, is_taken=False)
         del self.parts[offset]
         self.quarantined.discard(offset)
@@ -84,7 +92,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.parts)))
-        self.room.quarantine(offset)
+        self.room.quarantine(self.room.address + offset)
         self.quarantined.add(offset)
 
     @invariant()
