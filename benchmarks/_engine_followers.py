@@ -14,15 +14,23 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 from _engine_files import FOLDER
-from _engine_traffic import Prompt
+from _engine_traffic import Engine, Prompt
 from _indexers import Connection
 
+from kvist.events import WorkerRank
 from kvist.events.hashing import local_block_hashes
+from kvist.events.session import SourceState
+from kvist.router.healing import Healer
+from kvist.router.index import RankStatus
+from kvist.router.metrics import RouterMetrics
+from kvist.router.prompts import CHAT_PATH
+from kvist.router.usage import ReportedUsage
 
 KVIST = [sys.executable, "-m", "kvist", "--log-level", "error"]
 COMMANDS = {
@@ -33,6 +41,7 @@ COMMANDS = {
 SIDES = tuple(COMMANDS)
 TIERS = ("gpu", "cpu", "disk")
 START_TIMEOUT_S = 300.0
+TARGET = WorkerRank("engine", 0)
 INSTANCE = 1
 """Every engine's number, each of which is the only one of its model."""
 
@@ -121,14 +130,18 @@ class IndexService:
         body = {"model_name": model, "block_hashes": hashes.astype("i8").tolist()}
         return _tokens(self._exchange("query_by_hash", body))
 
-    def states(self, model: str) -> dict[int, str]:
+    def ranks(self, model: str) -> dict[int, RankStatus]:
         """Return what the service says of how well it knows each rank; nothing where it does not say."""
         if self.side == "dynamo":
             return {}
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/workers?model_name={quote(model)}") as answer:
             members = json.load(answer)
         listeners = [each for member in members for each in member["listeners"].values()]
-        return {int(rank): each["state"] for listener in listeners for rank, each in listener["ranks"].items()}
+        return {
+            int(rank): RankStatus(TARGET, SourceState(each["state"]), clearing=listener["counters"]["num_cleared"])
+            for listener in listeners
+            for rank, each in listener["ranks"].items()
+        }
 
     def _connect(self, process: subprocess.Popen[bytes]) -> Connection:
         give_up_s = time.monotonic() + START_TIMEOUT_S
@@ -155,6 +168,34 @@ class IndexService:
         )
         with urllib.request.urlopen(request):
             pass
+
+
+class Healing:
+    """What Kvist's router makes of the requests to one rank of vLLM that its index knows in part."""
+
+    def __init__(self, service: IndexService, model: str, rank: int) -> None:
+        self._service, self._model, self._rank = service, model, rank
+        self.status = RankStatus(TARGET)
+        fleet = SimpleNamespace(get=lambda _worker: SimpleNamespace(engine="vllm"))
+        self._healer = Healer(fleet, SimpleNamespace(ranks=lambda _worker: [self.status]), RouterMetrics())
+
+    def send(self, prompt: Prompt, engine: Engine) -> Prompt:
+        """Return the request as it comes to the engine, and learn from what its answer will say was cached."""
+        asking = json.loads(self._healer.body_for(TARGET, CHAT_PATH, b"{}", {}))
+        if self.status.state is SourceState.PARTIAL:
+            size = engine.block_size
+            given = self._service.ask(self._model, prompt, size, engine.names_ahead).get(self._rank, [0])[0]
+            decision = SimpleNamespace(
+                chosen=SimpleNamespace(target=TARGET), prompt=SimpleNamespace(is_tokenized=True), overlap_tokens=given
+            )
+            usage = ReportedUsage(len(prompt.token_ids), engine.hits(prompt)[-1])
+            self._healer.answered(
+                decision,
+                usage,
+                lambda start, end: [hash(prompt.token_ids[:at]) for at in range(start + size, end + 1, size)],
+            )
+        is_full = asking.get("vllm_xargs") == {"kv_cache_report_mode": "full"}
+        return replace(prompt, is_reported=is_full, session_id=asking["session_id"]) if asking else prompt
 
 
 def start_sidecar(stack: ExitStack, stream: Stream, has_full_reports: bool) -> str:

@@ -23,6 +23,8 @@ class Prompt:
     """The hash of each, where its tokens begin, and how many there are."""
     is_reported: bool = False
     """Asks the engine to report what of it was cached already."""
+    session_id: str | None = None
+    """Of the request, which events repeat."""
 
     def cut(self, num_tokens: int) -> Prompt:
         """Return its beginning, without images that would be cut in two."""
@@ -48,6 +50,10 @@ class Engine(Protocol):
     names_ahead: bool
     """Whether a block's name covers the token behind it, as with EAGLE."""
     num_tiers: int
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests do not run."""
 
     def submit(self, prompt: Prompt, num_outputs: int) -> None:
         """Queue a request."""
@@ -112,7 +118,7 @@ class Traffic:
 
     def ended(self, conversations: list[Prompt]) -> None:
         """Remember what can be gone on with."""
-        self._ended.extend(replace(each, is_reported=False) for each in conversations)
+        self._ended.extend(replace(each, is_reported=False, session_id=None) for each in conversations)
 
     def probe(self) -> Prompt:
         """Return a prompt that somebody may send next."""

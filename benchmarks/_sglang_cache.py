@@ -246,6 +246,11 @@ class SglangEngine:
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
 
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests do not run."""
+        return len(self._waiting)
+
     def submit(self, prompt: Prompt, num_outputs: int) -> None:
         """Queue a request."""
         self._waiting.append(_Request(prompt, num_outputs, list(prompt.token_ids)))

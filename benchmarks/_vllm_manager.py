@@ -150,6 +150,11 @@ class VllmEngine:
         self._prompts: dict[str, tuple[Prompt, int]] = {}
         self._num_requests = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests do not run."""
+        return len(self._waiting)
+
     def submit(self, prompt: Prompt, num_outputs: int) -> None:
         """Queue a request."""
         request = self._request(prompt)
@@ -233,6 +238,7 @@ class VllmEngine:
             lora_request=lora or None,
             cache_salt=prompt.cache_salt,
             block_hasher=self._hasher,
+            session_id=prompt.session_id,
         )
 
     def _go_on(self, request: Any, scheduled: dict[str, tuple[Any, int]]) -> None:

@@ -32,8 +32,10 @@ class CountedBlocks:
             if kind == "AllBlocksCleared":
                 self._copies.clear()
             elif event.medium == "GPU":
-                for block_hash in event.block_hashes:
-                    self._copies[event.group_idx, block_hash] += 1 if kind == "BlockStored" else -1
+                is_report = kind == "BlockStored" and event.session_id and event.parent_block_hash is None
+                for key in [(event.group_idx, block_hash) for block_hash in event.block_hashes]:
+                    if not (is_report and self._copies[key]):
+                        self._copies[key] += 1 if kind == "BlockStored" else -1
 
     def hit(self, hashes: Sequence[Any], num_tokens: int) -> int:
         """Return the longest hit of a prompt, given the engine's hashes of it, in the smallest of its blocks.

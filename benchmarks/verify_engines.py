@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -32,14 +32,19 @@ import _vllm_manager
 import zmq
 from _common import report, table
 from _engine_files import FOLDER, MISSING, versions
-from _engine_followers import SIDES, IndexService, Stream, free_ports, start_sidecar
+from _engine_followers import SIDES, Healing, IndexService, Stream, free_ports, start_sidecar
 from _engine_traffic import Engine, Mix, Prompt, Traffic
 from _sglang_cache import SglangEngine, SglangModel
 from _vllm_manager import VllmEngine, VllmModel
 from _vllm_rule import CountedBlocks
 
+from kvist.events.session import SourceState
+from kvist.router.index import RankStatus
+
 NUM_ROUNDS, NUM_STEPS, NUM_PROBES = 60, 24, 10
 NUM_LATE_STEPS = 300
+MAX_WAITING = 6
+"""What a router gives a worker beside what it runs."""
 SETTLE_S, LATE_S = 15.0, 0.2
 """How long a side may take to show what was sent; one that never does is given a little while each time."""
 PLAIN = Mix()
@@ -63,6 +68,8 @@ class Scenario:
     """Whether the engine has served for a while when it is first followed."""
     restarts: float = 0.0
     """Share of rounds that begin with an engine that has just started."""
+    is_short: bool = False
+    """Whether hits need what an index has no place for: it says so, and nothing that an engine could report helps."""
 
     @property
     def has_full_reports(self) -> bool:
@@ -97,12 +104,14 @@ SCENARIOS = {
     "three data-parallel ranks": Scenario(VllmModel(), num_ranks=3),
     "full reports": Scenario(VllmModel(), Mix(reported=0.3)),
     "full + sliding, full reports": Scenario(VllmModel(((16, None), (16, 64)), 300), Mix(reported=0.3)),
-    "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32)),
+    "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32), is_short=True),
     "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
     "full + sliding, sparsely kept": Scenario(VllmModel(((16, None), (16, 64)), 300, retention=0)),
     "full attention + states": Scenario(VllmModel(((16, None), (16, 0)), 300)),
     "full attention + states of larger blocks": Scenario(VllmModel(((16, None), (64, 0)), 300)),
-    "full attention + states, hits within blocks": Scenario(VllmModel(((16, None), (16, 0)), 300, match_unit=8)),
+    "full attention + states, hits within blocks": Scenario(
+        VllmModel(((16, None), (16, 0)), 300, match_unit=8), is_short=True
+    ),
     "context parallelism": Scenario(VllmModel(num_context_ranks=2), Mix(aligned=32)),
     "hashes as bytes": Scenario(VllmModel(sends_bytes=True)),
     "offloaded, by hash": Scenario(VllmModel(num_blocks=90, num_host_blocks=260)),
@@ -148,9 +157,9 @@ class LossyWire:
 class Rank:
     """An engine's rank and its publisher."""
 
-    def __init__(self, scenario: Scenario, stream: Stream, number: int, rng: random.Random) -> None:
+    def __init__(self, scenario: Scenario, stream: Stream, number: int, rng: random.Random, healing: Healing) -> None:
         self._scenario, self._stream, self._number, self._rng = scenario, stream, number, rng
-        self.traffic = Traffic(rng, scenario.mix)
+        self.traffic, self.healing = Traffic(rng, scenario.mix), healing
         self._start()
 
     def _start(self) -> None:
@@ -178,9 +187,9 @@ class Rank:
         """Let the engine serve for some steps, and publish what it has to tell of each."""
         self._wire.share = self._scenario.lost
         for _ in range(num_steps):
-            if self._rng.random() < 0.7:
+            if self._rng.random() < 0.7 and self.engine.num_waiting < MAX_WAITING:
                 for prompt in self.traffic.request():
-                    self.engine.submit(prompt, self._rng.randint(1, 40))
+                    self.engine.submit(self.healing.send(prompt, self.engine), self._rng.randint(1, 40))
             self.traffic.ended(self.engine.step())
             self._publish(self.engine.take_batch())
         self._await_sent()
@@ -224,7 +233,10 @@ class Judge:
         replay_port = free_ports(scenario.num_ranks) if scenario.has_replay else None
         ports, is_dropping = free_ports(scenario.num_ranks + 1), getattr(scenario.model, "eagle", None) == "drop"
         self._stream = Stream(scenario.engine, block_size, scenario.num_ranks, ports, replay_port, is_dropping)
-        self._ranks = [Rank(scenario, self._stream, number, self._rng) for number in range(scenario.num_ranks)]
+        self._ranks = [
+            Rank(scenario, self._stream, number, self._rng, Healing(services["index"], self._model, number))
+            for number in range(scenario.num_ranks)
+        ]
         self._marks = count(1)
         self._deaf: set[str] = set()
         self.counts = {side: Counter[str]() for side in services}
@@ -249,29 +261,33 @@ class Judge:
                     rank.engine.reset()
                 rank.run(NUM_STEPS)
             self._settle()
-            states = {side: service.states(self._model) for side, service in self._services.items()}
+            statuses = {side: service.ranks(self._model) for side, service in self._services.items()}
             for number, rank in enumerate(self._ranks):
+                # The index that hears the engine itself counts copies on where blocks may be kept, and asks nothing.
+                rank.healing.status = replace(statuses["sidecar"][number], is_counted=self._scenario.is_short)
                 for _ in range(NUM_PROBES):
-                    self._probe(number, rank, states)
+                    self._probe(number, rank, statuses)
         return self.counts
 
-    def _probe(self, number: int, rank: Rank, states: dict[str, dict[int, str]]) -> None:
+    def _probe(self, number: int, rank: Rank, statuses: dict[str, dict[int, RankStatus]]) -> None:
         prompt, engine = rank.traffic.probe(), rank.engine
         true = engine.hits(prompt)
         told = rank.told_hits(prompt)
         if told is not None:
-            self._note(EVENTS, told, true[:1], engine.block_size, "live")
+            self._note(EVENTS, told, true[:1], engine.block_size, is_live=True)
         for side in self._services:
             given = self._ask(side, prompt, engine).get(number, [0] * 3)[: engine.num_tiers]
-            self._note(side, given, true, engine.block_size, states[side].get(number, "live"))
+            status = statuses[side].get(number)
+            is_live = status is None or status.state is SourceState.LIVE
+            self._note(side, given, true, engine.block_size, is_live=is_live)
 
-    def _note(self, side: str, given: list[int], true: list[int], block_size: int, state: str) -> None:
+    def _note(self, side: str, given: list[int], true: list[int], block_size: int, *, is_live: bool) -> None:
         counts = self.counts.setdefault(side, Counter())
         too_many = max(told - held for told, held in zip(given, true, strict=True))
         verdict = "exact" if given == true else "long" if too_many > 0 else "short"
         counts["probes"] += 1
         counts[verdict] += 1
-        counts["blind"] += verdict != "exact" and state == "live"
+        counts["blind"] += verdict != "exact" and is_live
         counts["over a block long"] += too_many > block_size
         counts["hit tokens"] += true[-1]
         counts["missed tokens"] += max(0, true[-1] - given[-1])

@@ -62,7 +62,7 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     `token_ids` are the tokens of all blocks, back to back; none at all means that blocks which another tier holds are
     now in this one too. `block_lengths` counts the tokens of each block; None means that each has `block_size`. A None
     hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per block, the hashes of the multimodal
-    items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1).
+    items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1). What `is_report` may have been there before.
     """
 
     block_hashes: Sequence[EngineHash | None]
@@ -79,6 +79,7 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     cache_salt: str | None = None
     mm_hashes: Sequence[Sequence[int]] | None = None
     is_eagle: bool = False
+    is_report: bool = False
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, gc=False):

@@ -262,7 +262,7 @@ class EngineFollower:
         """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
         is_complete = self._session.is_complete
         for number, rank in self._ranks.items():
-            has_lost = rank.is_keeping or self._index.evicted_from(WorkerRank(self._worker, number))
+            has_lost = self._index.evicted_from(WorkerRank(self._worker, number))
             is_known = (is_complete or number in self._whole) and not has_lost
             rank.residency.counts_copies = self._counts_copies and is_known
 

@@ -66,8 +66,10 @@ class EngineRank:
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
-        before = self.filter.state, self.splitter.rules
+        before, counts_copies = (self.filter.state, self.splitter.rules), self.residency.counts_copies
+        self.residency.counts_copies &= not self.splitter.is_report(event)
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
+        self.residency.counts_copies = counts_copies
         if before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (

@@ -213,6 +213,12 @@ class EngineResidency:
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         self._change(compiled.REMOVE_FROM_GROUP, group, _folded(engine_hashes))
 
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
+        names = _folded(name for name in engine_hashes if name is not None).tolist()
+        if group < 0:
+            return all(self.find(name) is not None for name in names)
+        return all(self.counts.get(_key(name, GROUPS + group)) for name in names)
+
     def counted(self) -> list[tuple[int, int, int]]:
         told = self._told_counts().tolist()
         return [(name, place - GROUPS, number) for name, place, number in told if GROUPS <= place < ALIASES]
@@ -292,7 +298,7 @@ class EngineResidency:
                 del self._scopes[block_hash]
 
     def _count(self, name: int, place: int, number: int) -> None:
-        key = name ^ place * compiled.STEP % (1 << 64)
+        key = _key(name, place)
         number += self.counts.get(key) >> PLACE_BITS
         value = number << PLACE_BITS | place if number else 0
         self.counts.put(np.array([key], np.uint64), np.array([value], np.uint64))
@@ -325,6 +331,10 @@ class EngineResidency:
 
     def _are_held(self, tier: Tier | int, blocks: NDArray[np.uint64]) -> NDArray[np.bool_]:
         return compiled.are_held(self._index.core, self._index.segments, self.slot, tier, blocks)
+
+
+def _key(name: int, place: int) -> int:
+    return name ^ place * compiled.STEP % (1 << 64)
 
 
 def _folded(engine_hashes: Iterable[EngineHash]) -> NDArray[np.uint64]:

@@ -34,6 +34,9 @@ class GroupHolder(Protocol):
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         """Note that a group holds blocks no more, or a copy less of each."""
 
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
+        """Return whether a group, -1 for the published one, holds all these blocks."""
+
     def counted(self) -> list[tuple[Any, int, int]]:
         """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
 
@@ -76,6 +79,16 @@ class GroupSplitter:
             self.is_expressible &= event.window is STATE  # what is inside a published block has no place
         is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
         return bool(passed), self._count(event) if is_of_blocks and not passed else None  # type: ignore[arg-type]
+
+    def is_report(self, event: EngineEvent) -> bool:
+        """Return whether blocks are reported anew: not computed again, for all groups hold what a hit of them needs."""
+        if not isinstance(event, EngineStored) or not event.is_report:
+            return False
+        for group, rule in enumerate(self.rules, -1):
+            names = event.block_hashes[rule.stride - 1 :: rule.stride]
+            if not self._holder.are_held(group, names[-max(0, rule.num_needed - rule.num_ahead) :]):
+                return False
+        return True
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule]) -> None:
         self._filter.resume(state)

@@ -151,6 +151,11 @@ class Companion(Stream):
             elif num_copies and (block_hash := self._find(name)) is not None:
                 self._release(self._kind_of[group], (block_hash,))
 
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
+        if group < 0:
+            return all(self._find(name) is not None for name in engine_hashes)
+        return all((name, group) in self._counts for name in engine_hashes)
+
     def counted(self) -> list[tuple[Any, int, int]]:
         return [(*key, number) for key, number in self._counts.items()]
 
@@ -213,6 +218,7 @@ class RankStream(Stream):
     ) -> None:
         super().__init__(source, block_size, epoch)
         self._options = options
+        self._is_report = False  # the event at hand
         self._filter = WindowFilter(source.rank, options.get("window"))
         self._hold(self.residency)
         self._num_events = 0
@@ -279,12 +285,12 @@ class RankStream(Stream):
     @property
     def counts_copies(self) -> bool:
         """Whether what is stored again has one more copy, rather than being reported once more."""
-        return self._options.get("counts_copies", False) and self.is_complete
+        return self._options.get("counts_copies", False) and self.is_complete and not self._is_report
 
     @property
     def believes_all(self) -> bool:
         """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
-        is_doubtful = self._options.get("counts_copies", False) and not self.is_complete
+        is_doubtful = self._options.get("counts_copies", False) and not self.counts_copies
         return not (is_doubtful or self._options.get("has_full_reports", False))
 
     def _split(self) -> None:
@@ -309,6 +315,12 @@ class RankStream(Stream):
         self._admit(EngineCleared(self._source.rank))
 
     def _admit(self, event: EngineEvent) -> None:
+        is_report = isinstance(event, EngineStored) and event.is_report
+        if self._splitter is not None:
+            is_report = self._splitter.is_report(event)
+        if is_report != self._is_report:
+            self._is_report = is_report
+            self.residency.counts_copies = self.counts_copies
         if self._splitter is not None:
             self._splitter.admit(event, self._publish)
             return

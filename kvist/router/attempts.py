@@ -226,7 +226,6 @@ class AnswerAttempt(_Attempt):
         router, handover = owner.router, owner.handover
         router.load.dispatched()
         self.has_begun = False
-        self._is_healing = False
         self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
         self._is_whole = False
         body, chosen, computes = owner.body, decision.chosen, handover is None or owner.pull is not None
@@ -235,7 +234,6 @@ class AnswerAttempt(_Attempt):
             body = with_fields(owner.body, handover.handoff.fields)
         elif not chosen.is_exact:
             body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
-            self._is_healing = body is not owner.body
         step, is_streamed = "generate" if computes else "decode", computes and owner.is_streamed
         super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
         if computes:
@@ -307,7 +305,7 @@ class AnswerAttempt(_Attempt):
                 self._count_pulled(owner.handover.handoff.num_tokens)
         elif usage is not None:
             router.metrics.reported(decision, usage)
-        if self._is_healing:
+        if owner.handover is None and not decision.chosen.is_exact:
             block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
             router.healer.answered(decision, usage, block_hashes)
         if self.status == OK:

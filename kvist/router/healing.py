@@ -4,16 +4,17 @@ Where events were lost beyond recovery, the index lacks blocks that the engine h
 A rank may be partial for another reason, with its copies still counted: a report, which cannot bring more of it to the
 index, would look like one more copy, and is not asked for.
 vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
-to a partial rank say so, and are otherwise value for value the client's, until the hits are stable.
+to a partial rank say so, and are otherwise value for value the client's, until the hits are stable. They also name a
+session, which the events repeat, so that who knows the rank wholly counts no copies; one with its own is left as it is.
 
     hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not, counted
              once, whether or not a report brought it into the index
     stable   `NUM_UNCHANGED_IN_A_ROW` answers, one after the other, had no new hit
 
 So it ends where reports bring all that is hit, and where they never will: blocks of a store beside the engine, layers
-that report otherwise. An engine that does not tell (`--enable-prompt-tokens-details`), or has news for ever, is asked
-`MAX_ASKED` times. What was never hit may then be missing still, so the rank stays partial by name. A new loss begins
-anew.
+that report otherwise. Another hit begins it again: the removal of one copy may have taken a block that has others. An
+engine that does not tell (`--enable-prompt-tokens-details`), or has news for ever, is asked `MAX_ASKED` times. What was
+never hit may be missing still, so the rank stays partial by name. A new loss begins anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from kvist.events import WorkerRank
+from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.session import SourceState
 from kvist.openai.requests import with_fields
 from kvist.router.fleet.fleet import Fleet
@@ -124,12 +126,16 @@ class Healer:
         return asking
 
     def answered(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> None:
-        """Take what the answer to a full report tells: how many tokens of the prompt the engine found in its cache."""
+        """Take what an answer tells: how many tokens of the prompt the engine found in its cache."""
         target = decision.chosen.target
         healing = self._ranks.get(target)
         if healing is None:
             return
         report = healing.learn(decision, usage, block_hashes)
+        if healing.end is not None:
+            if healing.end is End.STABLE and not healing.num_unchanged_in_a_row:
+                healing.end = None
+            return
         self._metrics.counts["full_reports", target.worker, report] += 1
         if healing.end is None and (end := healing.reached_end()) is not None:
             healing.end = end
@@ -166,6 +172,6 @@ def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Return the body with the request for a full report put in; the very same object where it has no place."""
     name, mode = REPORT_MODE
     arguments = fields.get(name, {})
-    if not body or not isinstance(arguments, dict):
+    if not body or not isinstance(arguments, dict) or fields.get("session_id") is not None:
         return body
-    return with_fields(body, {name: arguments | {mode: "full"}})
+    return with_fields(body, {name: arguments | {mode: "full"}, "session_id": REPORT_SESSION})

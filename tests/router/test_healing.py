@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import encode_batch
+from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
 from kvist.openai.requests import read_fields, without_field
@@ -31,14 +32,17 @@ def block(number: int) -> list[int]:
     return [100 * number + idx for idx in range(16)]
 
 
-@pytest.mark.parametrize("body", [b"", b'{"vllm_xargs": null}', b'{"vllm_xargs": [1]}'])
+@pytest.mark.parametrize("body", [b"", b'{"vllm_xargs": null}', b'{"vllm_xargs": [1]}', b'{"session_id": "mine"}'])
 def test_a_body_that_is_empty_or_has_its_own_way_stays_as_it_is(body):
     assert ask_full_report(body, read_fields(body)) is body
 
 
 def test_what_else_a_body_says_is_as_it_came():
     body = b' {"prompt": "\\u00e9", "n" : 1.0, "vllm\\u005fxargs": {"x": 123456789012345678901}}'
-    asking = b'{"prompt":"\\u00e9","n":1.0,"vllm_xargs":{"x":123456789012345678901,"kv_cache_report_mode":"full"}}'
+    asking = (
+        b'{"prompt":"\\u00e9","n":1.0,"vllm_xargs":{"x":123456789012345678901,"kv_cache_report_mode":"full"},'
+        b'"session_id":"kvist-full-report"}'
+    )
     assert ask_full_report(body, read_fields(body)) == asking
 
 
@@ -67,6 +71,7 @@ def test_any_object_is_the_same_but_for_the_argument(fields, arguments):
     sent: dict[str, Any] = fields if arguments is None else fields | {"vllm_xargs": arguments}
     received = json.loads(ask_full_report(json.dumps(sent, indent=1).encode(), sent))
     assert received.pop("vllm_xargs") == (arguments or {}) | FULL
+    assert received.pop("session_id") == REPORT_SESSION
     assert received == {name: value for name, value in sent.items() if name != "vllm_xargs"}
 
 
@@ -270,6 +275,15 @@ def test_a_rank_that_was_known_again_is_healed_anew_and_one_that_was_in_doubt_is
         assert not rank.asks()
         rank.state = SourceState.PARTIAL
         assert rank.asks() == is_begun_anew
+
+
+def test_a_hit_that_is_new_to_a_rank_which_was_left_alone_begins_healing_again(monkeypatch):
+    rank = OneRank(monkeypatch)
+    assert rank.asks()
+    for num_cached_tokens, is_asked in ((0, True), (0, False), (16, True), (16, True), (16, False), (16, False)):
+        rank.answer(num_cached_tokens)
+        assert rank.asks() == is_asked
+    assert rank.counted("healed_total", reason=End.STABLE) == 2
 
 
 def test_a_rank_whose_copies_are_counted_is_not_asked_though_it_is_partial(monkeypatch):

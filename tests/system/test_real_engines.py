@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from verify_engines import SCENARIOS
 from kvist.events import Tier, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.dialects import decode_block_events
+from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
@@ -86,7 +87,9 @@ class Listener:
         return self._source.states()[0]
 
 
-def lives_of(name: str, listeners: list[Callable[[Any], None]], engine: Engine, rng: random.Random) -> Iterator[Prompt]:
+def lives_of(
+    name: str, listeners: list[Callable[[Any], None]], engine: Engine, rng: random.Random, session_id: str | None = None
+) -> Iterator[Prompt]:
     """Let an engine serve a scenario's requests, told of at each step; yield probes at some of them."""
     traffic = Traffic(rng, SCENARIOS[name].mix)
     for step in range(NUM_STEPS):
@@ -94,7 +97,7 @@ def lives_of(name: str, listeners: list[Callable[[Any], None]], engine: Engine, 
             engine.reset()
         if rng.random() < 0.7:
             for prompt in traffic.request():
-                engine.submit(prompt, rng.randint(1, 40))
+                engine.submit(replace(prompt, session_id=session_id), rng.randint(1, 40))
         traffic.ended(engine.step())
         batch = engine.take_batch()
         if batch is not None:
@@ -104,7 +107,7 @@ def lives_of(name: str, listeners: list[Callable[[Any], None]], engine: Engine, 
             yield traffic.probe()
 
 
-def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[int]]]:
+def play(name: str, counts_copies: bool = True, session_id: str | None = None) -> list[tuple[list[int], list[int]]]:
     """Return what the engine would have taken from its cache, and what was said of it, for each probe and listener.
 
     Only what was said of a rank in the state it ought to be in: one that may keep blocks through a reset is partial.
@@ -125,7 +128,7 @@ def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[in
         Listener(scenario.engine, engine.block_size, counts_copies, publisher=publisher),
     ]
     answers = []
-    for prompt in lives_of(name, [listener.receive for listener in listeners], engine, rng):
+    for prompt in lives_of(name, [listener.receive for listener in listeners], engine, rng, session_id):
         for listener in listeners:
             due = state if listener.publisher is None else published
             answer = engine.hits(prompt), listener.hits(prompt, engine)
@@ -189,6 +192,13 @@ def test_hits_that_end_within_blocks_are_never_said_to_be_longer_and_the_rank_is
 def test_an_index_that_counts_no_copies_never_says_more_than_the_engine_would_take(name):
     answers = play(name, counts_copies=False)
     assert all(told <= true for held, said in answers for true, told in zip(held, said, strict=True))
+
+
+@pytest.mark.parametrize("name", ["full reports", "full + sliding, full reports"])
+def test_reports_that_the_router_asked_for_are_no_copies(name):
+    answers = play(name, session_id=REPORT_SESSION)
+    assert all(said <= held for held, said in answers)
+    assert sum(held == said for held, said in answers) >= len(answers) * 0.95
 
 
 @pytest.mark.parametrize(

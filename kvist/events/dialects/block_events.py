@@ -8,7 +8,8 @@ group. Where blocks were skipped the tokens cover the whole span, and the normal
 entries of a hybrid cache have a smaller `block_size`, and offloaded blocks may come without tokens: both are the
 normaliser's too. With EAGLE a block's hash covers the tokens behind it, too (`lookahead_token_ids`, some for each
 block), and its canonical hash the first of them: requests must be hashed the same way. Two blocks that differ only in
-those behind the first count as one.
+those behind the first count as one. What a request has reported anew (`kv_cache_report_mode`), from its prompt's start,
+is like one more copy of each block, but for the request's session, which Kvist's router names.
 
 SGLang: hashes are signed; the LoRA name and the salt stand in the event; with EAGLE, `token_ids` are overlapping pairs:
 a block's hash covers one token more than the block there as well.
@@ -41,6 +42,9 @@ FIELD_ORDERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
 }
 """What the fields of each engine's positional form are called, by tag."""
 
+REPORT_SESSION: Final = "kvist-full-report"
+"""The `session_id` of requests that have blocks reported anew, which vLLM's events repeat."""
+
 _TIER_OF_MEDIUM: dict[str | None, Tier] = {
     None: Tier.GPU,
     "GPU": Tier.GPU,
@@ -72,6 +76,7 @@ class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False):
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    session_id: Any = None
 
 
 class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False):
@@ -212,6 +217,7 @@ def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusabl
         cache_salt=cache_salt,
         mm_hashes=mm_hashes,
         is_eagle=is_eagle,
+        is_report=raw.session_id == REPORT_SESSION and raw.parent_block_hash is None,
     )
 
 

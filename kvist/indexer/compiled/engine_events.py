@@ -22,22 +22,22 @@ Tokens = NDArray[np.uint32]
 
 _OF_ALL = 1 << names.TYPE | 1 << names.BLOCK_HASHES
 _OF_STORED = _OF_ALL | 1 << names.TOKEN_IDS | 1 << names.BLOCK_SIZE
-_EMPTY_STR, _EMPTY_ARRAY = 0xA0, 0x90
+_EMPTY_STR, _EMPTY_ARRAY, _STR8 = 0xA0, 0x90, 0xD9
 
 
 @helper
 def _skip_simple(data: Bytes, at: int, end: int) -> int:
-    """Return the end of a value that is nil, a boolean, a number or a short string in ASCII."""
+    """Return the end of a value that is nil, a boolean, a number or a string in ASCII of less than 256 bytes."""
     if at >= end:
         return 0
-    head = byte_at(data, at)
-    if 0xA0 <= head < 0xC0:
-        for place in range(at + 1, min(end, at + head - 0x9F)):
+    head, after = byte_at(data, at), skip(data, at, end)
+    if 0xA0 <= head < 0xC0 or head == _STR8:
+        for place in range(at + 1 + (head == _STR8), after):
             if byte_at(data, place) >= 0x80:
                 return 0
     elif not (head < 0x80 or head >= 0xE0 or head == NIL or 0xC2 <= head <= 0xC3 or 0xCA <= head <= 0xD3):
         return 0
-    return skip(data, at, end)
+    return after
 
 
 @helper
@@ -146,6 +146,9 @@ def _read_field(
         return at
     if field == names.LORA_NAME or field == names.CACHE_SALT:
         return at + 1 if byte_at(data, at) == _EMPTY_STR else 0
+    if field == names.SESSION:  # what is reported anew is not counted as a copy
+        is_report = names.number_of(data, at + 1, min(byte_at(data, at) - 0xA0, end - at - 1)) == names.REPORT
+        return 0 if is_report else _skip_simple(data, at, end)
     if field == names.EXTRA_KEYS or field == names.LOOKAHEAD:
         return _read_array_field(stream, event, field, data, at, end, hashes, tokens)
     if field == names.GROUP or field == names.WINDOW or field == names.LORA_ID:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvist.radix.compiled.layout import integers
 
-MAX_FIELDS, MAX_GROUP, FULL_WINDOW = 16, 1 << 20, (1 << 31) - 1
+MAX_FIELDS, MAX_GROUP, FULL_WINDOW = 17, 1 << 20, (1 << 31) - 1
 STATE_WINDOW = FULL_WINDOW - 1
 OTHER_GROUPS, MAX_OTHER_GROUPS = 2, 32
 SLICE_BLOCKS, NUM_VERDICTS, MIN_EVENT_BYTES = 256, 128, 8

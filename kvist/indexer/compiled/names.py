@@ -8,18 +8,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.indexer.compiled.jit import helper, inlined
 from kvist.indexer.compiled.words import Bytes, word_at
 from kvist.radix.compiled.jit import signed
 
 # Fields; 0 is one that nobody needs.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)
-EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY, LOOKAHEAD = range(9, 16)
+EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY, LOOKAHEAD, SESSION = range(9, 17)
 # Values: types, tiers from `TIERS` on, what a kind of cache says of the window, localities.
 BLOCK_STORED, BLOCK_REMOVED = 32, 33
 TIERS = 36
 FULL_KIND, OTHER_KIND, STATE_KIND, NEVER_INDEXED = 40, 41, 42, 43
-LOCAL, REMOTE = 44, 45
+LOCAL, REMOTE, REPORT = 44, 45, 46
 
 FIELDS = {
     "type": TYPE,
@@ -37,6 +38,7 @@ FIELDS = {
     "medium": MEDIUM,
     "locality": LOCALITY,
     "lookahead_token_ids": LOOKAHEAD,
+    "session_id": SESSION,
 }
 _VALUES = {
     "BlockStored": BLOCK_STORED,
@@ -59,9 +61,10 @@ _VALUES = {
     "cross_attention": NEVER_INDEXED,
     "LOCAL": LOCAL,
     "REMOTE": REMOTE,
+    REPORT_SESSION: REPORT,
 }
 _LONGEST = 31
-_MULTIPLIER = np.uint64(0xFBA1_BCB4_BA11_BCD7)  # found by trial: it sends these words to 64 places of their own
+_MULTIPLIER = np.uint64(0xF009_464A_225F_623B)  # found by trial: it sends these words to 64 places of their own
 _U58, _U64_MAX = np.uint64(58), np.uint64((1 << 64) - 1)
 
 
