@@ -1,13 +1,14 @@
 """Requests that no worker has room for stand in one bounded queue a model, and are decided when they leave it.
 
     room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.worker`)
+    seat      a full worker may be worth waiting for: whom the policy finds that in a queue of that worker's own
     order     by priority, lower first, then by tenants' shares, then by arrival; who comes when others wait, waits, too
     shares    virtual time goes on with what is served; who has had its share of it starts later (start-time fair
               queueing: Goyal, Vin and Cheng, 1996)
     out       when a worker has room, or the deadline has passed (503), or a full queue has no place for it (429)
 
 Where nothing is bounded, nothing is looked at. Which worker takes a request is the policy's to say: here it is only
-said who cannot.
+said who cannot, and how long that may be.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from http import HTTPStatus
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from zlib import crc32
 
 from kvist.http import Deadline, LoopClock, Request
@@ -45,6 +46,10 @@ _MAX_RETRIES = 100.0
 """Retries that may be saved up, or as many as requests run: a fifth of all may be sent on when all is counted."""
 
 
+Queue: TypeAlias = tuple[str | None, str | None]
+"""A model's, or of its requests those that wait for one worker."""
+
+
 class Waiter(Protocol):
     """A request that waits."""
 
@@ -64,7 +69,7 @@ class Place:
 
     priority: int
     number: int
-    model: str | None
+    queue: Queue
     waiter: Waiter
     since_s: float
     tenant: str
@@ -75,12 +80,12 @@ class Place:
     waited_s: float = 0.0
 
     def __lt__(self, other: Place) -> bool:
-        return (self.priority, self.number) < (other.priority, other.number)
+        return (self.priority, self.since_s, self.number) < (other.priority, other.since_s, other.number)
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Those of one tenant that wait for one model. The first starts where what its tenant had served before finishes,
+    """Those of one tenant that wait in one queue. The first starts where what its tenant had served before finishes,
     in virtual time, but not before it came; the others have no times yet, so that who leaves costs its tenant nothing.
     """
 
@@ -109,8 +114,8 @@ class Admission:
     """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
     on_wait: Callable[[str, float], None] = lambda *_: None
     """Is told of each wait that ended well: for which model as metrics name it, and seconds."""
-    _queues: dict[str | None, dict[str, Line]] = field(default_factory=dict)
-    """By model and tenant; nobody's line is empty."""
+    _queues: dict[Queue, dict[str, Line]] = field(default_factory=dict)
+    """By tenant; nobody's line is empty."""
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
     ring: Callable[[int], None] = lambda _: None
@@ -137,20 +142,32 @@ class Admission:
         most = self.max_prefill_tokens
         return most is None or num_running == 0 or self.load.prefill_tokens(worker.url) < most
 
-    def full(self, model: str | None, excluded: Collection[str]) -> frozenset[str]:
-        """Return who should not be given the request, of those who could; nobody where all are full."""
+    def full(self, model: str | None, excluded: Collection[str]) -> dict[str, float]:
+        """Return who has no room for the request, of those who could take it, and for how long; nobody where all are.
+
+        Seconds are inf where nobody knows them, or where enough wait for that worker.
+        """
         if not self._is_bounded:
-            return frozenset()
+            return {}
         workers = self.fleet.routable(model, excluded)
-        full = frozenset(worker.url for worker in workers if not self.has_room(worker))
-        return full if any(worker.url not in full for worker in _answering(workers)) else frozenset()
+        full = {worker.url: self._seat_s(worker, model) for worker in workers if not self.has_room(worker)}
+        return full if any(worker.url not in full for worker in _answering(workers)) else {}
+
+    def _seat_s(self, worker: Worker, model: str | None) -> float:
+        capacity, num_queued = worker.capacity, self.load.num_queued(_number_of((model, worker.url)))
+        bound, is_paused = capacity.max_requests, capacity.paused_until_s > self.now_s()
+        if bound is None or is_paused or not capacity.ends_a_second or num_queued >= self.max_queued:
+            return math.inf
+        num_before = max(0, self.load.running_requests(worker.url) - bound) + num_queued
+        return (num_before + 1) / capacity.ends_a_second
 
     def would_wait(self, model: str | None, excluded: Collection[str] = ()) -> bool:
         """Return whether a request for this model would stand in the queue now, if these did not take it."""
         if not self._is_bounded:
             return False
-        waits_elsewhere = self.load.first_elsewhere(self.now_s(), _number_of(model)) is not None
-        return model in self._queues or waits_elsewhere or not self._has_room_for(model, excluded)
+        queue = model, None
+        waits_elsewhere = self.load.first_elsewhere(self.now_s(), _number_of(queue)) is not None
+        return queue in self._queues or waits_elsewhere or not self._has_room_for(queue, excluded)
 
     def shed(self, model: str | None, excluded: Collection[str]) -> None:
         """Raise RequestError (429) if a request that does not wait would have to."""
@@ -176,20 +193,24 @@ class Admission:
         timeout_s: float,
         tenant: Tenant = DEFAULT,
         work: Callable[[], float] = lambda: 0.0,
+        since_s: float | None = None,
+        worker: str | None = None,
     ) -> Place | None:
-        """Return the request's place in the queue, or None if it may be sent at once.
+        """Return the request's place in the queue, or None if it may be sent at once; or its place in a `worker`'s.
 
-        It is so much work, of which its tenant has its share; what is none goes by arrival. Raises RequestError (429)
-        if the queue is full of requests that are not behind it.
+        It is so much work, of which its tenant has its share; what is none goes by arrival, now or `since_s`. Raises
+        RequestError (429) if the queue is full of requests that are not behind it.
         """
-        if not self.would_wait(model):
+        if worker is None and not self.would_wait(model):
             return None
-        self._num_arrived, number = self._num_arrived + 1, _number_of(model)
+        queue, now_s = (model, worker), self.now_s()
+        since_s = now_s if since_s is None else since_s
+        self._num_arrived, number = self._num_arrived + 1, _number_of(queue)
         span = work() / tenant.share
         came_at = self.load.tenants.virtual_time if span else 0.0
-        place = Place(priority, self._num_arrived, model, waiter, self.now_s(), tenant.name, came_at, span)
+        place = Place(priority, self._num_arrived, queue, waiter, since_s, tenant.name, came_at, span)
         if self.load.num_queued(number) >= self.max_queued:
-            lines = self._queues.get(model, {})
+            lines = self._queues.get(queue, {})
             own_span = span + (lines[tenant.name].span if tenant.name in lines else 0.0)
             longest = max(lines.values(), key=lambda line: (line.places[-1].priority, line.span), default=None)
             if longest is None or (priority, own_span) >= (longest.places[-1].priority, longest.span):
@@ -199,8 +220,8 @@ class Admission:
             text = "more urgent requests wait for a worker"
             displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
         place.deadline = Deadline(self.clock, lambda _: self._on_timeout(place, timeout_s))
-        place.deadline.set("queue", timeout_s)
-        line = self._queues.setdefault(model, {}).setdefault(tenant.name, Line())
+        place.deadline.set("queue", since_s + timeout_s - now_s)
+        line = self._queues.setdefault(queue, {}).setdefault(tenant.name, Line())
         insort(line.places, place)
         line.span += span
         if line.places[0] is place:
@@ -215,7 +236,7 @@ class Admission:
             place.is_left, place.waited_s = True, self.now_s() - place.since_s
             if place.deadline is not None:
                 place.deadline.close()
-            lines = self._queues[place.model]
+            lines = self._queues[place.queue]
             line = lines[place.tenant]
             del line.places[bisect_left(line.places, place)]
             line.span -= place.span
@@ -225,9 +246,9 @@ class Admission:
             if not line.places:
                 del lines[place.tenant]
             if not lines:
-                del self._queues[place.model]
+                del self._queues[place.queue]
             self._set_starts(place.tenant)
-            self.load.show_queued(_number_of(place.model), -1)
+            self.load.show_queued(_number_of(place.queue), -1)
             self._show()
 
     def pump_soon(self) -> None:
@@ -239,29 +260,29 @@ class Admission:
             self._ring_next()
 
     def pump(self) -> None:
-        """Send whom there is room for, the first first, whatever their models: those may share workers."""
+        """Send whom there is room for, the first first, whatever their queues: those may share workers."""
         self._is_due = False
         if self._is_one_of_several:
             self._set_starts()
             self._show()
-        heads = [(_first(lines).rank, model) for model, lines in self._queues.items()]
+        heads = [(_first(lines).rank, queue) for queue, lines in self._queues.items()]
         heapify(heads)
         while heads:
-            rank, model = heappop(heads)
-            if model not in self._queues:
+            rank, queue = heappop(heads)
+            if queue not in self._queues:
                 continue
-            line = _first(self._queues[model])
-            if line.rank > rank:  # its tenant was served at another model
-                heappush(heads, (line.rank, model))
+            line = _first(self._queues[queue])
+            if line.rank > rank:  # its tenant was served elsewhere
+                heappush(heads, (line.rank, queue))
                 continue
             place = line.places[0]
-            if not self._is_first(line) or not self._has_room_for(model):
+            if not self._is_first(line) or not self._has_room_for(queue):
                 continue
             self.leave(place, is_served=True)
-            if model in self._queues:
-                heappush(heads, (_first(self._queues[model]).rank, model))
+            if queue in self._queues:
+                heappush(heads, (_first(self._queues[queue]).rank, queue))
             self._mean_wait_s += (place.waited_s - self._mean_wait_s) / 16
-            self.on_wait(self.fleet.label_of(place.model), place.waited_s)
+            self.on_wait(self.fleet.label_of(queue[0]), place.waited_s)
             try:
                 place.waiter.on_room()
             except BaseException:
@@ -287,7 +308,7 @@ class Admission:
         return self.load.board.num_fronts > 1
 
     def _is_first(self, line: Line) -> bool:
-        first = self.load.first_elsewhere(self.now_s(), _number_of(line.places[0].model))
+        first = self.load.first_elsewhere(self.now_s(), _number_of(line.places[0].queue))
         return first is None or line.rank[:3] <= first[:3]
 
     def _ring_next(self) -> None:
@@ -307,21 +328,26 @@ class Admission:
             self._next_look = None
         if self._queues:
             head = self._head()
-            self.load.show_head(_number_of(head.places[0].model), *head.rank[:3], self.now_s())
+            self.load.show_head(_number_of(head.places[0].queue), *head.rank[:3], self.now_s())
             self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self.pump)
         else:
             self.load.show_head(0, 0, 0.0, 0.0, self.now_s())
 
     @property
-    def queued(self) -> dict[str | None, int]:
+    def queued(self) -> Counter[str | None]:
         """Return how many wait, by model."""
-        return {model: sum(len(line.places) for line in lines.values()) for model, lines in self._queues.items()}
+        queued = Counter[str | None]()
+        for (model, _), lines in self._queues.items():
+            queued[model] += sum(len(line.places) for line in lines.values())
+        return queued
 
-    def _has_room_for(self, model: str | None, excluded: Collection[str] = ()) -> bool:
+    def _has_room_for(self, queue: Queue, excluded: Collection[str] = ()) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
             return False
+        model, url = queue
         workers = _answering(self.fleet.routable(model, excluded))
-        return not workers or any(map(self.has_room, workers))  # where there is nobody, that is said by who chooses
+        waited_for = [worker for worker in workers if url in (None, worker.url)]
+        return not waited_for or any(map(self.has_room, waited_for))  # where there is nobody, who chooses says so
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:
         self.leave(place)
@@ -354,8 +380,8 @@ def _first(lines: dict[str, Line]) -> Line:
     return min(lines.values(), key=_rank)
 
 
-def _number_of(model: str | None) -> int:
-    return 1 + crc32((model or "").encode())
+def _number_of(queue: Queue) -> int:
+    return 1 + crc32(" ".join(filter(None, queue)).encode())
 
 
 def _answering(workers: list[Worker]) -> list[Worker]:

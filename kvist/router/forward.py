@@ -22,10 +22,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -166,7 +167,8 @@ class Forwarding:
 
         reading      the prompt, on a thread, when it is known    then: waiting
                      who asks
-        waiting      for a worker with room, if none has (`place`) then: alone
+        waiting      for a worker with room, if none has, or for   then: alone
+                     one that is full and worth it (`place`)
         alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
                      or fetch a prefix that another holds         `PrefillAttempt`, then `AnswerAttempt`; if either
                                                                   fails: alone, without a `pull`
@@ -205,6 +207,7 @@ class Forwarding:
     attempt: PrefillAttempt | AnswerAttempt | None = None
     beside: PrefillAttempt | None = None
     routed: Routed | None = None
+    _enter: Callable[..., Place | None] = field(init=False)
     _next_look: asyncio.TimerHandle | None = None
     _deadline: Deadline | None = None
     _reading: asyncio.Task[Ask] | None = None
@@ -321,15 +324,17 @@ class Forwarding:
             if router.config.workers_use_priority and priority != ask.fields.get("priority", 0):
                 self.body = with_fields(self.body, {"priority": priority})
             self.spending = router.limits.enter(self.tenant)
-            work = [partial(router.routing.work_of, self.ask)] if router.config.has_tenants else []
-            self.place = router.admission.enter(self, ask.model, priority, timeout_s, self.tenant, *work)
+            work = partial(router.routing.work_of, self.ask) if router.config.has_tenants else lambda: 0.0
+            asked = ask.model, priority, timeout_s, self.tenant, work, router.now_s()
+            self._enter = partial(router.admission.enter, self, *asked)
+            self.place = self._enter()
         except RequestError as error:
             if error.code == LIMITED:
                 router.accounts.of(self.tenant.name, router.fleet.label_of(ask.model)).limited += 1
             self._refuse(error)
             return
         if self.place is None:
-            self._match()
+            self._look(_MAX_LOOKS)
         else:
             self._waiting_step = self.trace.step("queue")
 
@@ -346,16 +351,12 @@ class Forwarding:
     def on_room(self) -> None:
         """Go on, with caches and loads as they are now."""
         self._waiting_step.end()
-        self._take(self._match)
+        self._take(self._look, _MAX_LOOKS)
 
     def on_refused(self, error: RequestError) -> None:
         """Tell the client that the wait was in vain."""
         self._waiting_step.end(error)
         self._refuse(error)
-
-    def _match(self) -> None:
-        self.router.admission.on_first_attempt()
-        self._look(_MAX_LOOKS)
 
     def _look(self, num_left: int) -> None:
         """Look who holds the prompt, again and again while the index is being written to by another process."""
@@ -388,7 +389,10 @@ class Forwarding:
                 else:
                     self._answer_by(decode)
                     return
-            plan = self._plan()
+            plan, full = self._plan()
+            if not self.tried and full.get(worker := plan.answer.chosen.target.worker, inf) < inf:
+                self.place, self._waiting_step = self._enter(worker=worker), self.trace.step("queue")
+                return
         except RequestError as error:
             self._refuse(error)
             return
@@ -408,10 +412,13 @@ class Forwarding:
             self.beside = PrefillAttempt(self, plan.prefill, plan)
             self._answer_by(plan.answer)
 
-    def _plan(self) -> Plan:
-        """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
+    def _plan(self) -> tuple[Plan, Mapping[str, float]]:
+        """Return who answers and who computes the prompt, and who is full.
+
+        Why nobody computes it for another is noted the first time.
+        """
         full = self.router.admission.full(self.ask.model, self.tried)
-        full -= {self.ask.worker}  # that one has what nobody else has
+        full.pop(self.ask.worker or "", None)  # that one has what nobody else has
         with self.trace.step("choose") as choice:
             plan = self.router.routing.plan(self.request.path, self.ask, self.prefix, self.tried, full, self.local)
             choice.set(spans.of_plan, plan)
@@ -422,7 +429,7 @@ class Forwarding:
             elif self.local is None:  # so those that were tried are prefill workers, or of pairs
                 is_decoding = plan.local is Local.NO_DECODE_WORKER
                 self._fall_back(Local.DECODE_FAILED if is_decoding else Local.PREFILL_FAILED)
-        return plan
+        return plan, full
 
     def _choose_decode(self, prefill_worker: str) -> Decision | None:
         """Return who goes on with the prompt that was computed, if anybody can."""
@@ -432,6 +439,8 @@ class Forwarding:
         return decision
 
     def _answer_by(self, decision: Decision) -> None:
+        if not self.tried:
+            self.router.admission.on_first_attempt()
         self.tried.add(decision.chosen.target.worker)
         self.attempt = AnswerAttempt(self, decision)
 

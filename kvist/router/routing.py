@@ -5,7 +5,7 @@ Nothing here sends or counts, so `POST /route` explains a decision by making it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from http import HTTPStatus
 from math import inf
@@ -185,13 +185,14 @@ class Routing:
         ask: Ask,
         prefix: Prefix,
         excluded: Collection[str] = (),
-        full: Collection[str] = (),
+        full: Mapping[str, float] | None = None,
         local: Local | None = None,
     ) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
 
-        Those that are full are given it only where nobody else can do it. A reason keeps the request local. Prefill
-        workers do all of a request where nobody else is left, if they do anything alone.
+        Those that are full, for so many seconds, are chosen where they are worth waiting for by a policy that prices
+        that, else only where nobody else can do it. A reason keeps the request local. Prefill workers do all of a
+        request where nobody else is left, if they do anything alone.
         Raises RequestError: 404 when no worker has the model, 400 when those that have it do nothing alone and cannot
         do this together, 503 when none can take requests now.
         """
@@ -200,14 +201,15 @@ class Routing:
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         can_pull = self._fleet.has_pulls and not self._fleet.has_roles and local is None
         holder = self._holder(path, ask, prefix, excluded) if can_pull else None
-        if full and self.has_alternative(path, ask, (others := {*excluded, *full})):
-            excluded = others
+        is_priced = isinstance(self._models.policy(ask.model).policy, PriceSettings) and not self._fleet.has_roles
+        if full and not is_priced and self.has_alternative(path, ask, (others := {*excluded, *full})):
+            excluded, full = others, None
         everyone = self._fleet.routable(ask.model, excluded)
         if not everyone:
             raise self._refusal(ask.model)
         workers = everyone if ask.worker is None else [each for each in everyone if each.url == ask.worker] or everyone
         if not self._fleet.has_roles:
-            decision = self._decide(ask, prefix, workers, holder=holder)
+            decision = self._decide(ask, prefix, workers, holder=holder, full=full)
             return self._plan_pull(ask, decision, holder)
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
@@ -350,6 +352,7 @@ class Routing:
         workers: list[Worker],
         compute_scale: float = 1.0,
         holder: Candidate | None = None,
+        full: Mapping[str, float] | None = None,
     ) -> Decision:
         prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
         policy, now_s = self._models.policy(ask.model).policy, self._now_s()
@@ -371,7 +374,8 @@ class Routing:
                 has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
                 token_s = np.where(has_same_blocks, ranks.fetch_token_s, inf)
                 pull = Pull(holder.overlap_blocks[0], token_s, min_tokens)
-            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull)
+            room_s = np.array([full.get(rank.target.worker, 0.0) for rank in ranks.statuses]) if full else 0.0
+            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull, room_s)
             chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
             chosen = _candidate(ranks.statuses[chosen_idx], prefix)
             overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)

@@ -280,6 +280,33 @@ async def test_a_worker_that_works_in_silence_and_answers_checks_is_left_alone(
         assert (await asked).headers["x-kvist-worker"] == one.url
 
 
+async def test_a_full_worker_is_waited_for_by_whom_it_spares_more_than_that(worker, router, gated, until) -> None:
+    long, short = list(range(50_000)), [7] * 16
+    async with (
+        worker(answer=gated) as one,
+        worker() as two,
+        router(one.url, two.url, max_worker_requests=1, block_size=16, expected_cache_tokens=0) as front,
+    ):
+        front.hold(one.url, long)
+        capacity = front.service.fleet.get(one.url).capacity
+        asked = [asyncio.create_task(front.complete(long))]
+        await until(lambda: len(one.completions) == 1)
+        assert (await front.explain(long))["queued"] is False  # nobody knows yet how long its requests take
+        capacity.ends_a_second = 2.0
+        assert (await front.explain(long))["queued"] is True
+        asked.append(asyncio.create_task(front.complete(long)))
+        await until(lambda: queued(front) == 1)
+        assert (await front.complete(short)).headers["x-kvist-worker"] == two.url
+        headers = {"x-kvist-queue-timeout": "0.01"}
+        late = await front.client.post("/v1/completions", json={"model": "m", "prompt": long}, headers=headers)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        capacity.ends_a_second = 0.01
+        assert (await front.complete(long)).headers["x-kvist-worker"] == two.url
+        gated.let(2)
+        assert {(await each).headers["x-kvist-worker"] for each in asked} == {one.url}
+        assert (await front.metrics())['kvist_router_queue_seconds_count{model="m"}'] == 1
+
+
 async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gated, until, monkeypatch) -> None:
     monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     page = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 12.0\n'
@@ -345,6 +372,7 @@ def test_short_requests_have_a_reserve_for_the_time_in_which_the_router_sends_mo
     for seconds in range(1, 11):
         capacity.learn(Report(32, 400), num_in_flight=432, num_ended=1500 * seconds)
     assert capacity.max_requests == 32 + 150
+    assert 1000 < capacity.ends_a_second <= 1500
 
 
 def test_a_batch_that_grows_has_a_reserve_for_what_it_takes_until_the_next_report() -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
+from math import inf
 from random import Random
 from typing import NamedTuple, Self
 
@@ -178,7 +179,7 @@ class Router:
         prefix = self._routing.prefix(ask) or Prefix()
         if is_sheddable:
             self._admission.shed(ask.model, excluded)
-        full = self._admission.full(ask.model, excluded)
+        full = dict.fromkeys(self._admission.full(ask.model, excluded), inf)  # nobody waits here
         plan = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT)
         return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask), prefix)
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -336,7 +337,8 @@ class RouterService:
         full = admission.full(ask.model, ())
         plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
         explained = explain_plan(plan, ask, self.known.load, time.monotonic())
-        return json_answer(explained | {"queued": admission.would_wait(ask.model)})
+        is_queued = admission.would_wait(ask.model) or full.get(plan.answer.chosen.target.worker, inf) < inf
+        return json_answer(explained | {"queued": is_queued})
 
     def _named_worker(self, request: Request) -> str:
         """Return the URL of the worker that an administrator's request is for."""

@@ -41,6 +41,9 @@ _FAR = 4
 _PEAK_KEPT = 0.9
 """Of what ran at most, from report to report: requests that end together leave a batch half empty for a moment."""
 
+_ENDS_AVERAGED = 8
+"""Over so many reports."""
+
 _GAUGE = re.compile(
     rb"(?m)^(?:vllm:num_requests_|sglang:num_|kvist_engine_requests_)(running|waiting|running_reqs|queue_reqs)"
     rb"(?:\{[^}\n]*\})? ([0-9.e+]+)$"
@@ -80,6 +83,8 @@ class Capacity:
     learnt_requests: int | None = None
     paused_until_s: float = 0.0
     warms_from: int | None = None
+    ends_a_second: float = 0.0
+    """How many of its requests ended in a second of late, by its reports."""
     _num_running: int = 0
     _peak_running: float = 0.0
     _num_ended: int = 0
@@ -105,6 +110,7 @@ class Capacity:
         num_more, self._num_running = report.num_running - self._num_running, report.num_running
         self._peak_running = max(report.num_running, self._peak_running * _PEAK_KEPT)
         peak, num_just_ended, self._num_ended = int(self._peak_running), num_ended - self._num_ended, num_ended
+        self.ends_a_second += (num_just_ended - self.ends_a_second) / _ENDS_AVERAGED
         if num_more == peak == report.num_running:  # it has just begun: nobody knows yet how fast requests end
             return
         # A batch that grows takes as many from the worker's queue until the next report.

@@ -192,15 +192,17 @@ class PricedPolicy:
         ranks: NDArray[np.intp] | None = None,
         compute_scale: float = 1.0,
         pull: Pull | None = None,
+        room_s: Floats | float = 0.0,
     ) -> Prices:
         """Return what a prompt would cost these ranks, or all. Nothing is changed.
 
         `compute_scale` is what a token costs against computing it, where it is fetched. With `pull`, ranks fetch what
-        they lack of those blocks where that is cheaper.
+        they lack of those blocks where that is cheaper. `room_s` is how long the request would wait to be sent to each.
         `depths` are its leading blocks that each holds, `[num_ranks]`, or `[num_ranks, num_tiers]` counting those of
         the faster tiers too. The block with the last token is computed in any case.
         """
         settings, work = self.settings, self._work.read(now_s, ranks)
+        work.by_rank[0] += room_s
         held = np.asarray(depths, np.int64)
         held = held[:, None] if held.ndim == 1 else held
         marks = self._in_flight.marks(block_hashes)

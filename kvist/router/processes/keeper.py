@@ -172,6 +172,7 @@ class KeeperProcess:
             worker.capacity.max_requests,
             worker.capacity.paused_until_s,
             worker.capacity.warms_from,
+            round(worker.capacity.ends_a_second, 1),
             worker.url in fleet.bounded,
             worker.num_given_up,
             ranks,

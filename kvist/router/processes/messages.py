@@ -52,6 +52,7 @@ class WorkerNews(Message, frozen=True):
     max_requests: int | None
     paused_until_s: float
     warms_from: int | None
+    ends_a_second: float
     is_bounded: bool
     num_given_up: int
     ranks: list[RankStatus]
