@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MAX_SENDERS = 256
 _MAX_PROBES = 16
 _PROBE_TIMEOUT_S = 0.2
-_LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
+_MAX_IDLE_S = 60.0
 
 
 class Probe(NamedTuple):
@@ -51,12 +50,11 @@ class Probe(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SenderConnection:
-    """A rank to fetch from; it is suspect while there is no connection."""
+    """A rank to fetch from, as was done last at `used_at_s`."""
 
     endpoint: str
     dealer: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    is_suspect: bool = False
+    used_at_s: float
     probe: Probe | None = None
 
     def send(self, message: ReceiveRequest | Cancel) -> None:
@@ -70,17 +68,6 @@ class SenderConnection:
         """Yield the messages that have arrived; it may be dropped meanwhile."""
         while not self.dealer.closed and self.dealer.poll(0):
             yield self.dealer.recv_multipart()
-
-    def has_newly_lost(self) -> bool:
-        """Return whether the connection is lost since it was last asked about; it may be dropped meanwhile."""
-        has_lost = False
-        while not self.monitor.closed and self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_suspect, self.probe = False, None
-            elif event in _LOST and not self.is_suspect:
-                self.is_suspect = has_lost = True
-        return has_lost
 
 
 class SenderConnections:
@@ -97,10 +84,11 @@ class SenderConnections:
         """Yield every sender; they may be dropped meanwhile."""
         return iter(list(self._senders.values()))
 
-    def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
+    def connect(self, endpoint: str, busy: Collection[str], now_s: float) -> SenderConnection:
         """Return the sender at an endpoint, if need be instead of an idle one; raises InvalidValueError."""
         sender = self._senders.get(endpoint)
         if sender is not None:
+            sender.used_at_s = now_s
             return sender
         idle = next((each for each in self._senders.values() if each.endpoint not in busy), None)
         if len(self._senders) >= _MAX_SENDERS and idle is not None:
@@ -110,25 +98,22 @@ class SenderConnections:
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.IDENTITY, self._identity)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        monitor = dealer.get_monitor_socket()
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
-            _close(dealer, monitor)
+            dealer.close()
             raise InvalidValueError("remote_endpoints", endpoint, f"one to connect to ({error})") from None
         self._poller.register(dealer, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        sender = self._senders[endpoint] = SenderConnection(endpoint, dealer, monitor)
+        sender = self._senders[endpoint] = SenderConnection(endpoint, dealer, now_s)
         return sender
 
     def drop(self, sender: SenderConnection) -> None:
         del self._senders[sender.endpoint]
         self._poller.unregister(sender.dealer)
-        self._poller.unregister(sender.monitor)
-        _close(sender.dealer, sender.monitor)
+        sender.dealer.close()
 
     def asked_before_its_end(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
-        """Return what a suspect was asked for before its process ended; nothing as long as that is not known."""
+        """Return what a sender was asked for before its process ended; nothing as long as that is not known."""
         if sender.probe is None:
             sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
         if not sender.probe.has_ended.done():
@@ -147,12 +132,6 @@ def has_process_ended(endpoint: str) -> bool:
         return True
     except (OSError, ValueError):
         return False
-
-
-def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    dealer.disable_monitor()
-    monitor.close()
-    dealer.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -223,7 +202,8 @@ class Receiver:
         try:
             commands.check_endpoints(fetch.endpoints)
             shares = memory.shares(block_ids, len(ranks))
-            senders = [self._senders.connect(endpoint, busy.union(fetch.endpoints)) for endpoint in fetch.endpoints]
+            busy.update(fetch.endpoints)
+            senders = [self._senders.connect(endpoint, busy, now_s) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))
@@ -271,7 +251,6 @@ class Receiver:
 
     def receive(self, now_s: float) -> None:
         for sender in self._senders:
-            has_lost = sender.has_newly_lost()
             for frames in sender.received():
                 try:
                     if len(frames) != 1:
@@ -280,24 +259,19 @@ class Receiver:
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
-            if has_lost:  # what it said before counts
-                self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
+        """Notice what takes too long, and workers that have died; whom nobody needs is not dialled for long."""
         for transfer in list(self._transfers.values()):
             if now_s >= transfer.deadline_s and not transfer.has_failed:
                 self._fail(transfer, f"no completion within {self._limits.transfer_timeout_s:g} s", now_s)
             elif now_s >= transfer.deadline_s:
                 self._send_cancels(transfer, now_s)
         for sender in self._senders:
-            if not sender.is_suspect:
-                continue
             waiting = {each.transfer_id for each, _ in self._unreported(sender)}
-            if not waiting:
+            if not waiting and now_s - sender.used_at_s >= _MAX_IDLE_S:
                 self._senders.drop(sender)
-                continue
-            ended_ids = self._senders.asked_before_its_end(sender, waiting)
+            ended_ids = self._senders.asked_before_its_end(sender, waiting) if waiting else ()
             for transfer, rank in self._unreported(sender):
                 if transfer.transfer_id in ended_ids:
                     self._ended_at(rank, transfer, now_s, f"rank {rank} at {sender.endpoint} is gone")

@@ -38,7 +38,8 @@ class Sender:
     endpoint: str
     log: list[Any]
     said: list[list[bytes]] = field(default_factory=list)
-    is_suspect = False
+    is_dead = False
+    used_at_s = 0.0
 
     def send(self, message: Message) -> None:
         if isinstance(message, Cancel):
@@ -47,9 +48,6 @@ class Sender:
     def received(self) -> Iterator[list[bytes]]:
         while self.said:
             yield self.said.pop(0)
-
-    def has_newly_lost(self) -> bool:
-        return False
 
 
 class Ends:
@@ -70,14 +68,14 @@ class Ends:
     def __iter__(self) -> Iterator[Sender]:
         return iter(self.senders)
 
-    def connect(self, endpoint: str, _: object) -> Sender:
+    def connect(self, endpoint: str, _: object, now_s: float) -> Sender:  # noqa: ARG002
         return next(each for each in self.senders if each.endpoint == endpoint)
 
     def drop(self, sender: Sender) -> None:
         self.senders.remove(sender)
 
-    def asked_before_its_end(self, _: Sender, transfer_ids: set[int]) -> set[int]:
-        return transfer_ids
+    def asked_before_its_end(self, sender: Sender, transfer_ids: set[int]) -> set[int]:
+        return transfer_ids if sender.is_dead else set()
 
     # Bouncing.
 
@@ -264,7 +262,7 @@ def test_a_dead_sender_frees_what_waited_for_it_alone_and_fails_nothing_else() -
         ends.fetch(request_id, endpoints)
     ends.receiver.cancel("left", 1.0)
     reports(0, ResultStatus.SUCCESS, 4)(ends)
-    ends.senders[0].is_suspect = True
+    ends.senders[0].is_dead = True
     assert done_by(ends, ticks(1.5)) == [
         FetchFailed("a", f"rank 0 at {one} is gone"),
         FetchReleased("a"),
@@ -273,8 +271,9 @@ def test_a_dead_sender_frees_what_waited_for_it_alone_and_fails_nothing_else() -
         ("cancel", 3, other),
     ]
     assert done_by(ends, ticks(1.6)) == []
+    assert (len(ends.receiver._transfers), len(ends.senders)) == (3, 2)
+    ends.receiver.tick(60.0)
     assert [each.endpoint for each in ends.senders] == [other], "nobody needs it any more"
-    assert len(ends.receiver._transfers) == 3
 
 
 def test_all_transfers_tick() -> None:

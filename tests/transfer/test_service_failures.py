@@ -195,6 +195,7 @@ def test_who_is_gone_is_not_dialled_for_ever(
         drop(self, sender)
 
     monkeypatch.setattr(receiver.SenderConnections, "drop", note)
+    monkeypatch.setattr(receiver, "_MAX_IDLE_S", 0.0)
     dead, source, target = open_worker(1), open_worker(1), open_worker(1)
     dead.ranks[0].service.close()
     prompt, (rank,) = make_prompt(0), target.ranks

@@ -84,7 +84,8 @@ class Connection:
     endpoint: str
     world: World
     inbox: list[list[bytes]] = field(default_factory=list)
-    is_suspect: bool = False
+    is_dead: bool = False
+    used_at_s: float = 0.0
 
     def send(self, message: Message) -> None:
         world, name, payload = self.world, self.world.decode, encode_message(message)
@@ -99,9 +100,6 @@ class Connection:
     def received(self) -> Iterator[list[bytes]]:
         while self.inbox:
             yield self.inbox.pop(0)
-
-    def has_newly_lost(self) -> bool:
-        return False
 
 
 class Decode:
@@ -138,14 +136,16 @@ class Decode:
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self.connections.values()))
 
-    def connect(self, endpoint: str, _: object) -> Connection:
-        return self.connections.setdefault(endpoint, Connection(endpoint, self.world))
+    def connect(self, endpoint: str, _: object, now_s: float) -> Connection:
+        connection = self.connections.setdefault(endpoint, Connection(endpoint, self.world))
+        connection.used_at_s = now_s
+        return connection
 
     def drop(self, connection: Connection) -> None:
         del self.connections[connection.endpoint]
 
-    def asked_before_its_end(self, _: Connection, transfer_ids: set[int]) -> set[int]:
-        return transfer_ids
+    def asked_before_its_end(self, connection: Connection, transfer_ids: set[int]) -> set[int]:
+        return transfer_ids if connection.is_dead else set()
 
     # Bouncing.
 
@@ -376,7 +376,7 @@ class World:
 
     def notice_the_dead(self) -> None:
         for connection in self.worker:
-            connection.is_suspect |= connection.endpoint not in self.ranks
+            connection.is_dead |= connection.endpoint not in self.ranks
         self.worker.receiver.tick(self.now_s)
 
     # What must hold.
