@@ -22,7 +22,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.dialect import Local
+from kvist.router.prefill.dialect import MAX_KEPT_BYTES, Local
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
@@ -49,9 +49,6 @@ _NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
 
 _OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 """What the router alone tells clients."""
-
-MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Largest answer that is kept: a prefill worker's token and params, or with log probabilities of a prompt."""
 
 PULL_TIMEOUT_S = 1.0
 """How long a worker may take to say by what name a prefix that it holds is fetched: a step of its batch."""

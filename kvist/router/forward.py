@@ -57,6 +57,7 @@ from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan, Releases
+from kvist.router.prefill.several import Answers, Part, bodies_of, one_answer
 from kvist.router.prompts import APIS, Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
@@ -175,6 +176,8 @@ class Forwarding:
                      or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
                      or a pair do so at once                      `AnswerAttempt`, and a `PrefillAttempt` beside it;
                                                                   if either fails: alone, by another pair
+                     or each of several answers is a request      `Answers`
+                     of its own
         handed over  `_choose_decode` says who goes on            `AnswerAttempt`; if it fails: handed over, to another
                                                                   if the transfer fails, or nobody is left: alone
 
@@ -204,7 +207,7 @@ class Forwarding:
     was_moved: bool = False
     place: Place | None = None
     spending: Spending | None = None
-    attempt: PrefillAttempt | AnswerAttempt | None = None
+    attempt: PrefillAttempt | AnswerAttempt | Answers | None = None
     beside: PrefillAttempt | None = None
     routed: Routed | None = None
     _enter: Callable[..., Place | None] = field(init=False)
@@ -224,13 +227,13 @@ class Forwarding:
     def pause(self) -> None:
         """Let the worker wait, if the answer has begun."""
         self.is_client_slow = True
-        if isinstance(self.attempt, AnswerAttempt):
+        if isinstance(self.attempt, AnswerAttempt | Answers):
             self.attempt.pause()
 
     def resume(self) -> None:
         """Go on."""
         self.is_client_slow = False
-        if isinstance(self.attempt, AnswerAttempt):
+        if isinstance(self.attempt, AnswerAttempt | Answers):
             self.attempt.resume()
 
     def stop(self) -> None:
@@ -242,13 +245,13 @@ class Forwarding:
     def shut_down(self) -> None:
         """Tell the client that the router ends, as far as its answer allows."""
         message = "the router is shutting down; ask again"
-        self._break_off(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="shutting_down"))
+        self.break_off(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="shutting_down"))
 
-    def _break_off(self, error: RequestError) -> None:
+    def break_off(self, error: RequestError) -> None:
         """End the request, whatever it is at, with an error that the client is told if it still can be."""
         attempt = self.attempt
         self._stop(error.status, error)
-        if isinstance(attempt, AnswerAttempt) and attempt.break_off(error):
+        if isinstance(attempt, AnswerAttempt | Answers) and attempt.break_off(error):
             self.end(error)
         else:
             self._refuse(error)
@@ -274,7 +277,7 @@ class Forwarding:
         if timeout_s is not None:
             message = f"the request was not answered within {timeout_s:g} s"
             error = RequestError(HTTPStatus.GATEWAY_TIMEOUT, message, code="request_timeout")
-            self._deadline = Deadline(self.router.pool.clock, lambda _: self._break_off(error))
+            self._deadline = Deadline(self.router.pool.clock, lambda _: self.break_off(error))
             self._deadline.set("request", timeout_s)
         self._reading_step = self.trace.step("read")
         path, body = self.request.path, self.request.body
@@ -308,6 +311,10 @@ class Forwarding:
 
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
+        if isinstance(self.responder, Part):  # the whole was let in
+            self.body = self.request.body
+            self._look(_MAX_LOOKS)
+            return
         self.body = without_field(self.request.body, ask.fields, *REPORT_MODE)
         if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
             self.body = without_field(self.body, ask.fields, "priority")
@@ -390,7 +397,8 @@ class Forwarding:
                     self._answer_by(decode)
                     return
             plan, full = self._plan()
-            if not self.tried and full.get(worker := plan.answer.chosen.target.worker, inf) < inf:
+            may_wait = not self.tried and not isinstance(self.responder, Part)
+            if may_wait and full.get(worker := plan.answer.chosen.target.worker, inf) < inf:
                 self.place, self._waiting_step = self._enter(worker=worker), self.trace.step("queue")
                 return
         except RequestError as error:
@@ -400,7 +408,9 @@ class Forwarding:
         self.computed_by = plan.answer if self.pull is not None else plan.prefill or plan.answer
         if self.spending is not None:
             self.spending.computes(self.ask.num_tokens - self.computed_by.overlap_tokens)
-        if plan.prefill is None:
+        if plan.is_several:
+            self._answer_each(plan.answer)
+        elif plan.prefill is None:
             self._answer_by(plan.answer)
         elif plan.handoff is None:
             self.attempt = PrefillAttempt(self, plan.prefill, plan)
@@ -443,6 +453,20 @@ class Forwarding:
             self.router.admission.on_first_attempt()
         self.tried.add(decision.chosen.target.worker)
         self.attempt = AnswerAttempt(self, decision)
+
+    def _answer_each(self, decision: Decision) -> None:
+        """Have each of several answers made by a request of its own, that goes the usual way."""
+        answers = self.attempt = Answers(self, decision)
+        for number, body in enumerate(bodies_of(self.ask, self.body)):
+            part, request = answers.add(), msgspec.structs.replace(self.request, body=body)
+            request_id, trace = b"%b-%d" % (self.request_id, number), self.trace.step("answer")
+            who = self.tenant, trace, self.is_administrator, self.started_s
+            part.request = Forwarding(self.router, request, part, request_id, *who)
+        one = one_answer(self.request.path, self.ask) if self.ask.num_prompts == 1 else None
+        read_now = partial(self.router.reader.read_now, self.request.path)
+        for part in answers.parts:
+            if part.is_running:  # else one has failed
+                part.request._go_on_from(partial(read_now, part.request.request.body) if one is None else lambda: one)
 
     def headers_for(self, worker: str) -> Headers:
         """Return the client's headers as this worker gets them."""
@@ -571,7 +595,7 @@ class Forwarding:
     def _fail(self) -> None:
         """End a request that a fault of ours has stopped, which the loop logs."""
         message = "the router failed on this request"
-        self._break_off(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error"))
+        self.break_off(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error"))
 
     def _refuse(self, error: RequestError) -> None:
         self.trace.set(spans.of_answer, error.status)
@@ -580,10 +604,15 @@ class Forwarding:
 
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
-        self._account()
-        self.router.on_ended(self, error)
-        if self.router.access_log is not None or self.router.recorder is not None:
-            self._log(error)
+        if isinstance(self.responder, Part):
+            self.responder.on_end(error)
+        else:
+            self._account()
+            self.router.on_ended(self, error)
+            if self.router.access_log is not None or self.router.recorder is not None:
+                self._log(error)
+        if isinstance(self.attempt, Answers):
+            self.trace.set(spans.of_answer, self.responder.status or CLIENT_LEFT_STATUS, self.attempt.first_byte_s)
         if error is not None or self.responder.status != OK:
             self._leave_beside(error or _PARTED)
         self.attempt = self.beside = None
@@ -595,22 +624,31 @@ class Forwarding:
         self.trace.end(error)
 
     def _account(self) -> None:
-        """Charge the tenant for an answer that has begun: as its worker says or, for want of that, as is known."""
-        attempt, computed_by = self.attempt, self.computed_by
-        if not isinstance(attempt, AnswerAttempt) or not attempt.has_begun or attempt.status != OK:
+        charged = self.charged()
+        if charged is None:
             return
+        account = self.router.accounts.of(self.tenant.name, self.router.fleet.label_of(self.ask.model))
+        num_cached_tokens = charged.cached_tokens or 0
+        account.requests += 1
+        account.prompt_tokens += charged.prompt_tokens
+        account.cached_tokens += num_cached_tokens
+        account.output_tokens += charged.completion_tokens or 0
+        if self.spending is not None:
+            self.spending.computes(charged.prompt_tokens - num_cached_tokens)
+
+    def charged(self) -> ReportedUsage | None:
+        """Return what a tenant pays of an answer that has begun: as its worker says or, for want of that, is known."""
+        attempt, computed_by = self.attempt, self.computed_by
+        if self.responder.status != OK or attempt is None or isinstance(attempt, PrefillAttempt):
+            return None
+        if isinstance(attempt, Answers):
+            return attempt.usage
         assert computed_by is not None
         usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)
         is_here = self.handover is None or self.pull is not None
         reported = usage.cached_tokens if is_here else None  # what was fetched was computed, too
-        account = self.router.accounts.of(self.tenant.name, self.router.fleet.label_of(self.ask.model))
-        cached_tokens = min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
-        account.requests += 1
-        account.prompt_tokens += usage.prompt_tokens
-        account.cached_tokens += cached_tokens
-        account.output_tokens += attempt.num_output_tokens
-        if self.spending is not None:
-            self.spending.computes(usage.prompt_tokens - cached_tokens)
+        num_cached_tokens = min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
+        return ReportedUsage(usage.prompt_tokens, num_cached_tokens, attempt.num_output_tokens)
 
     def _log(self, error: Exception | None) -> None:
         """Tell the access log and the recording of the request."""

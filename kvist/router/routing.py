@@ -13,6 +13,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +31,7 @@ from kvist.router.policy.priced import PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
 from kvist.router.prefill.handover import DIALECTS, KVIST, Plan, why_local
+from kvist.router.prefill.several import one_answer
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
 from kvist.router.prompts import APIS, Ask
 from kvist.router.recording import Hashes
@@ -217,6 +219,10 @@ class Routing:
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
         paired, reason = self._paired(path, ask, everyone)
+        if reason is Local.SEVERAL_SEQUENCES and local is None and (one := one_answer(path, ask)) is not None:
+            plan = self.plan(path, one, prefix, excluded)
+            if plan.prefill is not None:
+                return msgspec.structs.replace(plan, is_several=True)
         if answer is None:
             local = local if local in FALLBACKS else reason
         elif local is None:

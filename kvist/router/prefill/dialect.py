@@ -15,6 +15,9 @@ import msgspec
 from kvist.openai.requests import Fields
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Largest answer that is kept: a prefill worker's token and params, with log probabilities of a prompt, or several."""
+
 
 class Local(StrEnum):
     """Why one worker does all of a request, in a fleet that has prefill workers."""

@@ -43,7 +43,8 @@ _OUTCOMES = {204: "released", 404: "unknown"}
 class Plan(msgspec.Struct, frozen=True, gc=False):
     """Who answers the client and, unless that is local, who computes the prompt for it, asked by these `fields`.
 
-    `handoff` is what the two are told at once, if they are a pair. With `pulled_tokens` nobody else computes: so many
+    `handoff` is what the two are told at once, if they are a pair. So it is for each of several answers, if it
+    `is_several`: they are different requests. With `pulled_tokens` nobody else computes: so many
     first tokens of the prompt are fetched from what `prefill` holds, and the rest is for who answers. `local` is None
     where the plan is not, or where the fleet has no prefill workers and nothing was to be decided.
     """
@@ -55,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     fields: Fields = {}
     handoff: Handoff | None = None
     pulled_tokens: int = 0
+    is_several: bool = False
 
 
 def why_local(local: Decision, max_local_prefill_tokens: int) -> Local | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,48 @@ def path_of(span: Any, spans: dict[str, Any]) -> str:
     assert span.start_ns >= parent.start_ns
     assert span.end_ns <= parent.end_ns or span.name == "hold"  # which goes on behind its request
     return f"{path_of(parent, spans)} > {name}"
+
+
+def read_stream(answer: str) -> dict[int, Any]:
+    """Return the text and the end of each choice of a stream, and its usage as that of None."""
+    assert answer.count("[DONE]") == answer.endswith("data: [DONE]\n\n") == 1
+    events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
+    read: dict[int | None, Any] = {None: events[-1]["usage"]}
+    for choice in (choice for each in events for choice in each["choices"]):
+        text, _ = read.get(choice["index"], ("", None))
+        read[choice["index"]] = (
+            text + (choice.get("text") or choice.get("delta", {}).get("content") or ""),
+            choice["finish_reason"],
+        )
+    return read
+
+
+async def test_several_answers_are_those_that_one_worker_gives(serve_tiny: Callable[..., Any]) -> None:
+    batch = [make_prompt(90, 1), make_prompt(70, 2)]
+    chat = {"messages": [{"role": "user", "content": "Tell me about rivers. " * 12}]}
+    cases = [("chat/completions", chat | {"n": 3})]
+    cases += [("completions", {"prompt": batch} | each) for each in ({}, {"n": 2})]
+    async with serve_tiny("--role", "prefill") as source, serve_tiny("--role", "decode") as target:
+        urls = tuple(str(each.client.base_url) for each in (source, target))
+        config = RouterConfig(worker_urls=urls, port=0, max_local_prefill_tokens=0)
+        async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+
+            async def ask(path: str, body: dict[str, Any]) -> list[httpx.Response]:
+                return [await who.post(f"/v1/{path}", json=body) for who in (client, target.client)]
+
+            for (path, fields), sampled in product(cases, ({"temperature": 0}, {"temperature": 1, "seed": 7})):
+                body = {"max_tokens": 9} | fields | sampled
+                apart, alone = [each.json() for each in await ask(path, body)]
+                assert apart["choices"] == alone["choices"]
+                for each in (apart, alone):
+                    del each["usage"]["prompt_tokens_details"]  # the first of each prompt was not cached before
+                assert apart["usage"] == alone["usage"]
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                apart, alone = [read_stream(each.text) for each in await ask(path, body | options)]
+                assert apart == alone
+        assert await source.metric("engine_prompts_sent") == await target.metric("engine_prompts_fetched") == 36
+        num_computed = await source.metric("engine_admitted_tokens") - await source.metric("engine_cached_tokens")
+        assert num_computed == 278 + 11 * (6 + 10 + 6), "each prompt once, and the end that fills no block"
 
 
 async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_router_and_both_workers(

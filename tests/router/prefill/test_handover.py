@@ -96,6 +96,15 @@ def of(dialect: str, role: str) -> dict[str, Any]:
     return {"server_info": info(role)} if dialect == "kvist" else {"models": [{"id": "m", "owned_by": dialect}]}
 
 
+def texts(answer: bytes) -> list[str]:
+    """Return how far each choice of a stream came."""
+    found: dict[int, str] = {}
+    for line in answer.split(b"\n\n"):
+        for choice in json.loads(line[6:]).get("choices", []) if line.startswith(b"data: {") else []:
+            found[choice.get("index", 0)] = found.get(choice.get("index", 0), "") + choice["text"]
+    return [found[idx] for idx in sorted(found)]
+
+
 async def stream(front: Any, prompt: list[int] = LONG) -> tuple[httpx.Response, str]:
     """Return the answer and the tokens in it."""
     answer = await front.complete(prompt, stream=True)
@@ -179,8 +188,8 @@ async def test_the_decode_worker_is_asked_while_the_prompt_is_computed(
     ("prompt", "fields", "reason"),
     [
         (SHORT, {}, "short"),
-        (LONG, {"n": 2}, "several_sequences"),
-        ([LONG, LONG], {}, "several_sequences"),
+        (LONG, {"n": 2, "use_beam_search": True}, "several_sequences"),
+        ([SHORT, SHORT], {"n": 2}, "several_sequences"),
         (LONG, {"logprobs": 1}, "logprobs"),
     ],
 )
@@ -493,9 +502,10 @@ async def test_after_the_first_byte_nothing_is_repeated(worker, router, simulate
 
 
 @pytest.mark.parametrize("dialect", ["kvist", "vllm", "tensorrt_llm"])
+@pytest.mark.parametrize("num_answers", [1, 2])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_client_that_leaves_takes_both_sides_along(
-    worker, router, simulated, until, role: str, dialect: str
+    worker, router, simulated, until, role: str, num_answers: int, dialect: str
 ) -> None:
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -507,13 +517,14 @@ async def test_a_client_that_leaves_takes_both_sides_along(
         router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
     ):
         silent = {"prefill": p, "decode": d}[role]
-        asking = asyncio.create_task(front.complete(LONG))
-        await until(lambda: len(silent.completions) == 1 and total_load(front) == 1)
+        asking = asyncio.create_task(front.complete(LONG, n=num_answers))
+        await until(lambda: len(silent.completions) == total_load(front) == num_answers)
         asking.cancel()
         await until(lambda: total_load(front) == 0)
         status = await count(front, f'requests_total{{policy="kv",status="499",worker="{silent.url}"}}')
-        assert status == 1
-        await until(lambda: p.released == (["held-1"] if (role, dialect) == ("decode", "kvist") else []))
+        assert status == num_answers
+        held = {"held-1", "held-2"} if num_answers == 2 else {"held-1"}
+        await until(lambda: {*p.released} == (held if (role, dialect) == ("decode", "kvist") else set()))
 
 
 async def test_clients_cannot_name_the_place_to_fetch_from(worker, router, simulated) -> None:
@@ -553,18 +564,21 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(
     roles = ("prefill", "prefill", "decode", "decode", "both")
     answers = [unreliable(simulated.prefill if role == "prefill" else simulated.decode) for role in roles]
     workers = [worker(**of(dialect, role), answer=answer) for role, answer in zip(roles, answers, strict=True)]
-    whole = b"".join([*simulated.events(), b"data: [DONE]\n\n"])
     async with AsyncExitStack() as exits:
         urls = [(await exits.enter_async_context(each)).url for each in workers]
         by_role = {"prefill_worker_urls": tuple(urls[:2]), "decode_worker_urls": tuple(urls[2:4])}
         front = await exits.enter_async_context(router(*urls, **limits, **by_role))
-        num_whole = 0
-        for _ in range(40):
-            answer = await front.complete(LONG, stream=True)
-            if answer.status_code == 200:
-                assert whole.startswith(answer.content.partition(b'data: {"error"')[0])
-                num_whole += answer.content == whole
-        assert num_whole > 10
+        num_whole = [0, 0]
+        for number in range(40):
+            num_answers = 1 + number % 2 * 2
+            answer = await front.complete(LONG, stream=True, n=num_answers)
+            said = texts(answer.content)
+            assert all("abcd".startswith(each) for each in said)
+            if answer.status_code == 200 and b'data: {"error"' not in answer.content:
+                assert answer.content.endswith(b"data: [DONE]\n\n")
+                assert said == ["abcd"] * num_answers or (num_answers == 3 and said == ["abcd"])  # by one worker
+                num_whole[number % 2] += 1
+        assert min(num_whole) > 3
         assert total_load(front) == 0
 
 

@@ -126,17 +126,19 @@ async def test_both_are_asked_at_once_and_the_decode_workers_answer_is_relayed(p
         assert (answer.headers["x-kvist-worker"], answer.headers["x-kvist-prefill-worker"]) == (d.url, p.url)
         chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         assert (await front.client.post("/v1/chat/completions", json=chat)).json()["choices"] == [{"text": "abcd"}]
-        for sent in zip(p.completions, d.completions, strict=True):
-            assert sent[0].headers["x-request-id"] == sent[1].headers["x-request-id"]
-            assert json.loads(sent[0].body) == json.loads(sent[1].body)
+        answer = await front.complete([SHORT, SHORT], n=2)
+        assert answer.json()["choices"] == [{"text": "abcd", "index": idx} for idx in range(4)]
+        told = {each.headers["x-request-id"]: json.loads(each.body) for each in d.completions}
+        assert {each.headers["x-request-id"]: json.loads(each.body) for each in p.completions} == told
+        assert len(told) == 6
         workers = await front.workers()
         assert [(workers[each.url]["role"], workers[each.url]["engine"]) for each in (p, d)] == [
             ("prefill", "sglang"),
             ("decode", "sglang"),
         ]
         metrics = await front.metrics()
-        assert metrics["kvist_router_disaggregated_total"] == 2
-        assert metrics[f'kvist_router_requests_total{{policy="kv",status="200",worker="{p.url}"}}'] == 2
+        assert metrics["kvist_router_disaggregated_total"] == 6
+        assert metrics[f'kvist_router_requests_total{{policy="kv",status="200",worker="{p.url}"}}'] == 6
         assert total_load(front) == 0
 
 
@@ -198,7 +200,7 @@ async def test_ranks_are_told_to_both_and_the_room_is_that_ranks(worker, router,
 async def test_what_no_pair_can_do_goes_to_a_worker_that_does_all_or_is_refused(pair, router) -> None:
     p, d, other = pair("prefill", "decode", "null")
     async with p, d, other, router(p.url, d.url) as front:
-        for fields in ({"n": 2}, {"echo": True, "logprobs": 1}):
+        for fields in ({"n": 2, "use_beam_search": True}, {"echo": True, "logprobs": 1}):
             refused = await front.complete(SHORT, **fields)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pair")
         await front.client.post("/workers", json={"url": other.url})

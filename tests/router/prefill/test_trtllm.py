@@ -83,10 +83,11 @@ async def test_contexts_are_computed_by_one_worker_and_gone_on_with_by_another(w
         chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         answer = await front.client.post("/v1/chat/completions", json=chat)
         assert answer.json()["choices"][0]["message"]["content"] == "fetched"
-        for fields in ({"n": 2}, {"logprobs": 1}):
-            assert (await front.complete(LONG, **fields)).json()["choices"][0]["text"] == "computed"
-        assert (await front.complete([LONG, LONG])).json()["choices"][0]["text"] == "computed"
-        assert (len(p.completions), engines.held) == (3, {})
+        assert (await front.complete(LONG, logprobs=1)).json()["choices"][0]["text"] == "computed"
+        for prompt, num_answers in ((LONG, 2), ([LONG[1:], LONG], 1)):
+            choices = (await front.complete(prompt, n=num_answers)).json()["choices"]
+            assert [(each["index"], each["text"]) for each in choices] == [(0, "fetched"), (1, "fetched")]
+        assert (len(p.completions), engines.held) == (7, {})
         engines.finish_reason = "stop"  # the answer has ended: nobody fetches its context
         assert (await front.complete(LONG)).json()["choices"][0]["text"] == "computed"
 

@@ -66,7 +66,8 @@ def engines(http_bytes) -> Engines:
         ({}, "fetched"),
         ({"logprobs": 2, "stream": False, "min_tokens": 3}, "fetched"),
         ({"stream": True, "stream_options": {"include_usage": True}}, "fetched"),
-        ({"n": 2}, "computed"),
+        ({"n": 3, "logprobs": 1}, "fetched"),
+        ({"n": 2, "best_of": 2}, "computed"),
         ({"use_beam_search": True}, "computed"),
         ({"echo": True, "logprobs": 1}, "computed"),
         ({"prompt_logprobs": 0}, "computed"),
@@ -81,11 +82,12 @@ async def test_the_decode_worker_fetches_what_one_sequence_needs(
         router(p.url, d.url, prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
     ):
         answer = await front.complete(LONG, **fields)
-        assert answer.json()["choices"] == [{"text": expected}]
-        assert len(p.completions) == (expected == "fetched")
+        is_apart, num_answers = expected == "fetched", fields.get("n", 1)
+        assert [each["text"] for each in answer.json()["choices"]] == [expected] * (num_answers if is_apart else 1)
+        assert len(p.completions) == is_apart * num_answers
         sent = json.loads(d.completions[0].body)
         sent.pop("kv_transfer_params", None)
-        assert sent == json.loads(answer.request.content)
+        assert sent == json.loads(answer.request.content) | ({"n": 1} if is_apart and "n" in fields else {})
         assert not engines.held
 
 
