@@ -91,6 +91,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, g
     """Whether the publisher knows of all that the engine holds: one beside an engine may have lost some."""
     rules: Annotated[tuple[GroupRule, ...], msgspec.Meta(max_length=1 + MAX_KINDS)] = ()
     """Of a companion: what hits of its rank need, of the published group and of each kind of others."""
+    is_upper_bound: bool = False
+    """Whether hits also need what the stream does not tell of: other layer groups, or a window's last blocks."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat

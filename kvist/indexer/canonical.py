@@ -270,6 +270,7 @@ class CanonicalFollower:
         is_short = self._index.evicted_from(rank.source)  # and so has another digest, though nothing was lost
         copied = published if is_short else held
         rank.is_incomplete = not heartbeat.is_complete
+        self._counters.has_upper_bounds = heartbeat.is_upper_bound
         if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
             rank.rules = heartbeat.rules
             self._set_groups(batch.rank)

@@ -44,6 +44,8 @@ class SourceStatistics:
     last_event_age_s: float | None
     lag_s: float | None
     failure: str | None
+    has_upper_bounds: bool
+    """Whether hits may be shorter than overlaps, or only reach further back than they tell: see `Heartbeat`."""
     is_peer_gone: bool = False
 
     def after(self, earlier: Self | None) -> Self:
@@ -86,6 +88,7 @@ class SourceCounters:
     last_event_at_s: float | None = None
     lag_s: float | None = None
     failure: str | None = None
+    has_upper_bounds: bool = False
 
     def applied(
         self, num_events: int, timestamp_s: float | None, now_s: float, wall_s: float, num_batches: int = 1

@@ -152,6 +152,11 @@ class WindowFilter:
             self._state.shown_groups.add(identity)
 
     @property
+    def has_more_that_hits_need(self) -> bool:
+        """Return whether an engine's hit is not just what leads a prompt in the published group."""
+        return self._has_several_groups or isinstance(self._window, int)
+
+    @property
     def _has_several_groups(self) -> bool:
         return len(self._state.shown_groups) > 1
 

@@ -87,6 +87,7 @@ class Stream:
         """Whether all that the engine holds was reported here, as far as whoever reports knows."""
         self.rules: tuple[GroupRule, ...] = ()
         """Of a companion: what hits of its rank need."""
+        self.is_upper_bound = False
         self.next_sequence = 0
 
     def close_batches(self, timestamp_s: float) -> list[Batch]:
@@ -100,7 +101,7 @@ class Stream:
     def heartbeat(self, timestamp_s: float) -> Batch:
         """Return a heartbeat about all batches closed so far, which must be all that was added."""
         held = self.residency.num_blocks, self.residency.digest
-        return self._batch(timestamp_s, (Heartbeat(*held, self.is_complete, self.rules),))
+        return self._batch(timestamp_s, (Heartbeat(*held, self.is_complete, self.rules, self.is_upper_bound),))
 
     @property
     def num_blocks(self) -> int:
@@ -233,6 +234,7 @@ class RankStream(Stream):
     def heartbeat(self, timestamp_s: float) -> Batch:
         if self.companion is not None:
             self.companion.is_complete = self.is_complete and self.is_expressible
+        self.is_upper_bound = self.companion is None and self._filter.has_more_that_hits_need
         return super().heartbeat(timestamp_s)
 
     @property

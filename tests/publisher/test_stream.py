@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
-from kvist.events import Cleared, EngineCleared, EngineRemoved, EngineStored, Removed, Stored, Tier, WorkerRank
+from kvist.events import FULL, Cleared, EngineCleared, EngineRemoved, EngineStored, Removed, Stored, Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.snapshot import block_digest
 from kvist.publisher.stream import MAX_BATCH_HASH_BYTES, Coalescer, RankStream, new_epoch, topic_of
@@ -115,6 +115,16 @@ def test_a_heartbeat_repeats_the_next_sequence_and_takes_none():
     beats = [stream.heartbeat(1.0), stream.heartbeat(2.0)]
     assert [beat.sequence for beat in beats] == [1, 1]
     assert (beats[0].events[0].num_blocks, beats[0].events[0].digest) == (1, block_digest(block_hash, Tier.GPU))
+
+
+@pytest.mark.parametrize("has_all_groups", [False, True])
+@pytest.mark.parametrize("windows", [(FULL,), (FULL, 8), (8,)])
+def test_a_heartbeat_says_where_hits_need_what_is_not_told(windows, has_all_groups):
+    stream = RankStream(SOURCE, block_size=4, epoch=77, has_all_groups=has_all_groups)
+    for group, window in enumerate(windows):
+        stream.admit(EngineStored([101], [1, 2, 3, 4], 4, window=window, group=group))
+    (heartbeat,) = stream.heartbeat(1.0).events
+    assert heartbeat.is_upper_bound == (windows != (FULL,) and not has_all_groups)
 
 
 def test_statistics_tell_events_and_batches():

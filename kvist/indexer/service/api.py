@@ -254,6 +254,7 @@ def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[
         str(rank): {"state": state, "num_blocks": member.index.digest(WorkerRank(source.worker, rank)).num_blocks}
         for rank, state in sorted(source.states.items())
     }
+    listener["upper_bounds"] = source.has_upper_bounds
     listener["lag_s"] = source.lag_s
     listener["last_event_age_s"] = source.last_event_age_s
     listener["counters"] = {f"num_{name}": getattr(source, f"num_{name}") for name in SOURCE_COUNTERS}

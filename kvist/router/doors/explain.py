@@ -49,10 +49,11 @@ _REASONS = {
     Condition.UNHEARD: "nothing was received yet",
     Condition.GONE: "the publisher ended or died",
 }
+_UPPER_BOUNDS = "overlaps are upper bounds: hits need other layer groups, too, which are published with --groups all"
 
 
 def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
-    """Return how a stream is, and why it is not live."""
+    """Return how a stream is, and why it is not live, or tells of a live one that its overlaps are upper bounds."""
     states = set(source.states.values())
     if source.failure is not None:
         return Condition.FAILED, source.failure
@@ -64,7 +65,8 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
         condition = Condition.RESYNCING
     else:
         condition = Condition.PARTIAL if SourceState.PARTIAL in states else Condition.LIVE
-    return condition, _REASONS.get(condition)
+    is_estimate = condition is Condition.LIVE and source.has_upper_bounds
+    return condition, _UPPER_BOUNDS if is_estimate else _REASONS.get(condition)
 
 
 def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
@@ -215,6 +217,7 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
         "condition": condition,
         "reason": reason,
         "failure": source.failure,
+        "upper_bounds": source.has_upper_bounds,
         "last_event_age_s": None if age_s is None else round(age_s, 3),
         "lag_s": source.lag_s,
         **{name: getattr(source, f"num_{name}") for name in _COUNTERS},
@@ -265,10 +268,12 @@ def _why_not_ready(workers: list[Worker]) -> str:
 def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]:
     """Return how many streams are in each condition, and what is wrong with those that are not live."""
     counts: Counter[Condition] = Counter()
+    num_upper_bounds = 0
     problems: list[dict[str, Any]] = []
     for source in index.every_source():
         told = _explain_source(source)
         counts[told["condition"]] += 1
+        num_upper_bounds += told["upper_bounds"]
         if told["condition"] is not Condition.LIVE:
             problems.append({"worker": source.worker, **{name: told[name] for name in _PROBLEM}})
     unfollowed = [
@@ -278,6 +283,7 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
     ]
     return {
         **{condition.value: counts[condition] for condition in Condition},
+        "upper_bounds": num_upper_bounds,
         "problems": problems[:MAX_TOLD],
         "unfollowed_workers": unfollowed[:MAX_TOLD],
     }

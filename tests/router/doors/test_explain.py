@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvist.events import Batch, Heartbeat
+from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
+from kvist.events.transports import Message, open_publication
 from kvist.indexer.statistics import SourceCounters, SourceStatistics
 from kvist.router.doors.explain import condition_of
 
@@ -85,6 +88,25 @@ async def test_a_broker_that_is_down_is_told_and_requests_are_taken(worker, rout
             (shown,) = (await front.workers())[one.url]["kv_events"]["sources"]
             assert (shown["condition"], shown["reason"]) == ("failed", problem["reason"])
             assert (await front.complete()).status_code == 200
+
+
+async def test_a_live_stream_that_tells_of_one_layer_group_has_upper_bounds(worker, router, free_port) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    publication = open_publication(url)
+    heartbeat = Batch("w", 0, 1, 0, 16, 1.0, (Heartbeat(0, 0, is_upper_bound=True),))
+    async with worker() as one, router(one.url, block_size=16, kv_event_sources={one.url: (url,)}) as front:
+
+        async def has_upper_bounds() -> bool:
+            publication.send(Message(b"kv/w/0", 0, encode_batch(heartbeat)))
+            (_, page), shown = await readiness(front), (await front.workers())[one.url]["kv_events"]
+            if page["event_sources"]["upper_bounds"]:
+                assert (page["event_sources"]["live"], page["event_sources"]["problems"]) == (1, [])
+                assert [rank["state"] for rank in shown["ranks"]] == ["live"]
+                assert "--groups all" in shown["sources"][0]["reason"]
+            return bool(page["event_sources"]["upper_bounds"])
+
+        await front.until(has_upper_bounds)
+    publication.close()
 
 
 async def test_a_stream_that_fails_before_any_block_size_is_known_is_told(worker, router, free_port) -> None:

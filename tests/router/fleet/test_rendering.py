@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import vllm_rendering
-from _engine_files import MISSING, versions
+from _engine_files import MISSING, engine_files, versions
 
 from kvist.engine import bundled_model_path
 from kvist.openai.chat_template import ChatTemplate
@@ -242,6 +243,35 @@ async def test_a_router_that_matches_no_text_asks_nobody(worker, router, values:
         assert not [received for received in one.received if received.target == "/tokenize"]
         assert (await front.workers())[one.url]["rendering"] is None
         assert "rendering" not in (await front.client.get("/readiness")).json()
+
+
+@pytest.mark.skipif(not versions(), reason=MISSING)
+async def test_sglangs_own_tokenize_takes_every_probe_and_what_it_refuses_is_no_verdict(
+    worker, router, http_bytes, monkeypatch
+) -> None:
+    name = "sglang.srt.entrypoints.openai.protocol"
+    with engine_files("sglang", (name,), {"torch"}, {}):
+        protocol = importlib.import_module(name)
+
+    async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
+        try:
+            asked = protocol.TokenizeRequest.model_validate_json(received.body)
+            asked = asked if asked.messages is None else asked.to_chat_completion_request()
+        except ValueError:  # SGLang answers 400 for it
+            writer.write(http_bytes.response(b"{}", status=400))
+            return
+        tokens = rendering._tokens_here(template(), asked.model_dump(exclude_none=True, exclude_unset=True))
+        told = protocol.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=-1)
+        writer.write(http_bytes.response(told.model_dump_json().encode()))
+
+    async with worker(answer=answer) as one:
+        async with router(one.url, block_size=16, model_path=MODEL) as front:
+            await until_rendering(front, one.url, "same")
+        refused = {kind: {"messages": [{"role": "nobody", "content": "Hi"}]} for kind in (Kind.PLAIN, Kind.TURNS)}
+        monkeypatch.setattr(rendering, "_make_probes", lambda _: refused)
+        async with router(one.url, block_size=16, model_path=MODEL) as front:
+            shown = await until_rendering(front, one.url, "unknown")
+            assert shown["reason"] == "the worker refuses to tokenise: plain, several turns"
 
 
 @pytest.mark.skipif(not versions(), reason=MISSING)
