@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from kvist.router.prompts import COMPLETION_PATH
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "tensorrt_llm"}]
-KNOWN = {"request_type", "disagg_request_id", "ctx_request_id", "first_gen_tokens", "encoded_opaque_state"}
+KNOWN = {"request_type", "disagg_request_id", "ctx_request_id", "first_gen_tokens", "encoded_opaque_state"} | {
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+}
 
 
 class Engines:
@@ -21,7 +25,7 @@ class Engines:
 
     def __init__(self, http_bytes: Any) -> None:
         self.bytes = http_bytes
-        self.held: dict[int, list[int]] = {}
+        self.held: dict[int, tuple[list[int], int]] = {}
         self.finish_reason = "length"
 
     def _read(self, received: Any, writer: asyncio.StreamWriter) -> tuple[Any, Any]:
@@ -41,10 +45,12 @@ class Engines:
         number = params["disagg_request_id"]
         assert 2**42 <= number < 2**63
         assert body["stream"] is False
-        tokens = self.held[number] = body.get("prompt", LONG)
+        tokens, rank = body.get("prompt", LONG), int(received.headers.get("x-data-parallel-rank", 0))
+        self.held[number] = tokens, rank
         handed = {"request_type": "context_only", "first_gen_tokens": [7], "encoded_opaque_state": "AA==", **params}
         choice = {"text": "a", "finish_reason": self.finish_reason, "disaggregated_params": handed}
-        answer = {"choices": [choice | {"disaggregated_params": handed | {"ctx_request_id": number}}]}
+        place = {"ctx_request_id": number, "ctx_dp_rank": rank, "ctx_info_endpoint": "tcp://h:1"}
+        answer = {"choices": [choice | {"disaggregated_params": handed | place}]}
         writer.write(self.bytes.response(json.dumps(answer | {"prompt_token_ids": tokens}).encode()))
 
     async def generation(self, received: Any, writer: asyncio.StreamWriter) -> None:
@@ -55,7 +61,7 @@ class Engines:
         if params:
             assert params["request_type"] == "generation_only"
             tokens = body["prompt_token_ids"] if "messages" in body else body["prompt"]
-            assert self.held.pop(params["ctx_request_id"]) == tokens
+            assert self.held.pop(params["ctx_request_id"]) == (tokens, params["ctx_dp_rank"])
             text = "fetched"
         answer = {"choices": [{"text": text, "message": {"content": text}}]}
         writer.write(self.bytes.response(json.dumps(answer).encode()))
@@ -90,6 +96,27 @@ async def test_contexts_are_computed_by_one_worker_and_gone_on_with_by_another(w
         assert (len(p.completions), engines.held) == (7, {})
         engines.finish_reason = "stop"  # the answer has ended: nobody fetches its context
         assert (await front.complete(LONG)).json()["choices"][0]["text"] == "computed"
+
+
+async def test_a_context_is_fetched_from_the_rank_that_was_chosen_for_it(worker, router, engines, engine) -> None:
+    async with (
+        worker(models=MODELS, answer=engines.context) as p,
+        worker(models=MODELS, answer=engines.generation) as d,
+    ):
+        with engine("p-ranks", num_ranks=2) as p_cache, engine("d-ranks", num_ranks=2) as d_cache:
+            for cache, rank in product((p_cache, d_cache), (0, 1)):
+                cache.store(list(range(rank, rank + 16)), rank)
+            sources = {p.url: (p_cache.publisher.endpoint,), d.url: (d_cache.publisher.endpoint,)}
+            roles = {"prefill_worker_urls": (p.url,), "decode_worker_urls": (d.url,)}
+            async with router(kv_event_sources=sources, max_local_prefill_tokens=0, **roles) as front:
+                for url in sources:
+                    await front.until_ranks(url, 2)
+                for _ in range(8):
+                    assert (await front.complete(LONG)).json()["choices"][0]["text"] == "fetched"
+        ranks = {each.headers["x-data-parallel-rank"] for each in p.completions}
+        told = {str(json.loads(each.body)["disaggregated_params"]["ctx_dp_rank"]) for each in d.completions}
+        assert ranks == told <= {"0", "1"}
+        assert {each.headers["x-data-parallel-rank"] for each in d.completions} <= {"0", "1"}
 
 
 @pytest.mark.parametrize(
