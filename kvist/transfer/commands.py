@@ -109,7 +109,12 @@ class FetchReleased:
     request_id: str
 
 
-Report: TypeAlias = OfferReleased | FetchCompleted | FetchFailed | FetchReleased
+@dataclass(frozen=True, slots=True)
+class TransfersStopped:
+    """The last report of a rank whose transfers have ended by a defect: what it has not ended never ends."""
+
+
+Report: TypeAlias = OfferReleased | FetchCompleted | FetchFailed | FetchReleased | TransfersStopped
 
 
 @dataclass(frozen=True, slots=True)

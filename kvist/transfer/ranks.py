@@ -92,9 +92,15 @@ class Ranks:
                 fetch = _pop_ended(self._fetches, rank, name)
                 if fetch is not None:
                     self._report(commands.FetchReleased(name) if fetch.has_failed else report)
+            case commands.TransfersStopped() if rank not in self._lost:
+                self._lose(rank)
 
-    def lost(self, rank: int) -> None:
-        """Take note that a rank's transfers have stopped: it reports nothing any more."""
+    @property
+    def is_whole(self) -> bool:
+        return not self._lost
+
+    def _lose(self, rank: int) -> None:
+        logger.critical("transfers of a rank have stopped rank=%d", rank)
         self._lost.append(rank)
         for name in list(self._offers):
             self._give_up(rank, name)
@@ -141,7 +147,6 @@ class RankedTransfers:
         self._channels = tuple(channels)
         self._submit = submit
         self._followers: dict[int, TransferStatistics] = {}
-        self._has_lost = False
         self._service = open_service(partial(self._on_report, 0))
         try:
             self.endpoints: tuple[str, ...] = (self._service.endpoint, *(each.recv() for each in self._channels))
@@ -153,7 +158,7 @@ class RankedTransfers:
 
     @property
     def is_alive(self) -> bool:
-        return self._service.is_alive and not self._has_lost
+        return self._ranks.is_whole
 
     def observe(self, observer: commands.Observer) -> None:
         self._service.observe(observer)
@@ -207,17 +212,12 @@ class RankedTransfers:
                 try:
                     message: commands.Report | TransferStatistics = channel.recv()
                 except (EOFError, OSError):
-                    self._lose(ranks.pop(channel))
+                    self._on_report(ranks.pop(channel), commands.TransfersStopped())
                     continue
                 if isinstance(message, TransferStatistics):
                     self._followers[ranks[channel]] = message
                 else:
                     self._on_report(ranks[channel], message)
-
-    def _lose(self, rank: int) -> None:
-        logger.critical("transfers of a rank have stopped rank=%d", rank)
-        self._has_lost = True
-        self._submit(lambda: self._ranks.lost(rank))
 
 
 def _pop_ended(shared: dict[str, _Shared], rank: int, name: str) -> _Shared | None:

@@ -276,12 +276,6 @@ class Receiver:
                 if transfer.transfer_id in ended_ids:
                     self._ended_at(rank, transfer, now_s, f"rank {rank} at {sender.endpoint} is gone")
 
-    def fail_all(self, reason: str) -> None:
-        """Report what is under way as failed, for good: its blocks stay out of use."""
-        for each in self._transfers.values():
-            if not each.has_failed:
-                self._report(commands.FetchFailed(each.fetch.request_id, reason))
-
     def _handle(self, sender: SenderConnection, message: messages.Message, now_s: float) -> None:
         """Do what a rank says of itself; of a transfer that has ended, or that it has reported, it changes nothing."""
         if isinstance(message, messages.ReceiveRequest | messages.Cancel):

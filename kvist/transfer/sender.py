@@ -173,11 +173,6 @@ class Sender:
             self._end(transfer, ResultStatus.CANCELLED)
         self._free_if_done(held, now_s)
 
-    def give_up_all(self, now_s: float) -> None:
-        """End every offer; those that are being written from stay out of use."""
-        for request_id in list(self._held):
-            self.withdraw(request_id, now_s)
-
     def read(self) -> list[list[bytes]]:
         """Return the messages that have arrived, for `handle`."""
         received: list[list[bytes]] = []

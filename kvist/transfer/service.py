@@ -36,8 +36,6 @@ _WRITING_SLICE_S = 0.002  # for which bytes are moved before messages are looked
 
 _STATISTICS_S = 1.0
 
-_STOPPED = "transfers have stopped"
-
 Channel: TypeAlias = "Connection[Any, Any]"
 
 
@@ -132,13 +130,8 @@ class KvTransferService:
         self._receiver = Receiver(senders, memory, limits, report, bounce)
         self._commands: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._is_closing = False
-        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
         self.start = self._thread.start
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._has_ended
 
     def observe(self, observer: commands.Observer) -> None:
         self._receiver.observer = self._sender.observer = observer
@@ -158,8 +151,6 @@ class KvTransferService:
     def command(self, command: commands.Command) -> None:
         self._commands.put(command)
         self._wake()
-        if self._has_ended:  # maybe after it looked for commands the last time
-            self._run_commands()
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
@@ -180,12 +171,9 @@ class KvTransferService:
             self._agent.is_closing = True
             self._sender.end_writes()
         finally:
-            self._has_ended = True
-            self._run_commands()
             if not self._is_closing:
                 logger.critical("transfer thread died")
-                self._receiver.fail_all(_STOPPED)
-                self._sender.give_up_all(time.monotonic())
+                self._report(commands.TransfersStopped())
             if self._inlet is not None:
                 self._inlet.close()
             self._context.destroy(linger=0)
@@ -217,14 +205,9 @@ class KvTransferService:
                 self._sender.ping(now_s)
 
     def _run_commands(self) -> None:
-        """Obey every command there is; once the thread has ended, by whoever gives it, with the answer that it has."""
         with suppress(queue.Empty):
             while True:
-                command = self._commands.get_nowait()
-                if self._has_ended:
-                    self._answer(command)
-                else:
-                    self._obey(command, time.monotonic())
+                self._obey(self._commands.get_nowait(), time.monotonic())
 
     def _obey(self, command: commands.Command, now_s: float) -> None:
         match command:
@@ -239,17 +222,8 @@ class KvTransferService:
             case commands.WithdrawOffer(remote_request_id):
                 self._sender.withdraw(remote_request_id, now_s)
 
-    def _answer(self, command: commands.Command) -> None:
-        match command:
-            case commands.Offer(remote_request_id):
-                self._report(commands.OfferReleased(remote_request_id, False))
-            case commands.Fetch(request_id):
-                self._report(commands.FetchFailed(request_id, _STOPPED))
-                self._report(commands.FetchReleased(request_id))
-
     def _wake(self) -> None:
-        if not self._has_ended:
-            os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._wakeup, 1)
 
 
 class FollowerInlet:

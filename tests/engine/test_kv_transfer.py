@@ -380,8 +380,8 @@ async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker
                 stranger.send_multipart([encode_message(request_of(target, "nobody's", ((), ())))])
                 await asyncio.to_thread(stranger.recv_multipart)
             assert len(outgoing._receivers) == 2
-        await until(lambda: not outgoing._receivers or not source.service.is_alive)
-        assert source.service.is_alive
+        await until(lambda: not outgoing._receivers or not source.service._thread.is_alive())
+        assert source.service._thread.is_alive()
         good = await source.prefill(prompt, greedy(5))
         expected = await source.answer(prompt, greedy(5))
         assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids

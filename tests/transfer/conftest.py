@@ -28,6 +28,7 @@ from kvist.transfer.commands import (
     OfferReleased,
     Report,
     TransferLimits,
+    TransfersStopped,
 )
 from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import Part, heads_of
@@ -67,6 +68,8 @@ class Reports:
                 self.note("failed", request_id, reason)
             case FetchReleased(request_id):
                 self.note("released", request_id)
+            case TransfersStopped():
+                self.note("stopped")
 
     def wait_for(self, *what: Any) -> tuple[Any, ...]:
         """Return the first report that begins so."""

@@ -24,6 +24,7 @@ from kvist.transfer.commands import (
     Offer,
     OfferReleased,
     Report,
+    TransfersStopped,
     WithdrawOffer,
 )
 from kvist.transfer.ranks import RankedTransfers
@@ -40,7 +41,7 @@ class Service:
     endpoint: str
     count: int
     commands: list[Command] = field(default_factory=list)
-    is_alive: bool = True
+    is_closed: bool = False
 
     def command(self, command: Command) -> None:
         self.commands.append(command)
@@ -53,7 +54,7 @@ class Service:
         pass
 
     def close(self, timeout_s: float = 0) -> None:  # noqa: ARG002
-        self.is_alive = False
+        self.is_closed = True
 
 
 @dataclass
@@ -149,6 +150,16 @@ def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:
         assert both.reports[1:] == [OfferReleased("held", False)]
 
 
+def test_rank_0_whose_transfers_end_is_a_lost_rank_too() -> None:
+    with pair() as both:
+        both.transfers.command(WANT)
+        both.report_of_first(TransfersStopped())
+        assert not both.transfers.is_alive
+        assert both.reports == [FetchFailed("r", "rank 0's transfers have stopped")]
+        both.transfers.command(WANT)
+        assert both.reports[1:] == [FetchFailed("r", "rank 0's transfers have stopped"), FetchReleased("r")]
+
+
 def test_when_rank_0_closes_the_follower_is_to_end() -> None:
     with pair() as both:
         both.transfers.close()
@@ -162,5 +173,5 @@ def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:
     service = Service("tcp://a:1", 1)
     with pytest.raises(EOFError):
         RankedTransfers(lambda _: service, [ours], print, lambda call: call())
-    assert not service.is_alive
+    assert service.is_closed
     ours.close()

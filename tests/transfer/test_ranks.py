@@ -16,6 +16,7 @@ from kvist.transfer.commands import (
     Offer,
     OfferReleased,
     Report,
+    TransfersStopped,
     WithdrawOffer,
 )
 from kvist.transfer.ranks import Ranks
@@ -146,7 +147,7 @@ class Asked:
         return self.by(lambda ranks: ranks.reported(rank, report))
 
     def lost(self, rank: int) -> Done:
-        return self.by(lambda ranks: ranks.lost(rank))
+        return self.reported(rank, TransfersStopped())
 
 
 def asked(num_ranks: int) -> Asked:
@@ -176,6 +177,8 @@ def test_withdrawing_and_cancelling_is_told_to_the_ranks_that_have_not_ended() -
 def test_with_a_rank_lost_nothing_is_begun() -> None:
     ranks = Asked(2)
     ranks.lost(1)
+    assert ranks.lost(1) == []
+    assert not ranks.ranks.is_whole
     assert ranks.command(OFFER) == [released(False)]
     assert shown(ranks.command(WANT)) == shown([LOST, FREE])
 

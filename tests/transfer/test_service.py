@@ -201,7 +201,8 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
         assert target.ranks[0].holds(prompt.whole, prompt.tables(2))
     inlet.bring(None)
     assert inlet.is_closed.wait(60)
-    assert not source.ranks[0].service.is_alive
+    source.ranks[0].service._thread.join(60)
+    assert not source.ranks[0].service._thread.is_alive()
     os.close(inlet.fd)
 
 

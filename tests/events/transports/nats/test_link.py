@@ -196,7 +196,11 @@ async def test_a_connection_is_not_made_in_the_clear_when_tls_is_wanted(wire, un
     assert received == b""
 
 
-@pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n", b"INFO {\r\n", bytes(1 << 20), b""])
+@pytest.mark.parametrize(
+    "line",
+    [b"HTTP/1.1 400 Bad Request\r\n", b"INFO {\r\n", bytes(1 << 20), b""],
+    ids=["HTTP", "cut", "zeros", "nothing"],
+)
 async def test_a_server_that_is_none_of_natss_is_a_problem(wire, until, line):
     num_visits = 0
 
