@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -94,12 +94,6 @@ _RawEvent: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
 _KNOWN_TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
-class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    timestamp_s: float
-    events: list[_RawEvent]
-    rank: Rank | None = None
-
-
 class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An engine's batch around its events."""
 
@@ -108,15 +102,7 @@ class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rank: Rank | None = None
 
 
-class _Unusable(Enum):
-    """Why an event was left out: of no use to an index, or broken."""
-
-    IGNORED = "ignored"
-    MALFORMED = "malformed"
-
-
-_batch_decoder = msgspec.msgpack.Decoder(_Batch)
-_unread_batch_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
+_envelope_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 _event_decoder: msgspec.msgpack.Decoder[_RawEvent] = msgspec.msgpack.Decoder(_RawEvent)
 _any_decoder = msgspec.msgpack.Decoder()
 
@@ -124,84 +110,71 @@ _any_decoder = msgspec.msgpack.Decoder()
 def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngineBatch:
     """Return the batch's events, by a key of `FIELD_ORDERS`; raises MalformedMessageError if it is none."""
     try:
-        batch: _Batch | EngineEnvelope = _batch_decoder.decode(payload)
-    except DECODE_ERRORS:
-        batch = _read_envelope(payload, source)
+        batch = _envelope_decoder.decode(payload)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(source, f"not a batch of block events: {error}") from error
     if not math.isfinite(batch.timestamp_s):
         raise MalformedMessageError(source, f"timestamp is {batch.timestamp_s}, expected a finite number")
-    rank = batch.rank or 0
     events: list[EngineEvent] = []
     num_ignored = num_malformed = 0
     for raw in batch.events:
-        event = _engine_event(_read_event(raw, FIELD_ORDERS[engine]) if isinstance(raw, msgspec.Raw) else raw, rank)
-        if event is _Unusable.IGNORED:
-            num_ignored += 1
-        elif event is _Unusable.MALFORMED:
+        try:
+            event = _engine_event(_read_event(raw, FIELD_ORDERS[engine]), batch.rank or 0)
+        except DECODE_ERRORS:
             num_malformed += 1
         else:
-            events.append(event)
+            if event is None:
+                num_ignored += 1
+            else:
+                events.append(event)
     return DecodedEngineBatch(batch.timestamp_s, batch.rank, tuple(events), num_ignored, num_malformed)
 
 
-def _read_envelope(payload: bytes, source: str) -> EngineEnvelope:
-    try:
-        return _unread_batch_decoder.decode(payload)
-    except DECODE_ERRORS as error:
-        raise MalformedMessageError(source, f"not a batch of block events: {error}") from error
-
-
-def _read_event(raw: msgspec.Raw, field_order: Mapping[str, Sequence[str]]) -> _RawEvent | _Unusable:
-    """Read one event of a batch that has positional, unknown or broken ones."""
+def _read_event(raw: msgspec.Raw, field_order: Mapping[str, Sequence[str]]) -> _RawEvent | None:
+    """Return an event, None for one of an unknown type; raises one of DECODE_ERRORS for a broken one."""
     try:
         return _event_decoder.decode(raw)
     except DECODE_ERRORS:
-        pass
-    try:
         fields: Any = _any_decoder.decode(raw)
-        if isinstance(fields, list) and fields and isinstance(fields[0], str):
-            names = field_order.get(fields[0], ())
-            fields = {"type": fields[0], **dict(zip(names, fields[1:], strict=False))}
-        if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
-            return _Unusable.MALFORMED
-        if fields["type"] not in _KNOWN_TYPES:
-            return _Unusable.IGNORED
-        event: _RawEvent = msgspec.convert(fields, _RawEvent)
-        return event
-    except DECODE_ERRORS:
-        return _Unusable.MALFORMED
+    if isinstance(fields, list) and fields and isinstance(fields[0], str):
+        names = field_order.get(fields[0], ())
+        fields = {"type": fields[0], **dict(zip(names, fields[1:], strict=False))}
+    tag = fields.get("type") if isinstance(fields, dict) else None
+    if isinstance(tag, str) and tag not in _KNOWN_TYPES:
+        return None
+    event: _RawEvent = msgspec.convert(fields, _RawEvent)
+    return event
 
 
-def _engine_event(raw: _RawEvent | _Unusable, rank: int) -> EngineRemoved | EngineStored | EngineCleared | _Unusable:
+def _engine_event(raw: _RawEvent | None, rank: int) -> EngineRemoved | EngineStored | EngineCleared | None:
+    """Return what an event says, None if that is of no use to an index; raises ValueError for a broken one."""
+    if raw is None or isinstance(raw, _AllBlocksCleared):
+        return None if raw is None else EngineCleared(rank=rank)
+    tier = _tier(raw.medium, raw.locality)
+    if tier is None:
+        return None
     if isinstance(raw, _BlockRemoved):
-        tier = _tier(raw.medium, raw.locality)
-        if tier is None:
-            return _Unusable.IGNORED
         return EngineRemoved(fold_hashes(raw.block_hashes), UNKNOWN, raw.group_idx, rank, tier)
-    if isinstance(raw, _BlockStored):
-        tier = _tier(raw.medium, raw.locality)
-        return _Unusable.IGNORED if tier is None else _stored(raw, rank, tier)
-    return EngineCleared(rank=rank) if isinstance(raw, _AllBlocksCleared) else raw
+    return _stored(raw, rank, tier)
 
 
-def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusable:
+def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | None:
     if raw.kv_cache_spec_kind in _NEVER_INDEXED_KINDS:
-        return _Unusable.IGNORED
+        return None
     block_hashes = fold_hashes(raw.block_hashes)
     cache_salt, mm_hashes = raw.cache_salt, None
     if raw.extra_keys and any(raw.extra_keys):
         if len(raw.extra_keys) != len(block_hashes):
-            return _Unusable.MALFORMED
+            raise ValueError("extra keys of other blocks")
         num_hashable, cache_salt, mm_hashes = _read_extra_keys(
             raw.extra_keys, lora_name=raw.lora_name, cache_salt=raw.cache_salt, is_root=raw.parent_block_hash is None
         )
         block_hashes[num_hashable:] = [None] * (len(block_hashes) - num_hashable)
     is_eagle = len(raw.token_ids) > 0 and isinstance(raw.token_ids[0], tuple)
     token_ids: Any = _tokens_of_pairs(raw.token_ids) if is_eagle else raw.token_ids
-    if token_ids is None:
-        return _Unusable.MALFORMED
     if raw.lookahead_token_ids and not is_eagle:
         if len(raw.lookahead_token_ids) != len(block_hashes) or not all(raw.lookahead_token_ids):
-            return _Unusable.MALFORMED
+            raise ValueError("lookahead tokens of other blocks")
         token_ids, is_eagle = [*token_ids, raw.lookahead_token_ids[-1][0]], True
     return EngineStored(
         block_hashes=block_hashes,
@@ -238,13 +211,12 @@ def window_of(kind: str | None, sliding_window: int | None) -> Window:
     return sliding_window if sliding_window is not None and sliding_window > 0 else UNKNOWN
 
 
-def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int] | None:
-    """Return the tokens of EAGLE's overlapping pairs (t0, t1), (t1, t2), ...; None when they do not overlap."""
-    try:
-        firsts, seconds = zip(*pairs, strict=True)
-    except TypeError:
-        return None
-    return [*firsts, seconds[-1]] if firsts[1:] == seconds[:-1] else None
+def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int]:
+    """Return the tokens of EAGLE's overlapping pairs (t0, t1), (t1, t2), ...; raises ValueError for other tokens."""
+    is_pairs = all(isinstance(pair, tuple) for pair in pairs)
+    if not is_pairs or any(one[1] != other[0] for one, other in pairwise(pairs)):
+        raise ValueError("pairs of tokens that do not overlap")
+    return [pairs[0][0], *(second for _, second in pairs)]
 
 
 class _ChainKeys(NamedTuple):

@@ -14,11 +14,11 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from kvist.errors import InvalidValueError, MalformedMessageError, MissingExtraError
+from kvist.errors import InvalidValueError, MissingExtraError
 
 try:
     import aiomqtt
@@ -59,7 +59,7 @@ class Announcement(msgspec.Struct, frozen=True):
     worker: str
     model: str
     state: Literal["alive", "gone"]
-    publication_id: str
+    publication_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -68,12 +68,11 @@ class Announcement(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(Announcement).decode
 
 
-def decode_announcement(data: bytes, source: str) -> Announcement:
-    """Return the announcement in JSON; raises MalformedMessageError for anything else."""
-    try:
+def decode_announcement(data: bytes) -> Announcement | None:
+    """Return the announcement in JSON, None for anything else."""
+    with suppress(*DECODE_ERRORS):
         return _decode(data)
-    except DECODE_ERRORS as error:
-        raise MalformedMessageError(source, f"not an announcement: {error}") from None
+    return None
 
 
 class MqttPublication(BrokerPublication[aiomqtt.Client]):
@@ -120,10 +119,7 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
 
     def _on_announcement(self, _: str, data: bytes | None) -> None:
         """See that nobody's farewell stays in the place of our announcement, as a late last will; warn of others."""
-        try:
-            theirs = decode_announcement(data or b"", self._place)
-        except MalformedMessageError:
-            theirs = None
+        theirs = decode_announcement(data or b"")
         if theirs is None or theirs.state == "gone":
             self._is_displaced = True
             self._arrived.set()
@@ -155,12 +151,11 @@ class MqttSubscription(BrokerSubscription[aiomqtt.Client]):
     def _on_announcement(self, _: str, data: bytes | None) -> None:
         if not data:
             return  # somebody removed the announcement
-        try:
-            announcement = decode_announcement(data, self._place)
-            publication_id = int(announcement.publication_id, 16)
-        except (MalformedMessageError, ValueError):
+        announcement = decode_announcement(data)
+        if announcement is None:
             self._malformed.skip_message([len(self._place), len(data)])
             return
+        publication_id = int(announcement.publication_id, 16)
         if announcement.state == "alive":
             self._on_publication(publication_id)
         elif self._publication_id in (None, publication_id):
