@@ -59,7 +59,7 @@ def take(browser: Browser, name: str, url: str, scheme: str) -> None:
     page.goto(url)
     page.locator(".problems" if name == "health" else "tbody tr").first.wait_for(state="attached")
     if name == "request":
-        page.locator("tbody button").first.click()
+        page.locator("tbody a").first.click()
         page.get_by_role("region", name="Who answers").wait_for()
     if name == "recording":
         page.get_by_role("slider").press("PageDown")

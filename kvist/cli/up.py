@@ -93,8 +93,10 @@ async def _up(args: argparse.Namespace) -> int:
     async with ProcessGroup() as group:
         workers = await _start_workers(args, group, console)
         port = "0" if args.envoy else str(args.port)
-        recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
-        router = await group.start("router", *_route(args, workers, "kv", args.host, port), *recording)
+        flags = ["--show-prompts"]
+        if args.record_requests is not None:
+            flags += ["--record-requests", args.record_requests]
+        router = await group.start("router", *_route(args, workers, "kv", args.host, port), *flags)
         console.print(f"  {router.name}: {router.url}\nThe fleet, live: {router.url}/ui")
         front = await _start_envoy(args, group, console, workers) if args.envoy else router
         exit_code = 0 if args.no_demo else await _demo(args, group, console, workers, router.url, front.url)

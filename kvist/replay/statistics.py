@@ -375,8 +375,8 @@ def _histogram(counts: Mapping[int, int] | Mapping[float, int]) -> str:
 def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
     """Return what is drawn of a recording: values by the second, each curve with a point at least."""
     return {
-        "live blocks": [(span.start_s, span.num_live) for span in spans] or [(0, 0)],
-        "events a second": [(span.start_s, span.events_per_s) for span in spans] or [(0, 0)],
+        "Live blocks": [(span.start_s, span.num_live) for span in spans] or [(0, 0)],
+        "Events a second": [(span.start_s, span.events_per_s) for span in spans] or [(0, 0)],
     }
 
 

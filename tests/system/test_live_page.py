@@ -88,9 +88,8 @@ async def ask(client: httpx.AsyncClient) -> Shown:
         ],
         "requests": ["2 of the last 2", name, found, request_id[-12:]],
         f"requests/{request_id}": [
-            "Policy kv: ",
             f"{num_tokens[1]:,} tokens",
-            f"held by {name}",
+            f"Policy kv chose {name}, which held",
             "chosen",
             "The lowest cost wins",
         ],

@@ -36,10 +36,14 @@ export async function ask(path, options = {}) {
 
 class Refused extends Error {}
 
-function show(text, kind = "") {
-  const output = $("connection");
+// Says it to who listens, too, once.
+function say(output, text) {
   if (output.textContent !== text) output.textContent = text;
-  output.className = `connection ${kind}`;
+}
+
+function show(text, kind) {
+  say($("connection"), text);
+  $("connection").className = `connection ${kind}`;
 }
 
 function take(news, view) {
@@ -113,23 +117,27 @@ export function draw() {
   requestAnimationFrame(() => {
     isDue = false;
     const bad = state.fleet?.problems.filter((each) => each.until === null && each.is_bad).length ?? 0;
-    document.title = bad ? `(${bad}) Kvist` : "Kvist";
+    document.title = `${bad ? `(${bad}) ` : ""}${shown.title} · Kvist`;
     if (views.health) $("views").querySelector("[href='#health']").dataset.count = bad || "";
+    say($("wrong"), bad ? `${bad} wrong: see Health` : "");
     if (state.fleet) shown.update(state);
   });
 }
 
-function open() {
+// Shows what the address says; whoever followed a link goes on reading there, and behind a link that is closed again.
+function open(event) {
   const [name, ...rest] = location.hash.slice(1).split("/");
-  const view = views[name] ?? views.fleet;
+  const [view, before, key] = [views[name] ?? views.fleet, shown, rest.map(decodeURIComponent).join("/")];
   for (const link of $("views").children) {
     if (link.hash === `#${view.name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  const source = shown?.source;
-  if (view !== shown) fill($("main"), view.build());
+  const [main, source] = [$("main"), before?.source];
+  if (view !== before) fill(main, h("h1", { class: "unseen", tabindex: "-1" }, view.title), view.build());
   shown = view;
-  view.open?.(rest.map(decodeURIComponent).join("/"));
+  view.open?.(key);
+  if (event && key) main.querySelector(".detail h2")?.focus();
+  else if (event) (view === before ? linkTo(new URL(event.oldURL).hash) : main.querySelector("h1"))?.focus();
   draw();
   if (view.source !== source || !stream) {
     retryMs = 500;
@@ -137,6 +145,7 @@ function open() {
   }
 }
 
+export const linkTo = (hash) => [...$("main").querySelectorAll("a")].find((link) => link.hash === hash);
 const list = () => fill($("views"), Object.values(views).map((view) => h("a", { href: `#${view.name}` }, view.title)));
 
 list();
@@ -145,6 +154,10 @@ $("key").addEventListener("submit", (event) => {
   sessionStorage.setItem("key", new FormData(event.target).get("key"));
   event.target.reset();
   follow();
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address says what is shown
+  $("main").focus();
 });
 addEventListener("hashchange", open);
 open();

@@ -7,8 +7,8 @@ const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 export class Chart {
   // `format` shows a value, `moment` a time.
   constructor(label, format, moment, { range = null, height = 240 } = {}) {
-    Object.assign(this, { format, moment, range, height });
-    this.element = h("div", { class: "chart", role: "img", "aria-label": label });
+    Object.assign(this, { label, format, moment, range, height });
+    this.element = h("div", { class: "chart", role: "img" });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.width = null));
   }
 
@@ -20,6 +20,15 @@ export class Chart {
     this.plot.setScale("x", { min, max });
     if (this.plot.cursor.idx == null) this.plot.setLegend({ idx: times.length - 1 });
     if (at !== null) this.plot.setCursor({ left: this.plot.valToPos(at, "x"), top: 0 });
+    this.element.setAttribute("aria-label", [this.label, ...lines.map((line) => this.told(...line))].join("; "));
+  }
+
+  // What who does not see a line is told of it.
+  told(name, values) {
+    const known = values.filter((each) => each != null);
+    if (!known.length) return `${name}: nothing yet`;
+    const [least, most, last] = [Math.min(...known), Math.max(...known), known.at(-1)].map(this.format);
+    return `${name}: ${least} to ${most}, at last ${last}`;
   }
 
   build(lines, isSparse) {

@@ -12,15 +12,57 @@ export function h(tag, props, ...children) {
   return element;
 }
 
+const flat = (children) => children.flat(Infinity).filter((each) => each != null && each !== false && each !== "");
+
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((each) => each != null && each !== false && each !== ""));
+  element.replaceChildren(...flat(children));
+}
+
+const keyOf = (node, idx) => `${node.nodeName} ${node.dataset?.key ?? idx}`;
+
+// Has an element show these, by as few changes as can be: whoever reads, points at or has chosen what stays goes on.
+export function refill(element, ...children) {
+  const known = new Map([...element.childNodes].map((node, idx) => [keyOf(node, idx), node]));
+  arrange(element, flat(children).map((child, idx) => {
+    const fresh = child instanceof Node ? child : new Text(child);
+    const old = known.get(keyOf(fresh, idx));
+    known.delete(keyOf(fresh, idx)); // it stands in one place
+    return old ? become(old, fresh) : fresh;
+  }));
+}
+
+function become(old, fresh) {
+  if (old.isEqualNode(fresh)) return old;
+  if (old instanceof Text) old.data = fresh.data;
+  else {
+    for (const name of old.getAttributeNames()) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+    for (const { name, value } of fresh.attributes) if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
+    old.style.cssText = fresh.style.cssText; // the content security policy refuses it as an attribute
+    refill(old, ...fresh.childNodes);
+  }
+  return old;
+}
+
+// Has an element have these children in this order; what has the focus keeps it.
+function arrange(element, nodes) {
+  const focused = document.activeElement;
+  const wanted = new Set(nodes);
+  for (const node of [...element.childNodes]) if (!wanted.has(node)) node.remove();
+  let place = element.firstChild;
+  for (const node of nodes) {
+    if (node === place) place = place.nextSibling;
+    else element.insertBefore(node, place);
+  }
+  if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
 }
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 export const number = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
 export const short = (value) => (value == null ? "–" : compact.format(value));
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-export const tokens = (value) => `${number(value)} tokens`;
+export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+export const tokens = (value) => count(value, "token");
+export const plain = (text) => text.replace(/<\|?\w+\|?>/g, " ").trim(); // without the marks of a chat's template
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
 
 export function seconds(value) {
@@ -46,25 +88,40 @@ export const facts = (values) =>
 
 export const field = (label, input) => h("label", {}, h("span", { class: "unseen" }, label), input);
 
-// A bar of parts, each [name, seconds], as long as their sum is of `whole`; numbers stand beside it in the table.
-export function bar(parts, whole) {
-  const bar = h("span", { class: "bar", "aria-hidden": "true" });
-  for (const [name, value] of parts) {
-    if (!(value > 0)) continue;
-    const part = h("span", { class: `part ${name}`, title: `${name.replaceAll("-", " ")}: ${seconds(value)}` });
+const spaced = (name) => name.replaceAll("-", " ");
+
+// A bar of parts, each [name, value], as long as their sum is of `whole`; `told` shows a value where no number stands beside it.
+export function bar(parts, whole, told = null) {
+  const seen = parts.filter(([, value]) => value > 0).map(([name, value]) => ({ name, value, text: told && `${spaced(name)} ${told(value)}` }));
+  const label = told && seen.map((each) => each.text).join(", ");
+  return h("span", { class: "bar", ...(label ? { role: "img", "aria-label": label } : { "aria-hidden": "true" }) }, seen.map(({ name, value, text }) => {
+    const part = h("span", { class: `part ${name}`, title: text });
     part.style.width = `${Math.min(100, (100 * value) / whole)}%`;
-    bar.append(part);
-  }
-  return bar;
+    return part;
+  }));
 }
 
 export const legend = (names) =>
-  h("ul", { class: "legend" }, names.map((name) => h("li", {}, h("span", { class: `part ${name}` }), ` ${name.replaceAll("-", " ")}`)));
+  h("ul", { class: "legend" }, names.map((name) => h("li", {}, h("span", { class: `part ${name}` }), ` ${spaced(name)}`)));
 
-// A table that stays: rows are known by their key, and only cells whose text is another one are touched.
+// What is known of one of them, which a link opens and another one closes.
+export class Detail {
+  constructor(label, href, ...children) {
+    this.title = h("h2", { tabindex: "-1" });
+    this.element = h("section", { class: "detail", "aria-label": label }, h("a", { href, class: "close" }, "Close"), this.title, ...children);
+  }
+
+  show(title) {
+    this.element.hidden = !title;
+    refill(this.title, title);
+  }
+}
+
+// A table that stays: rows are known by their key, and those whose data are others are drawn anew.
 export class Table {
-  constructor(caption, columns, key, { sort = null, open = null } = {}) {
-    Object.assign(this, { columns, key, open, sort, isDown: false, rows: new Map(), last: [] });
+  // `link` says where a row's first cell leads, `scale` how long its bars are at most, `nothing` what is said where there are no rows.
+  constructor(caption, columns, key, { sort = null, link = null, scale = null, nothing = "None." } = {}) {
+    Object.assign(this, { columns, key, link, scale, sort, isDown: false, rows: new Map(), last: [] });
     this.head = columns.map((column) => {
       const name = column.value
         ? h("button", { type: "button", onclick: () => this.sortBy(column.name) }, column.name)
@@ -72,6 +129,7 @@ export class Table {
       return h("th", { scope: "col", class: column.class ?? "" }, name);
     });
     this.body = h("tbody");
+    this.nothing = h("tr", {}, h("td", { colspan: columns.length, class: "note" }, nothing));
     const table = h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, this.head)), this.body);
     this.element = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table);
     this.mark();
@@ -99,40 +157,22 @@ export class Table {
       const order = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
       rows = rows.toSorted((a, b) => sign * order(column.value(a), column.value(b)));
     }
-    const seen = new Set(rows.map(this.key));
-    for (const [key, row] of this.rows) {
-      if (seen.has(key)) continue;
-      row.element.remove();
-      this.rows.delete(key);
-    }
-    let place = this.body.firstChild;
-    for (const data of rows) {
-      const row = this.row(data);
-      if (row.element === place) place = place.nextSibling;
-      else this.body.insertBefore(row.element, place);
-    }
+    const [before, longest] = [this.rows, this.scale?.(rows)];
+    this.rows = new Map(rows.map((data) => [this.key(data), this.row(data, before.get(this.key(data)), longest)]));
+    arrange(this.body, rows.length ? [...this.rows.values()].map((row) => row.element) : [this.nothing]);
   }
 
-  row(data) {
-    const key = this.key(data);
-    let row = this.rows.get(key);
-    if (!row) {
-      const cells = this.columns.map((column, idx) => h(idx ? "td" : "th", { class: column.class ?? "", scope: idx ? null : "row" }));
-      row = { element: h("tr", {}, cells), cells, shown: [], data: null };
-      this.rows.set(key, row);
-    }
-    if (row.data === data) return row;
-    row.data = data;
-    this.columns.forEach((column, idx) => {
+  row(data, before, longest) {
+    if (before?.data === data && before.longest === longest) return before;
+    const cells = this.columns.map((column, idx) => {
       const text = column.text(data);
-      const shown = JSON.stringify([text, column.bar?.(data)]);
-      if (row.shown[idx] === shown) return;
-      row.shown[idx] = shown;
       const [main, note, kind] = Array.isArray(text) ? text : [text];
-      const content = !idx && this.open ? h("button", { type: "button", class: "link", onclick: () => this.open(key) }, main) : main;
+      const content = !idx && this.link ? h("a", { href: this.link(data) }, main) : main;
       const marked = kind ? h("span", { class: `mark ${kind}` }, content) : content;
-      fill(row.cells[idx], marked, note && h("small", {}, note), column.bar && bar(...column.bar(data)));
+      const props = { class: column.class ?? "", scope: idx ? null : "row" };
+      return h(idx ? "td" : "th", props, marked, note && h("small", {}, note), column.bar && bar(...column.bar(data, longest)));
     });
-    return row;
+    const fresh = h("tr", {}, cells);
+    return { element: before ? become(before.element, fresh) : fresh, data, longest };
   }
 }

@@ -1,7 +1,7 @@
 // Every worker: its state and why, its load, what it caches, how well that is known.
 
 import { now, state } from "/ui/app.js";
-import { Table, duration, facts, field, fill, h, host, number, seconds, share, short, tile, tokens } from "/ui/dom.js";
+import { Detail, Table, duration, facts, field, h, host, number, refill, seconds, share, short, tile, tokens } from "/ui/dom.js";
 import { requestTable } from "/ui/requests.js";
 
 const blocks = (worker) => worker.kv_events.ranks.reduce((sum, rank) => sum + rank.blocks, 0);
@@ -25,8 +25,7 @@ const COLUMNS = [
   { name: "Circuit", value: (w) => w.circuit, text: (w) => [w.circuit.replace("_", " "), null, w.circuit === "closed" ? "" : "bad"] },
 ];
 
-const open = (url) => (location.hash = `#fleet/${encodeURIComponent(url)}`);
-let table, tiles, search, only, detail, list, url;
+let table, tiles, search, only, detail, kept, list, url;
 
 function details(worker) {
   const told = {
@@ -47,7 +46,6 @@ function details(worker) {
   });
   const ranks = worker.kv_events.ranks.map((rank) => h("li", {}, `rank ${rank.rank}: ${rank.state ?? "not known"}, ${number(rank.blocks)} blocks`));
   return [
-    h("h2", {}, host(worker.url)),
     facts(told),
     h("h3", {}, "Event streams and ranks"),
     h("ul", {}, streams, ranks, streams.length + ranks.length ? [] : h("li", {}, "none")),
@@ -61,24 +59,24 @@ export default {
     return url ? "requests" : "fleet";
   },
   build() {
-    table = new Table("Workers", COLUMNS, (worker) => worker.url, { sort: "Worker", open });
+    table = new Table("Workers", COLUMNS, (worker) => worker.url, { sort: "Worker", nothing: "No such worker.", link: (worker) => `#fleet/${encodeURIComponent(worker.url)}` });
     list = requestTable("Its last requests");
     tiles = h("dl", { class: "tiles" });
     search = h("input", { type: "search", placeholder: "Filter by name or model", oninput: () => this.update(state) });
     only = h("select", { onchange: () => this.update(state) }, ["All workers", "Not as they should be"].map((text) => h("option", {}, text)));
-    detail = h("div");
-    this.aside = h("section", { class: "detail", "aria-label": "Worker" }, h("a", { href: "#fleet", class: "close" }, "Close"), detail, h("h3", {}, "Last requests"), list.element);
-    return [h("h1", { class: "unseen" }, "Fleet"), tiles, h("div", { class: "tools" }, field("Filter", search), field("Show", only)), table.element, this.aside];
+    kept = h("div");
+    detail = new Detail("Worker", "#fleet", kept, h("h3", {}, "Last requests"), list.element);
+    return [tiles, h("div", { class: "tools" }, field("Filter", search), field("Show", only)), table.element, detail.element];
   },
   open(rest) {
     url = rest;
-    this.aside.hidden = !url;
+    detail.show(host(url));
   },
   update({ fleet, workers, requests }) {
     const all = [...workers.values()];
     const healthy = all.filter((worker) => worker.state === "healthy").length;
     const sum = (name) => all.reduce((total, worker) => total + (worker.hits?.[name] ?? 0), 0);
-    fill(
+    refill(
       tiles,
       tile("Workers", `${healthy} of ${all.length}`, fleet.ready ? "healthy" : fleet.reason),
       tile("Requests a second", fleet.rate.toFixed(1)),
@@ -97,7 +95,7 @@ export default {
     );
     if (!url) return;
     const worker = workers.get(url);
-    fill(detail, worker ? details(worker) : h("p", {}, "This worker is not known, or no longer."));
+    refill(kept, worker ? details(worker) : h("p", {}, "This worker is not known, or no longer."));
     list.update(requests.filter((request) => [request.decision?.worker, request.prefill?.worker].includes(url)).slice(0, 50));
   },
 };

@@ -1,7 +1,7 @@
 // What is not as it should be, newest first.
 
 import { now } from "/ui/app.js";
-import { clock, duration, fill, h, host } from "/ui/dom.js";
+import { clock, duration, h, host, refill } from "/ui/dom.js";
 
 let list, calm;
 
@@ -13,7 +13,7 @@ function item(problem) {
     : `since ${clock(problem.since)}, for ${duration(now() - problem.since)}`;
   return h(
     "li",
-    { class: isOver ? "over" : "" },
+    { class: isOver ? "over" : "", "data-key": `${problem.where} ${problem.what}` },
     h("p", {}, h("span", { class: `mark ${kind}` }, isOver ? "over" : problem.is_bad ? "wrong" : "note"), " ", h("strong", {}, host(problem.where)), ` ${problem.what}`),
     problem.why && h("p", {}, problem.why),
     h("p", { class: "note" }, `${when} · explained in `, h("code", {}, problem.page)),
@@ -27,12 +27,12 @@ export default {
   build() {
     list = h("ol", { class: "problems" });
     calm = h("p", { class: "calm" });
-    return [h("h1", { class: "unseen" }, "Health"), calm, list];
+    return [calm, list];
   },
   update({ fleet }) {
     const open = fleet.problems.filter((each) => each.until === null).length;
-    calm.textContent = open ? `${open} not as ${open > 1 ? "they" : "it"} should be` : "All is as it should be.";
+    refill(calm, open ? `${open} not as ${open > 1 ? "they" : "it"} should be` : "All is as it should be.");
     calm.className = `calm mark ${open ? "bad" : "good"}`;
-    fill(list, fleet.problems.toSorted((a, b) => (a.until !== null) - (b.until !== null) || b.since - a.since).map(item));
+    refill(list, fleet.problems.toSorted((a, b) => (a.until !== null) - (b.until !== null) || b.since - a.since).map(item));
   },
 };

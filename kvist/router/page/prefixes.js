@@ -1,11 +1,11 @@
 // The tree of prefixes: what requests asked for of late, or what was held at a moment of recordings; and who holds it.
 
-import { now, state } from "/ui/app.js";
-import { Table, duration, fill, h, host, number, seconds, share } from "/ui/dom.js";
+import { linkTo, now, state } from "/ui/app.js";
+import { Detail, Table, count, duration, h, host, number, plain, refill, seconds, share } from "/ui/dom.js";
 
 const MIN_SHARE = 0.004;
 const MAX_LEVELS = 12;
-const name = (node) => (node.text ? node.text.trim().slice(0, 80) : node.prefix);
+const name = (node) => (node.text ? plain(node.text).slice(0, 80) : node.prefix);
 const tiers = (node) => Object.entries(node.tiers).map(([tier, count]) => `${count} × ${tier}`).join(", ") || "nobody";
 const ago = (node) => `${duration(now() - node.used_at)} ago`;
 
@@ -18,11 +18,12 @@ const HOLDERS = { name: "Held by", class: "number", value: (n) => n.num_holders,
 const ASKED = {
   size: (n) => n.uses,
   held: (n) => n.hits / n.uses,
-  told: (n) => `asked for ${number(n.uses)} times among the requests that were looked at, ${share(n.hits, n.uses)} of them where it was held; last ${ago(n)}`,
+  told: (n) => `asked for ${count(n.uses, "time")}, ${share(n.hits, n.uses)} of them where it was held; last ${ago(n)}`,
   note: "What requests begin with: as wide as often asked for, each below what it goes on from, up to the token that it says; the greener, the more often the chosen worker held it. From a sample of at most 20 requests a second.",
   nothing: "No request was looked at yet whose prompt is read.",
+  gone: "Nobody asked for this prefix of late.",
   columns: [
-    { name: "Prefix", value: (n) => n.prefix, text: (n) => [n.prefix, n.text] },
+    { name: "Prefix", value: (n) => n.prefix, text: (n) => [n.prefix, n.text && plain(n.text)] },
     { name: "Model", value: (n) => n.model, text: (n) => n.model },
     ...PLACE,
     { name: "Asked for", class: "number", value: (n) => n.uses, text: (n) => number(n.uses) },
@@ -38,6 +39,7 @@ const RECORDED = {
   told: (n) => `${number(n.blocks)} blocks of it and of what follows it, held by ${number(n.num_holders)} of ${number(n.num_ranks)} ranks; the newest came at ${seconds(n.newest_s)}`,
   note: "What was held then: as wide as blocks are held of it and of what follows it, each below what it goes on from, up to the token that it says; the greener, the more ranks held it. What snapshots alone tell of has no place here.",
   nothing: "Nothing was held then of which is known what it follows.",
+  gone: "This prefix was not held then.",
   columns: [
     { name: "Prefix", value: (n) => n.prefix, text: (n) => n.prefix },
     { name: "Recording", value: (n) => n.recording, text: (n) => n.recording },
@@ -49,20 +51,21 @@ const RECORDED = {
   sort: "Blocks",
 };
 
-let kind, table, trees, detail, chosen, drawn;
+let kind, table, trees, detail, kept, chosen, drawn;
+
+const link = (node) => `#prefixes/${node.prefix}`;
 
 function branch(node, nodes, whole, level) {
   const below = nodes.filter((each) => each.parent === node.place && kind.size(each) >= MIN_SHARE * whole);
-  const told = `${number(node.to_tokens)} tokens, ${kind.told(node)}`;
+  const told = `tokens of ${name(node)}: ${kind.told(node)}`;
   const box = h(
-    "button",
-    { type: "button", class: `heat${Math.round(4 * kind.held(node))}`, title: told, "aria-pressed": String(node.prefix === chosen), "data-prefix": node.prefix, onclick: () => choose(node.prefix) },
-    number(node.to_tokens),
-    " ",
-    h("small", {}, node.text ? name(node) : share(kind.held(node), 1)),
-    h("span", { class: "unseen" }, `: ${name(node)}, ${told}`),
+    "a",
+    { href: link(node), class: `heat${Math.round(4 * kind.held(node))}`, title: `${number(node.to_tokens)} ${told}`, "aria-current": String(node.prefix === chosen) },
+    `${number(node.to_tokens)} `,
+    h("small", { "aria-hidden": "true" }, node.text ? name(node) : share(kind.held(node), 1)),
+    h("span", { class: "unseen" }, told),
   );
-  const item = h("li", {}, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
+  const item = h("li", { "data-key": node.prefix }, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
   item.style.flexGrow = kind.size(node);
   return item;
 }
@@ -74,17 +77,10 @@ function tree(nodes, title) {
   return h("div", {}, title && h("h2", {}, title), h("ul", { class: "icicle", "aria-label": "Prefixes, each below what it goes on from" }, boxes));
 }
 
-function choose(prefix) {
-  chosen = prefix === chosen ? null : prefix;
-  drawn = null;
-  view.update(state);
-}
-
 function details(node) {
   const holders = node.holders.map((holder) => h("li", {}, host(holder.replace(/ 0$/, "").replace(/ (\d+)$/, " rank $1"))));
   const more = node.num_holders - holders.length;
   return [
-    h("h2", { class: "mono" }, node.prefix),
     h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model ?? node.recording}: ${kind.told(node)}.`),
     node.text && h("pre", {}, node.text),
     h("h3", {}, `Held${node.recording ? "" : " now"}: ${tiers(node)}`),
@@ -92,32 +88,34 @@ function details(node) {
   ];
 }
 
-const view = {
+export default {
   name: "prefixes",
   title: "Prefixes",
   source: "prefixes",
   build() {
     [drawn, kind] = [null, state.fleet?.recordings ? RECORDED : ASKED];
-    table = new Table("Prefixes", kind.columns, (node) => `${node.prefix} ${node.recording}`, { sort: kind.sort, open: (key) => choose(key.split(" ")[0]) });
+    table = new Table("Prefixes", kind.columns, (node) => `${node.prefix} ${node.recording}`, { sort: kind.sort, link, nothing: kind.nothing });
     table.isDown = true;
     table.mark();
     trees = h("div", { class: "trees" });
-    detail = h("section", { class: "detail", "aria-label": "Prefix", hidden: true });
-    return [h("h1", { class: "unseen" }, "Prefixes"), h("p", { class: "note" }, kind.note), trees, detail, table.element];
+    kept = h("div");
+    detail = new Detail("Prefix", "#prefixes", kept);
+    return [h("p", { class: "note" }, kind.note), trees, detail.element, table.element];
+  },
+  open(rest) {
+    [chosen, drawn] = [rest, null];
+    detail.show(chosen);
   },
   update({ fleet, prefixes }) {
     if (!prefixes || prefixes === drawn) return;
     drawn = prefixes;
     const shown = fleet.recordings?.map(({ name, ranks }, idx) => prefixes[idx].map((node, place) => ({ ...node, place, recording: name, num_ranks: ranks.length })));
     const all = shown ?? [prefixes.map((node, place) => ({ ...node, place }))];
-    const focused = document.activeElement?.dataset.prefix;
-    fill(trees, all.map((nodes, idx) => tree(nodes, fleet.recordings?.[idx].name)));
-    if (focused) [...trees.querySelectorAll("button")].find((each) => each.dataset.prefix === focused)?.focus();
+    const focused = document.activeElement.hash;
+    refill(trees, all.map((nodes, idx) => tree(nodes, fleet.recordings?.[idx].name)));
+    if (focused && !document.activeElement.hash) linkTo(focused)?.focus(); // it was cut in two
     const nodes = all.flat().filter((each) => each.prefix === chosen);
-    detail.hidden = !nodes.length;
-    fill(detail, nodes.map(details));
+    refill(kept, nodes.length ? nodes.map(details) : h("p", {}, kind.gone));
     table.update(all.flat());
   },
 };
-
-export default view;

@@ -2,7 +2,7 @@
 
 import { follow, state } from "/ui/app.js";
 import { Chart } from "/ui/chart.js";
-import { Table, field, fill, h, number, seconds, share, short, tile } from "/ui/dom.js";
+import { Table, field, h, number, refill, seconds, share, short, tile } from "/ui/dom.js";
 
 const STEPS = 200; // of playing it all
 const sum = (counts) => Object.values(counts).reduce((total, each) => total + each, 0);
@@ -52,11 +52,11 @@ export default {
     table = new Table("Ranks", [...COLUMNS, ...counts], (rank) => rank.key, { sort: "Worker" });
     tiles = h("dl", { class: "tiles" });
     charts = Object.keys(curves).map((name) => [name, new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 })]);
-    return [h("h1", { class: "unseen" }, "Fleet"), tiles, charts.map(([name, chart]) => [h("h2", {}, name[0].toUpperCase() + name.slice(1)), chart.element]), h("h2", {}, "Held then"), table.element];
+    return [tiles, charts.map(([name, chart]) => [h("h2", {}, name), chart.element]), h("h2", {}, "Held then"), table.element];
   },
   update({ fleet: { recordings, end_ms }, at }) {
     const held = (recording) => sum(recording.ranks.map((rank) => sum(rank.tiers)));
-    fill(
+    refill(
       tiles,
       recordings.map((each) => [
         tile("Recording", seconds(each.duration_s), `${each.name}, from ${new Date(each.began_at * 1000).toLocaleString()}`),

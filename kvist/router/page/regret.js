@@ -1,7 +1,7 @@
 // Where the hits went: what could have been cached, what was, and what to do about the difference.
 
 import { Chart } from "/ui/chart.js";
-import { Table, clock, fill, h, host, number, share, short, tile } from "/ui/dom.js";
+import { Table, clock, h, host, number, refill, share, short, tile } from "/ui/dom.js";
 
 const LINES = [
   { name: "one cache", value: (row) => Math.min(row.prompt_tokens, Math.max(row.one_cache, row.held)) / row.prompt_tokens }, // estimated; held is not
@@ -38,18 +38,18 @@ export default {
   source: "regret",
   build() {
     tiles = h("dl", { class: "tiles" });
-    chart = new Chart("Shares of prompt tokens, minute by minute; the tables below say the same of the last ten", (value) => `${value.toFixed(1)} %`, clock, { range: [0, 100] });
-    causes = new Table("Lost, by cause", CAUSES, (row) => row.cause);
-    by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker" });
-    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix);
+    chart = new Chart("Shares of prompt tokens, minute by minute", (value) => `${value.toFixed(1)} %`, clock, { range: [0, 100] });
+    causes = new Table("Lost, by cause", CAUSES, (row) => row.cause, { nothing: "Nothing was lost." });
+    by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker", nothing: "No request yet." });
+    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix, { nothing: "Nothing was lost." });
     note = h("p", { class: "note" });
-    return [h("h1", { class: "unseen" }, "Regret"), tiles, chart.element, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
+    return [tiles, chart.element, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
   },
   update({ regret, clock: at }) {
     if (!regret) return;
     const { total, sample } = regret;
     const [most, held, routed, reported] = LINES.map((line) => share(line.value(total) || 0, 1));
-    fill(
+    refill(
       tiles,
       tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${Math.round(regret.window_s / 60)} min`),
       tile("One cache", most, `would have held, ± ${(200 * sample.standard_error).toFixed(1)} points`),
@@ -63,6 +63,6 @@ export default {
     causes.update(regret.losses.map((loss) => ({ ...loss, whole: total.prompt_tokens })));
     by.update(regret.by);
     costliest.update(regret.costliest_prefixes);
-    note.textContent = `By the minute, as docs/why.md explains. One cache is estimated from ${number(sample.blocks)} blocks.`;
+    refill(note, `By the minute, as docs/why.md explains. One cache is estimated from ${number(sample.blocks)} blocks.`);
   },
 };

@@ -1,7 +1,7 @@
 // The last requests: where each went, from what terms, how long each part took; and where a prompt would go.
 
 import { ask, state } from "/ui/app.js";
-import { Table, bar, clock, facts, field, fill, h, host, legend, number, seconds, share, tokens } from "/ui/dom.js";
+import { Detail, Table, bar, clock, facts, field, fill, h, host, legend, number, plain, refill, seconds, share, tokens } from "/ui/dom.js";
 
 const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", fetch: "fetch", running: "running", recent: "recent" };
 const STEP = 200; // rows: drawing a thousand anew four times a second takes a browser most of its time
@@ -19,31 +19,34 @@ function phases(request) {
 const worker = (request) => request.decision?.worker ?? "";
 const fetched = (pull) => `${tokens(pull.tokens)} to be fetched from ${host(pull.worker)}`;
 const outcome = (request) => [`${request.status}`, request.error, request.status < 400 && !request.error ? "" : "bad"];
-const longest = () => state.requests.slice(0, 200).reduce((most, each) => Math.max(most, each.total_s), 0.001);
+const longest = (requests) => requests.reduce((most, each) => Math.max(most, each.total_s), 0.001);
 
 const COLUMNS = [
+  { name: "Id", class: "mono", text: (r) => [r.id.length > 14 ? `…${r.id.slice(-12)}` : r.id, r.prompt && `… ${plain(r.prompt).slice(-48)}`] },
   { name: "Ended", text: (r) => clock(r.at) },
   { name: "Worker", text: (r) => [host(worker(r)) || "none", r.prefill ? `prefilled by ${host(r.prefill.worker)}` : r.pull && fetched(r.pull)] },
   { name: "Prompt", class: "number", text: (r) => number(r.prompt_tokens) },
   { name: "Held", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
   { name: "Found", class: "number", text: (r) => share(r.reported ?? 0, r.reported === null ? 0 : r.prompt_tokens) },
   { name: "Took", class: "number", text: (r) => seconds(r.total_s) },
-  { name: "Time line", class: "wide", text: () => "", bar: (r) => [phases(r), longest()] },
+  { name: "Time line", class: "wide", text: () => "", bar: (r, longest) => [phases(r), longest, seconds] },
   { name: "Status", text: outcome },
-  { name: "Id", class: "mono", text: (r) => (r.id.length > 14 ? `…${r.id.slice(-12)}` : r.id) },
 ];
 
-export function requestTable(caption, open) {
-  const columns = open ? [COLUMNS.at(-1), ...COLUMNS.slice(0, -1)] : COLUMNS;
-  return new Table(caption, columns, (request) => request.id, { open });
+export function requestTable(caption) {
+  const link = (request) => `#requests/${encodeURIComponent(request.id)}`;
+  return new Table(caption, COLUMNS, (request) => request.id, { link, scale: longest, nothing: "No request yet." });
 }
 
 // The terms of a decision for each candidate: the same numbers as POST /route, stacked and in columns.
 function decision(title, choice) {
-  const most = Math.max(...choice.candidates.map((each) => each.seconds?.cost ?? 0), 1e-9);
-  const isPriced = choice.candidates.some((each) => each.seconds);
+  const cost = (each) => each.seconds?.cost ?? -each.probability;
+  const candidates = choice.candidates.toSorted((a, b) => cost(a) - cost(b));
+  const most = Math.max(...candidates.map(cost), 1e-9);
+  const isPriced = candidates.some((each) => each.seconds);
   const ofTerms = isPriced ? Object.entries(TERMS) : [];
   const isChosen = (each) => each.worker === choice.worker && each.rank === choice.rank;
+  const [chosen, next] = [candidates.find(isChosen), candidates.find((each) => !isChosen(each))];
   const cached = (each) => each.tokens_cached_or_in_flight ?? (each.overlap_blocks.external ?? 0) * choice.block_size;
   const table = new Table(
     `${title}: candidates`,
@@ -51,16 +54,16 @@ function decision(title, choice) {
       { name: "Candidate", text: (each) => [`${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, ...(isChosen(each) ? ["chosen", "good"] : [])] },
       { name: "Cached or in flight", class: "number", text: (each) => number(cached(each)) },
       { name: isPriced ? "Cost" : "Chance", class: "number", text: (each) => (each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`) },
-      ...(isPriced ? [{ name: "Of what", class: "wide", text: () => "", bar: (each) => [ofTerms.map(([name, term]) => [term, each.seconds[name]]), most] }] : []),
+      ...(isPriced ? [{ name: "Of what", class: "wide", text: () => "", bar: (each) => [ofTerms.map(([name, term]) => [term, each.seconds[name]]), most, seconds] }] : []),
       ...ofTerms.map(([name, term]) => ({ name: term.replaceAll("-", " "), class: "number term", text: (each) => seconds(each.seconds[name]) })),
     ],
     (each) => `${each.worker} ${each.rank}`,
   );
-  table.update(choice.candidates);
-  const others = choice.num_candidates - choice.candidates.length;
+  table.update(candidates);
+  const others = choice.num_candidates - candidates.length;
   return [
     h("h3", {}, title),
-    h("p", {}, `Policy ${choice.policy}: ${tokens(choice.prompt_tokens)}, ${tokens(choice.overlap_tokens)} held by ${host(choice.worker)}`, choice.untokenized_reason && `; ${choice.untokenized_reason}`),
+    h("p", {}, `Policy ${choice.policy} chose ${host(choice.worker)}, which held ${number(choice.overlap_tokens)} of ${tokens(choice.prompt_tokens)}`, isPriced && next && `: ${seconds(cost(chosen))} there, ${seconds(cost(next))} at ${host(next.worker)}`, choice.untokenized_reason && `; ${choice.untokenized_reason}`, "."),
     isPriced && h("p", { class: "note" }, `The lowest cost wins. Utilisation ${share(choice.utilisation, 1)}; computing costs ${(1 + choice.price_of_computing).toFixed(2)} times its time.`),
     isPriced && legend(Object.values(TERMS)),
     table.element,
@@ -82,8 +85,7 @@ function details(request) {
     ...Object.fromEntries(phases(request).filter(([, value]) => value > 0).map(([name, value]) => [name.replaceAll("-", " "), seconds(value)])),
   };
   return [
-    h("h2", { class: "mono" }, request.id),
-    bar(phases(request), request.total_s),
+    bar(phases(request), request.total_s, seconds),
     legend(PHASES),
     facts(told),
     request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
@@ -93,7 +95,7 @@ function details(request) {
   ];
 }
 
-let table, limit, search, pause, more, detail, kept, counted, id, frozen, answer, models;
+let table, limit, search, pause, more, detail, kept, counted, id, drawn, frozen, answer, models;
 
 async function explain(event) {
   event.preventDefault();
@@ -114,6 +116,7 @@ async function explain(event) {
   } catch (error) {
     fill(answer, h("p", { class: "mark bad" }, error.message));
   }
+  answer.focus();
 }
 
 export default {
@@ -121,38 +124,35 @@ export default {
   title: "Requests",
   source: "requests",
   build() {
-    table = requestTable("Requests", (key) => (location.hash = `#requests/${encodeURIComponent(key)}`));
+    table = requestTable("Requests");
     search = h("input", { type: "search", placeholder: "Id, worker, model or tenant", oninput: () => this.update(state) });
-    pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.toggle() }, "Pause");
+    pause = h("button", { type: "button", "aria-pressed": String(Boolean(frozen)), onclick: () => this.toggle() }, "Pause");
     limit = STEP;
     more = h("button", { type: "button", onclick: () => this.showMore() }, "Show more");
     counted = h("p", { class: "note" });
     kept = h("div");
-    detail = h("section", { class: "detail", "aria-label": "Request" }, h("a", { href: "#requests", class: "close" }, "Close"), kept);
+    detail = new Detail("Request", "#requests", kept);
     models = h("select", { name: "model" });
-    answer = h("div", { "aria-live": "polite" });
+    answer = h("section", { tabindex: "-1", "aria-label": "Explanation" });
     const kinds = h("select", { name: "kind" }, h("option", { value: "text" }, "as text"), h("option", { value: "chat" }, "as a chat"));
     const prompt = h("textarea", { name: "prompt", rows: "3", required: true, placeholder: "A prompt: where would it go? Nothing is sent." });
     const form = h("form", { class: "tools", onsubmit: explain }, field("Prompt", prompt), field("Model", models), field("Read", kinds), h("button", {}, "Explain"));
     return [
-      h("h1", { class: "unseen" }, "Requests"),
       h("details", {}, h("summary", {}, h("h2", {}, "Explain a prompt")), form, answer),
       h("div", { class: "tools" }, field("Search", search), pause, legend(PHASES)),
       counted,
-      detail,
+      detail.element,
       table.element,
       h("div", { class: "tools" }, more),
     ];
   },
   open(rest) {
-    [id, detail.hidden] = [rest, !rest];
-    detail.dataset.shown = "";
-    if (id) detail.scrollIntoView({ block: "nearest" });
+    [id, drawn] = [rest, null];
+    detail.show(id);
   },
   toggle() {
     frozen = frozen ? null : state.requests;
     pause.setAttribute("aria-pressed", String(Boolean(frozen)));
-    pause.textContent = frozen ? "Go on" : "Pause";
     this.update(state);
   },
   showMore() {
@@ -165,14 +165,15 @@ export default {
     const found = all.filter((each) => `${each.id} ${worker(each)} ${each.prefill?.worker ?? ""} ${each.model} ${each.tenant}`.toLowerCase().includes(text));
     table.update(found.slice(0, limit));
     more.hidden = found.length <= limit;
-    counted.textContent = `${number(found.length)} of the last ${number(all.length)}; ${number(fleet.requests_skipped)} others ended too fast after one another to be kept.`;
+    const skipped = fleet.requests_skipped && `; ${number(fleet.requests_skipped)} others ended too fast after one another to be kept`;
+    refill(counted, `${number(found.length)} of the last ${number(all.length)}${skipped || ""}.`);
     if (models.dataset.names !== fleet.models.join()) {
       fill(models, ["", ...fleet.models].map((name) => h("option", { value: name }, name || "any model")));
       models.dataset.names = fleet.models.join();
     }
-    if (!id || detail.dataset.shown === id) return;
+    if (!id || drawn === id) return;
     const request = all.find((each) => each.id === id);
-    if (request) detail.dataset.shown = id;
+    if (request) drawn = id;
     fill(kept, request ? details(request) : h("p", {}, "This request is not among those that are kept."));
   },
 };

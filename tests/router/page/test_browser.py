@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,80 @@ TOKENS = list(range(1000, 1160))
 HOSTILE = "<img src=x onerror=alert(1)>\"'</script><b>bold</b>"
 expect = playwright.expect
 
+SPOKEN = {"heading", "term", "link", "searchbox", "combobox", "button", "region", "columnheader", "rowheader"}
+
+REQUESTS = "columnheader: Id, Ended, Worker, Prompt, Held, Found, Took, Time line, Status\n"
+FLEET = f"""heading: Fleet
+term: Workers, Requests a second, Running, Waiting, Cached, predicted, Cached, reported, Blocks known
+searchbox: Filter
+combobox: Show
+region: Workers
+columnheader: Worker, Model, Role, State, Running, To compute, Cached, Predicted, Reported, Events, Tokens/s, Circuit
+rowheader: #
+region: Worker
+link: Close
+heading: #
+term: State, Engine, Models, Wanted by, Blocks of, Cache holds, Requests ended, Tokens of chats, Last failure
+heading: Event streams and ranks, Last requests
+region: Its last requests
+{REQUESTS}rowheader: …#"""
+REQUEST = f"""heading: Requests, Explain a prompt
+searchbox: Search
+button: Pause
+region: Request
+link: Close
+heading: #
+term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Found cached, Answer
+heading: Who answers
+region: Who answers: candidates
+columnheader: Candidate, Cached or in flight, Cost, Of what, Wait, Compute, Price of computing, Fetch, Running, Recent
+rowheader: # chosen
+region: Requests
+{REQUESTS}rowheader: …#, …#"""
+ASKED = "# tokens of #: asked for # {}, # % of them where it was held; last # s ago"
+PREFIXES = f"""heading: Prefixes
+link: {ASKED.format("times")}, {ASKED.format("time")}, {ASKED.format("time")}
+region: Prefix
+link: Close
+heading: #, Held now: # × gpu
+region: Prefixes
+columnheader: Prefix, Model, From, To token, Asked for, Held, Held by, Last asked for
+rowheader: #, #, #"""
+REGRET = """heading: Regret
+term: Requests, One cache, Held, Routed, Reported
+rowheader: Time :, one cache :, held :, routed :, reported :
+heading: Lost, by cause
+region: Lost, by cause
+columnheader: Cause, Tokens, Of prompts, To do
+heading: By worker
+region: By worker
+columnheader: Worker, Model, Requests, Prompt tokens, One cache, Held, Routed, Reported
+rowheader: #
+heading: Prefixes that cost most
+region: Prefixes that cost most
+columnheader: Prefix, Tokens lost, Length, Times"""
+
+
+async def spoken(page: Any) -> str:
+    """Return what Chromium tells a screen reader of the view: role and names, in order, with # for numbers."""
+    session = await page.context.new_cdp_session(page)
+    nodes = (await session.send("Accessibility.getFullAXTree"))["nodes"]
+    known = {node["nodeId"]: node for node in nodes}
+
+    def names_in(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        role = node["role"]["value"] if "role" in node and not node["ignored"] else ""
+        if role in SPOKEN:
+            yield role, re.sub(r"[0-9a-f]{12,}|[0-9]+([.:][0-9]+)*", "#", node["name"]["value"])
+        if role not in ("columnheader", "rowheader", "link"):
+            for child in node["childIds"]:
+                yield from names_in(known[child])
+
+    (view,) = [node for node in nodes if node.get("role", {}).get("value") == "main"]
+    return "\n".join(
+        f"{role}: {', '.join(name for _, name in names)}"
+        for role, names in groupby(names_in(view), lambda each: each[0])
+    )
+
 
 async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker, router, browsing, barriers) -> None:
     async with worker(cached_tokens=96) as one, worker() as two, router(one.url, two.url) as front, browsing() as page:
@@ -27,7 +104,7 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         row = page.get_by_role("row").filter(has_text=one.url.removeprefix("http://"))
         await expect(row).to_contain_text("healthy")
         await expect(row).to_contain_text("60.0 %")  # 96 of 160, predicted and reported
-        await row.get_by_role("button").click()
+        await row.get_by_role("link").click()
         await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("Last requests")
         two.health_status = 500
         await expect(page.get_by_role("row").filter(has_text=two.url[7:]).first).to_contain_text("unhealthy")
@@ -39,7 +116,7 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         await front.complete(TOKENS[:80])
         await expect(table.locator("tbody tr")).to_have_count(2)
         await page.get_by_role("searchbox").fill(answer.headers["x-request-id"])
-        await table.get_by_role("button").click()
+        await table.get_by_role("link").click()
         await expect(page.get_by_role("region", name="Who answers")).to_contain_text("chosen")
         await expect(page.get_by_role("region", name="Who answers").locator("tbody tr")).to_have_count(2)
         await page.get_by_text("Explain a prompt").click()
@@ -49,7 +126,7 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         assert await barriers(page) == []
 
         await page.get_by_role("link", name="Prefixes").click()
-        box = page.get_by_role("list", name="Prefixes, each below").get_by_role("button").first
+        box = page.get_by_role("list", name="Prefixes, each below").get_by_role("link").first
         await expect(box).to_have_accessible_name(re.compile("(64|80|96) tokens"))
         await box.click()
         await expect(page.get_by_role("region", name="Prefix", exact=True)).to_contain_text("Held now")
@@ -63,6 +140,61 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         await expect(page.locator(".problems")).to_contain_text(f"{two.url.removeprefix('http://')} is unhealthy")
         await expect(page.locator(".problems")).to_contain_text("docs/fleet.md")
         assert await barriers(page) == []
+
+
+async def test_who_listens_is_led_through_all_of_it_and_not_torn_away_by_what_is_new(worker, router, browsing) -> None:
+    async with worker(cached_tokens=96) as one, router(one.url) as front, browsing() as page:
+        front.hold(one.url, TOKENS[:96])
+        await front.complete(TOKENS)
+        await page.goto(front.service.url + "/ui")
+        await page.get_by_role("link", name=one.url[7:]).press("Enter")
+        await expect(page.get_by_role("heading", name=one.url[7:])).to_be_focused()
+        await expect(page.get_by_role("region", name="Its last requests").get_by_role("rowheader")).to_have_count(1)
+        assert await spoken(page) == FLEET
+        await page.get_by_role("link", name="Close").press("Enter")
+        await expect(page.get_by_role("link", name=one.url[7:])).to_be_focused()
+
+        await page.get_by_role("link", name="Requests").press("Enter")
+        await expect(page.get_by_role("heading", name="Requests")).to_be_focused()
+        await page.locator(".skip").press("Enter")
+        await expect(page.locator("main")).to_be_focused()
+        row = page.get_by_role("region", name="Requests").get_by_role("link")
+        await row.evaluate("row => row.closest('tr').isOld = true")
+        await row.focus()
+        await front.complete(TOKENS[:80])
+        await expect(row).to_have_count(2)
+        await expect(row.last).to_be_focused()
+        await expect(page.get_by_role("img").last).to_have_accessible_name(re.compile("first token [0-9]"))
+        assert await row.evaluate_all("rows => rows.map((row) => !!row.closest('tr').isOld)") == [False, True]
+        await row.last.press("Enter")
+        await expect(page.get_by_role("region", name="Request", exact=True)).to_contain_text("held 96 of 160 tokens")
+        assert re.sub(", (Queue|Read|First token|Decode)", "", await spoken(page)) == REQUEST
+
+        await page.get_by_role("link", name="Prefixes").press("Enter")
+        box = page.get_by_role("list", name="Prefixes, each below").get_by_role("link")
+        await expect(box).to_have_count(2)
+        await box.first.press("Enter")
+        await expect(page.get_by_role("region", name="Prefix", exact=True)).to_contain_text("Held now")
+        await box.last.evaluate("box => box.isOld = true")
+        await box.last.focus()
+        await front.complete(TOKENS[:64] + TOKENS[:80])
+        await expect(box).to_have_count(3)
+        await expect(box.nth(1)).to_be_focused()
+        assert await box.evaluate_all("boxes => boxes.map((box) => !!box.isOld)") == [False, True, False]
+        assert await spoken(page) == PREFIXES
+
+        await page.get_by_role("link", name="Regret").press("Enter")
+        await expect(page.get_by_role("img")).to_have_accessible_name(re.compile("reported: .* at last"))
+        assert await spoken(page) == REGRET
+        await page.get_by_role("link", name="Health").press("Enter")
+        one.health_status = 500
+        await expect(page.locator("#wrong")).to_contain_text("wrong: see Health")
+        item = page.get_by_role("listitem").filter(has_text="is unhealthy").first
+        await item.evaluate("item => item.isOld = true")
+        told = await item.text_content()
+        await expect(item).not_to_have_text(told)  # for how long it has been so
+        assert await item.evaluate("item => item.isOld")
+        assert await spoken(page) == "heading: Health"
 
 
 async def test_it_says_that_the_router_is_away_and_comes_back(worker, router, browsing, free_port) -> None:
@@ -124,7 +256,7 @@ async def test_256_workers_and_requests_are_sorted_and_found_by_keyboard_on_a_ph
             await expect(rows.first).to_contain_text("127.0.1.255")
             await page.get_by_role("searchbox").fill("127.0.1.77:")
             await expect(rows).to_have_count(1)
-            await rows.get_by_role("button").press("Enter")
+            await rows.get_by_role("link").press("Enter")
             await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("127.0.1.77")
             told = {"at": 0, "path": "/", "model": "m", "tenant": "t", "status": 200, "num_attempts": 1, "total_s": 1}
             for number in range(256):
