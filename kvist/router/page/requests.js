@@ -3,7 +3,7 @@
 import { ask, state } from "/ui/app.js";
 import { Detail, Table, bar, clock, facts, field, fill, h, host, legend, number, plain, refill, seconds, share, tokens } from "/ui/dom.js";
 
-const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", fetch: "fetch", running: "running", recent: "recent" };
+const TERMS = { wait: "wait", compute: "compute", price_of_computing: "price-of-computing", in_flight: "in-flight", fetch: "fetch", running: "running", recent: "recent" };
 const STEP = 200; // rows: drawing a thousand anew four times a second takes a browser most of its time
 const PHASES = ["queue", "read", "prefill", "first-token", "decode"];
 

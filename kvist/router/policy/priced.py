@@ -1,18 +1,21 @@
 """The `kv` policy in seconds: what a request would wait and cost here, recomputed work at a price that load raises.
 
-    cost = wait + (1 + κ) · e · r + context_scale · C · r + recent_scale · R · r̄          the lowest wins
+    cost = wait + ((1 + κ) · e + (1 − ρ) · d + context_scale · C) · r + recent_scale · R · r̄      the lowest wins
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
-    κ = min(max_price, price_scale · ρ² / (1 − ρ)),  ρ = min(0.99, utilisation)
+    κ = min(max_price, price_scale · ρ² / (1 − ρ))
 
 Where that is less, what another worker holds is fetched: seconds in the place of its e · r, but not of κ · e · r, for a
 copy pushes out other prefixes whether it was computed or not (docs/decisions.md).
 
 n: prompt tokens; from, to: the tokens that a tier alone adds, blocks of prompts in flight there being in the fastest;
-r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent work, ρ: see `work`; α:
-attention against the rest of the model.
+d: the work of those in flight; r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent
+work, ρ: utilisation, see `work`; α: attention against the rest of the model.
 
 A greedy cost pays 5,000 tokens of recomputation to skip 5,000 tokens of queue. That is right for its request, and
 everybody behind it pays: prefixes spread until caches thrash. So recomputation has a price that rises with load.
+
+What is asked for while it is computed will be asked for again. So in a fleet that idles other ranks compute it as well,
+rather than that all wait for one: as far as it idles, d counts as if nothing were in flight.
 
 R counts alike at all ranks: times r, a rank that seems fast by chance would get all of the next minute's requests, and
 seem faster for it (docs/decisions.md).
@@ -46,15 +49,17 @@ def weigh_ranks(
     half_alpha: float,
     compute_scale: float,
     price: float,
+    idle: float,
     context_scale: float,
     recent_scale: float,
     cost_s: Floats,
     compute: Floats,
+    pending: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
-    """Write what each rank would cost and compute, and the tokens that it has cached, or will have: room is given.
+    """Write what each rank would cost, compute and find in flight, and the tokens that it has cached, or will have.
 
-    `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
+    `work` is `Work.by_rank`; room is given. A plain loop, for `kvist.router.compiled` to compile.
     """
     recent_unit_s = recent_scale * work[1].mean()
     for idx in range(len(held)):
@@ -66,7 +71,9 @@ def weigh_ranks(
             before = done
         wait_s, unit_s, context_tokens, recent = work[:, idx]
         compute[idx] = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
-        priced = (1.0 + price) * compute[idx] + context_scale * context_tokens
+        there, coming = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
+        pending[idx] = max(0, coming - there) * (1.0 + half_alpha * (coming + there)) * compute_scale
+        priced = (1.0 + price) * compute[idx] + idle * pending[idx] + context_scale * context_tokens
         cost_s[idx] = wait_s + priced * unit_s + recent * recent_unit_s
         cached_tokens[idx] = tokens
 
@@ -88,6 +95,8 @@ class Prices(NamedTuple):
     """κ: what is computed costs 1 + `price` times its time."""
     compute: Floats
     """e; times `load.unit_s` it is in seconds, as are the terms of `load`."""
+    pending: Floats
+    """d, of which as much counts as the fleet idles."""
     cached_tokens: NDArray[np.int64]
     load: Work
     num_tokens: int
@@ -106,6 +115,7 @@ class Prices(NamedTuple):
             "wait": self.load.wait_s,
             "compute": compute_s,
             "price_of_computing": self.price * (compute_s + self.spared * unit_s),
+            "in_flight": (1.0 - self.load.utilisation) * self.pending * unit_s,
             "running": self.policy.settings.context_scale * self.load.context_tokens * unit_s,
             "fetch": self.fetch_s,
             "recent": self.policy.settings.recent_scale * self.load.recent * unit_s.mean(),
@@ -206,9 +216,9 @@ class PricedPolicy:
         held = np.asarray(depths, np.int64)
         held = held[:, None] if held.ndim == 1 else held
         marks = self._in_flight.marks(block_hashes)
-        utilisation = min(0.99, work.utilisation)
-        price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
-        cost_s, compute, cached_tokens = np.empty(len(held)), np.empty(len(held)), np.empty(len(held), np.int64)
+        idle = 1.0 - work.utilisation
+        price = min(settings.max_price, settings.price_scale * work.utilisation**2 / idle)
+        (cost_s, compute, pending), cached_tokens = np.empty((3, len(held))), np.empty(len(held), np.int64)
         weigh_ranks(
             work.by_rank,
             self._in_flight.depths(now_s, marks, held[:, 0], ranks),
@@ -220,16 +230,17 @@ class PricedPolicy:
             settings.alpha / 2,
             compute_scale,
             price,
+            idle,
             settings.context_scale,
             settings.recent_scale,
             cost_s,
             compute,
+            pending,
             cached_tokens,
         )
         no_tokens, nothing = np.zeros(len(held), np.int64), np.zeros(len(held))
-        prices = Prices(
-            cost_s, price, compute, cached_tokens, work, num_tokens, marks, self, no_tokens, nothing, nothing
-        )
+        found = cost_s, price, compute, pending, cached_tokens, work
+        prices = Prices(*found, num_tokens, marks, self, no_tokens, nothing, nothing)
         return prices if pull is None else self._with_pull(prices, pull)
 
     def _with_pull(self, prices: Prices, pull: Pull) -> Prices:

@@ -62,7 +62,10 @@ or 1,000 simulated fleets do as well, to within what seeds differ by."""
 WHOLE_WEIGHT: Final = 0.25
 """Of such an answer, beside a first token's. At 1 chance makes simulated fleets of equal workers 15 % slower."""
 
-MIN_STARTED_S: Final = 1.0
+MIN_STARTED_S: Final = 3.0
+"""A fleet is taken to have idled before it was heard of, for what is left of this."""
+
+MAX_UTILISATION: Final = 0.99
 
 Floats = NDArray[np.float64]
 
@@ -140,7 +143,7 @@ def read_rows(
         wait_s += min(max(busy_until_s - now_s, 0.0), whole * unit_s)
         found[0, idx], found[1, idx], found[2, idx], found[3, idx] = wait_s, unit_s, context, recent
     seen_s = max(MIN_STARTED_S, now_s - started_at_s)
-    return window_s, given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks)
+    return window_s, min(MAX_UTILISATION, given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks))
 
 
 def merged(rows: Floats) -> Floats:

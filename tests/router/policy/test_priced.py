@@ -122,16 +122,16 @@ def test_recent_work_counts_alike_where_ranks_are_not_equally_fast() -> None:
     assert (
         recent[0] == pytest.approx(recent[1]) == pytest.approx(0.03 * prices.load.recent[0] * prices.load.unit_s.mean())
     )
-    terms = ("wait", "compute", "price_of_computing", "running", "recent")
+    terms = ("wait", "compute", "price_of_computing", "in_flight", "running", "recent")
     assert [sum(each) for each in zip(*(prices.terms_s()[name] for name in terms), strict=True)] == pytest.approx(
         prices.cost_s
     )
 
 
 def test_utilisation_of_a_slow_fleet_is_averaged_over_a_longer_time() -> None:
-    for unit_s, expected in ((4e-5, 4.0 / 10.0), (4e-4, 40.0 / 40.0)):
+    for unit_s, expected in ((4e-5, 3.6 / 10.0), (4e-4, 36.0 / 40.0)):
         rows = WorkRows(np.zeros((1, NUM_FIELDS, 1)), first_unit_s=unit_s)
-        for now_s, work in ((1.0, 1), (1000.0, 100_000)):
+        for now_s, work in ((1.0, 1), (1000.0, 90_000)):
             rows.read(now_s)
             rows.dispatch(now_s, 0, work, unit_s, 0, is_streamed=False)
         assert rows.read(1000.0).utilisation == pytest.approx(expected, rel=1e-6)
@@ -246,6 +246,21 @@ def test_a_prompt_in_flight_counts_as_cached_where_it_runs_and_only_there() -> N
     assert list(policy.weigh(10.1, 5000, hashes_of(5000, name=7), [0, 0, 0]).cached_tokens) == [0, 0, 0]
     running.finish(10.2)  # without a first token: it was not computed
     assert list(policy.weigh(10.3, 5000, hashes_of(5000), [0, 0, 2]).cached_tokens) == [0, 0, 2 * BLOCK]
+
+
+def test_what_is_asked_for_while_it_is_computed_is_computed_twice_in_a_fleet_that_idles_and_not_in_a_busy_one() -> None:
+    for num_before in (0, 8):
+        policy = policy_of(2)
+        for idx in range(num_before):
+            send(policy, 100.0 + idx, idx % 2, 80_000, idx + 2).answered(101.0 + idx)
+        send(policy, 110.0, 0, 16_500)
+        prices = policy.weigh(110.1, 16_500, hashes_of(16_500), [0, 0])
+        in_flight = work_of(usable := 64 * BLOCK) * prices.load.unit_s[0] * (1 - prices.load.utilisation)
+        assert list(prices.cached_tokens) == [usable, 0]
+        assert prices.terms_s()["in_flight"] == pytest.approx([in_flight, 0.0])
+        terms = [seconds for name, seconds in prices.terms_s().items() if name != "cost"]
+        assert np.sum(terms, 0) == pytest.approx(prices.cost_s)
+        assert prices.cost_s.argmin() == (0 if num_before else 1)
 
 
 def test_a_prompt_that_was_computed_counts_until_the_index_should_know_of_it() -> None:
