@@ -93,9 +93,10 @@ class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineCleared(msgspec.Struct, frozen=True, gc=False):
-    """The rank dropped its whole cache."""
+    """The rank dropped its whole cache, or all of one tier, and nothing is said of the others."""
 
     rank: int = 0
+    tier: Tier | None = None
 
 
 EngineEvent: TypeAlias = EngineCreated | EngineStored | EngineRemoved | EngineCleared

@@ -64,7 +64,6 @@ class EngineFollower:
         self._num_ahead = num_ahead
         self._counts_copies = counts_copies and engine == "vllm"
         self._has_full_reports = not counts_copies and engine == "vllm"
-        self._may_keep = engine == "vllm"
         self._feed = EngineFeed(engine, worker, self, limits)
         self._session = self._feed.session
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
@@ -188,18 +187,19 @@ class EngineFollower:
             return
         for event in batch.events:
             self._check_block_size(event)
-            rank = self._rank(number)
-            # vLLM says so of the GPU: what it keeps beside is dropped with it or not, of which it tells nothing.
-            rank.is_keeping |= self._may_keep and rank.is_offloading and isinstance(event, EngineCleared)
-            rank.admit(event)
+            self._rank(number).admit(event)
         self._counters.num_unknown_events += batch.num_ignored_events
         if self._is_part:
             self._counters.num_events += len(batch.events)
         else:
             self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
-        if any(isinstance(event, EngineCleared) for event in batch.events):
+        # Who offloaded blocks before any were lost may have some that nobody knows of.
+        if any(isinstance(each, EngineCleared) and not self._hides(number, each) for each in batch.events):
             self._whole.add(number)
             self._note_counting()
+
+    def _hides(self, number: int, cleared: EngineCleared) -> bool:
+        return cleared.tier is not None and self._ranks[number].is_offloading
 
     def clear(self) -> None:
         self._whole.clear()

@@ -59,8 +59,6 @@ class EngineRank:
         self._block_size = block_size
         self.residency = EngineResidency(index, source)
         """What the rank holds, and under which names."""
-        self.is_keeping = False
-        """Whether it may have kept blocks beside the GPU when it dropped all on it."""
         self._begin()
 
     def admit(self, event: EngineEvent) -> None:
@@ -70,7 +68,7 @@ class EngineRank:
         self.residency.counts_copies &= not self.splitter.is_report(event)
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
         self.residency.counts_copies = counts_copies
-        if before != (self.filter.state, self.splitter.rules):
+        if self._normaliser.is_in_doubt or before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (
             passes or group is not None or self.splitter.is_expressible
@@ -80,7 +78,6 @@ class EngineRank:
     def clear(self) -> None:
         """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
         self.residency.clear()
-        self.is_keeping = False
         self._begin()
 
     @property
@@ -95,7 +92,8 @@ class EngineRank:
     @property
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
-        return self.is_keeping or not self.splitter.is_expressible or len(self.residency.counts) >= MAX_ROWS
+        is_overfull = len(self.residency.counts) >= MAX_ROWS
+        return self._normaliser.is_in_doubt or is_overfull or not self.splitter.is_expressible
 
     @property
     def is_told(self) -> bool:

@@ -188,6 +188,18 @@ class EngineResidency:
         self._change(compiled.RELEASE, tier, _folded(engine_hashes))
         return Released([], [])
 
+    def empty(self, tier: Tier) -> list[int]:
+        """Hold nothing in a tier, nor in other groups, which are on the GPU alone."""
+        names, places, _ = self._told_counts().T
+        is_gone = (places == tier) | (places >= GROUPS) & (places < ALIASES)
+        keys = (names ^ places * np.uint64(compiled.STEP))[is_gone]
+        self.counts.put(keys, np.zeros_like(keys))
+        self.release(self.engine_hashes(tier), tier)
+        self._index.clear(*self._source.companion)
+        if self._rules:
+            self._index.set_groups(self._source, self._rules)
+        return []
+
     # --- Other groups -------------------------------------------------------------------------------------------------
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
@@ -227,8 +239,8 @@ class EngineResidency:
         for name, group, number in counted:
             self._count(name, GROUPS + group, number)
 
-    def engine_hashes(self) -> list[int]:
-        return [name for names in self._held_names(Tier.GPU) for name in names.engine_hashes.tolist()]
+    def engine_hashes(self, tier: Tier = Tier.GPU) -> list[int]:
+        return [name for names in self._held_names(tier) for name in names.engine_hashes.tolist()]
 
     # --- For others to go on from here --------------------------------------------------------------------------------
 

@@ -73,15 +73,49 @@ class Normaliser:
         self._residency: Holdings = Residency() if holdings is None else holdings
         self._counts = NormaliserStatistics()
         self._num_by_status = self._counts.num_by_status
+        self._in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
         if isinstance(event, EngineRemoved):
+            self._believe(event)
             return self._removed(event)
         if isinstance(event, EngineStored):
-            return self._stored(event)
+            return self._doubted(event) + self._stored(event)
+        self._in_doubt = frozenset()
+        if event.tier is Tier.GPU:
+            self.doubt()
+        if self.is_in_doubt:
+            dropped = self._residency.empty(Tier.GPU)
+            return (Removed(_pack(dropped), Tier.GPU),) if dropped else ()
         self._residency.clear()
         return (Cleared(),)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return whether blocks that are held beside the GPU may be gone."""
+        return len(self._in_doubt) > 0
+
+    def doubt(self) -> None:
+        """Take what is held beside the GPU for what may be gone, until an event of it tells."""
+        tiers = (tier for tier in Tier if tier is not Tier.GPU)
+        self._in_doubt = frozenset((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
+
+    def _believe(self, event: EngineRemoved) -> None:
+        """Take what is in doubt for what is there, if some of it only now goes."""
+        if self._in_doubt and any((event.tier, name) in self._in_doubt for name in event.block_hashes):
+            self._in_doubt = frozenset()
+
+    def _doubted(self, event: EngineStored) -> tuple[Event, ...]:
+        """Drop what is in doubt if some of it is stored anew: engines store what a tier lacks."""
+        if not self._in_doubt or not any((event.tier, name) in self._in_doubt for name in event.block_hashes):
+            return ()
+        names, self._in_doubt = self._in_doubt, frozenset()
+        return tuple(
+            removed
+            for tier in Tier
+            for removed in self._removed(EngineRemoved([name for of, name in names if of is tier], tier=tier))
+        )
 
     def statistics(self) -> NormaliserStatistics:
         return replace(self._counts, num_by_status=self._num_by_status.copy())

@@ -334,7 +334,7 @@ class KvEventPublisher:
     def _facts(self) -> list[object]:
         """Return what heartbeats alone tell, and followers should know at once."""
         streams = tuple(self._streams.values())
-        return [(each.is_complete, each.is_expressible, each.companion and each.companion.rules) for each in streams]
+        return [(each.is_exact, each.is_expressible, each.companion and each.companion.rules) for each in streams]
 
     def _send_heartbeats(self) -> None:
         if self._outbox:

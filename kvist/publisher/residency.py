@@ -85,6 +85,12 @@ class Holdings(Protocol):
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes out of a tier, in any order."""
 
+    def engine_hashes(self, tier: Tier) -> Sequence[EngineHash]:
+        """Return what the engine calls the blocks that are held in a tier."""
+
+    def empty(self, tier: Tier) -> Sequence[int]:
+        """Hold nothing in a tier; return what has to be published of it."""
+
     def clear(self) -> None:
         """Hold nothing."""
 
@@ -220,6 +226,13 @@ class Residency:
                 released.block_hashes.append(block_hash)
         self._digest_changes([], released.block_hashes, tier)
         return released
+
+    def engine_hashes(self, tier: Tier) -> list[EngineHash]:
+        return [*self._block_of[tier]]
+
+    def empty(self, tier: Tier) -> list[int]:
+        self.copies = {(name, of): number for (name, of), number in self.copies.items() if of is not tier}
+        return self.release(self.engine_hashes(tier), tier).block_hashes
 
     def clear(self) -> None:
         for tier in Tier:

@@ -79,9 +79,8 @@ class SidecarFeed:
         self._num_lost_before = 0
         # The same for each rank that said so itself since the stream, which it may share, was last cleared.
         self._num_lost_before_of: dict[int, int] = {}
-        # Ranks that keep blocks beside the GPU, too, and those that may have kept them when they dropped all on it.
+        # Ranks that keep blocks beside the GPU, too.
         self._offloading: set[int] = set()
-        self._keeping: set[int] = set()
         # What the publisher was told last: which ranks are complete, and how many there were.
         self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
 
@@ -108,7 +107,7 @@ class SidecarFeed:
         if self._has_full_reports:
             return frozenset()
         if self.is_complete:
-            return frozenset(self._ranks - self._keeping)
+            return frozenset(self._ranks)
         num_lost = self._publisher.num_lost_events
         return frozenset(rank for rank, before in self._num_lost_before_of.items() if before == num_lost)
 
@@ -119,9 +118,8 @@ class SidecarFeed:
             return None
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
         fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
-        is_complete, complete_ranks = self.is_complete and not self._keeping, tuple(sorted(self._complete_ranks))
-        followed = self.name, session.expected_sequence, is_complete, fingerprints
-        return EngineProgress(*followed, tuple(sorted(self._ranks)), complete_ranks)
+        followed = self.name, session.expected_sequence, self.is_complete, fingerprints
+        return EngineProgress(*followed, tuple(sorted(self._ranks)), tuple(sorted(self._complete_ranks)))
 
     def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
         """Go on from there once that is proven; to be called before anything else."""
@@ -168,7 +166,7 @@ class SidecarFeed:
             self._publisher.report(event)
             if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
                 self._offloading.add(event.rank)
-            elif isinstance(event, EngineCleared):
+            elif isinstance(event, EngineCleared) and (event.tier is None or event.rank not in self._offloading):
                 self._note_empty(event.rank, is_alone=batch.rank is None and len(self._ranks) == 1)
                 self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
 
@@ -179,7 +177,6 @@ class SidecarFeed:
             self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
             self._restored = None
         self._num_lost_before_of.clear()
-        self._keeping.clear()
         is_other_process = self.feed.session.num_epochs > self._num_processes
         self._num_processes = self.feed.session.num_epochs
         for rank in self._ranks:
@@ -193,11 +190,7 @@ class SidecarFeed:
             self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 
     def _note_empty(self, rank: int, *, is_alone: bool) -> None:
-        """Note that a rank holds nothing, and its stream if it is alone; vLLM tells that of the GPU, and no more."""
-        if rank in self._offloading and self.endpoint.engine == "vllm":
-            self._keeping.add(rank)
-            self._num_lost_before_of.pop(rank, None)
-            return
+        """Note that a rank holds nothing, and its stream if it is alone."""
         self._num_lost_before_of[rank] = self._publisher.num_lost_events
         if is_alone:
             self.feed.session.on_cleared()

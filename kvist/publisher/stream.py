@@ -72,6 +72,7 @@ class RankState:
     """What each of the other groups must hold for a hit, and what they were told to hold, where that is followed."""
     counted: Sequence[tuple[EngineHash, int, int]] = ()
     is_expressible: bool = True
+    is_in_doubt: bool = False
 
 
 class Stream:
@@ -101,11 +102,16 @@ class Stream:
     def heartbeat(self, timestamp_s: float) -> Batch:
         """Return a heartbeat about all batches closed so far, which must be all that was added."""
         held = self.residency.num_blocks, self.residency.digest
-        return self._batch(timestamp_s, (Heartbeat(*held, self.is_complete, self.rules, self.is_upper_bound),))
+        return self._batch(timestamp_s, (Heartbeat(*held, self.is_exact, self.rules, self.is_upper_bound),))
 
     @property
     def num_blocks(self) -> int:
         return self.residency.num_blocks
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether what is held is what the engine holds, as far as is known."""
+        return self.is_complete
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
         return Batch(*self._source, self._epoch, self.next_sequence, self._block_size, timestamp_s, events)
@@ -238,6 +244,10 @@ class RankStream(Stream):
         return super().heartbeat(timestamp_s)
 
     @property
+    def is_exact(self) -> bool:
+        return self.is_complete and not self._normaliser.is_in_doubt
+
+    @property
     def is_expressible(self) -> bool:
         """Return whether what hits need of all groups that are followed can be told."""
         if self._splitter is None or self.companion is None:
@@ -260,10 +270,11 @@ class RankStream(Stream):
 
     def state(self) -> RankState:
         """Return a copy of what is held, O(blocks), and how events are filtered."""
+        held, is_in_doubt = (self._filter.state, self.residency.copy()), self._normaliser.is_in_doubt
         if self.companion is None or self._splitter is None:
-            return RankState(self._filter.state, self.residency.copy())
+            return RankState(*held, is_in_doubt=is_in_doubt)
         others, counted = dict(self._splitter.others), self.companion.counted()
-        return RankState(self._filter.state, self.residency.copy(), others, counted, self.is_expressible)
+        return RankState(*held, others, counted, self.is_expressible, is_in_doubt)
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported; number 0 is left out, so that followers ask."""
@@ -271,6 +282,8 @@ class RankStream(Stream):
             return
         self._filter.resume(state.filter)
         self._hold(state.residency)
+        if state.is_in_doubt:
+            self._normaliser.doubt()
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
             self.companion.count_again(state.counted)

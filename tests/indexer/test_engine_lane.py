@@ -32,7 +32,7 @@ class PlainRank:
     def __init__(self, source: WorkerRank, index: RadixIndex) -> None:
         self._source, self._index = source, index
         self.residency = self
-        self.is_offloading = self.is_keeping = False
+        self.is_offloading = False
         self._begin()
 
     def _begin(self) -> None:
@@ -48,7 +48,7 @@ class PlainRank:
 
     @property
     def is_short(self) -> bool:
-        return self.is_keeping or not self._stream.is_expressible
+        return self._stream.is_exact != self._stream.is_complete or not self._stream.is_expressible
 
     def admit(self, event) -> None:
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
@@ -61,7 +61,6 @@ class PlainRank:
     def clear(self) -> None:
         self._index.clear(*self._source)
         self._index.clear(*self._source.companion)
-        self.is_keeping = False
         self._begin()
 
     def tidy(self) -> None:
@@ -471,26 +470,23 @@ def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies
     assert found[WorkerRank("w", 0)].gpu == 1
 
 
-def test_a_rank_of_which_a_reset_may_have_left_blocks_beside_the_gpu_is_partial_until_the_engine_restarts(pair):
-    cleared = {"type": "AllBlocksCleared"}
-    pair.take([stored([1, 2], [1, 2, 3, 4])], [cleared], [stored([1, 2], [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("told", "num_held"), [(removed(2, medium="CPU"), 1), (stored([1], [1, 2], medium="CPU"), 1), (removed(2), 2)]
+)
+def test_blocks_beside_the_gpu_may_be_gone_with_a_reset_until_one_of_them_goes_or_is_stored_anew(pair, told, num_held):
+    cleared, offloaded = {"type": "AllBlocksCleared"}, stored([1, 2], [1, 2, 3, 4], medium="CPU")
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [cleared], [offloaded], [removed(1, 2, medium="CPU")], [cleared])
     assert pair.lane.follower.states() == {0: SourceState.LIVE}
-    pair.take([stored([1, 2], [1, 2, 3, 4], medium="CPU")], [removed(1, 2, medium="CPU")])
-    assert pair.lane.follower.states() == {0: SourceState.LIVE}
-    pair.take(
-        [cleared, stored([1], [1, 2]), stored([1], [1, 2])], [cleared], [stored([1], [1, 2]), stored([1], [1, 2])]
-    )
+    pair.take([stored([1, 2], [1, 2, 3, 4]), stored([1], [1, 2])], [offloaded], [cleared])
     assert pair.lane.follower.states() == {0: SourceState.PARTIAL}
-    later = Side(False, "vllm")
     progress = msgspec.msgpack.decode(encode(pair.lane.follower.progress()), type=EngineProgress)
-    later.follower.resume(progress, 0.0)
-    assert not progress.is_complete
-    assert not progress.ranks[0].is_whole
-    assert later.follower._ranks[0].is_offloading
-    pair.take([removed(1)])
-    assert pair.lane.held() == {}  # which somebody may have had reported anew
-    pair.lane.follower.clear()
-    assert pair.lane.follower.states() == {0: SourceState.LIVE}
+    assert (progress.is_complete, progress.ranks[0].is_whole) == (False, False)
+    pair.take([stored([3], [5, 6])], [told])
+    is_known = told is not None and told.get("medium") == "CPU"
+    assert pair.lane.follower.states() == {0: SourceState.LIVE if is_known else SourceState.PARTIAL}
+    assert pair.lane.index.digest(WorkerRank("w", 0)).num_blocks == 1 + num_held
+    pair.take([removed(3)])
+    assert pair.lane.index.digest(WorkerRank("w", 0)).num_blocks == num_held
 
 
 def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):

@@ -119,7 +119,7 @@ def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngi
     num_ignored = num_malformed = 0
     for raw in batch.events:
         try:
-            event = _engine_event(_read_event(raw, FIELD_ORDERS[engine]), batch.rank or 0)
+            event = _engine_event(_read_event(raw, FIELD_ORDERS[engine]), batch.rank or 0, engine)
         except DECODE_ERRORS:
             num_malformed += 1
         else:
@@ -146,10 +146,12 @@ def _read_event(raw: msgspec.Raw, field_order: Mapping[str, Sequence[str]]) -> _
     return event
 
 
-def _engine_event(raw: _RawEvent | None, rank: int) -> EngineRemoved | EngineStored | EngineCleared | None:
+def _engine_event(raw: _RawEvent | None, rank: int, engine: str) -> EngineEvent | None:
     """Return what an event says, None if that is of no use to an index; raises ValueError for a broken one."""
-    if raw is None or isinstance(raw, _AllBlocksCleared):
-        return None if raw is None else EngineCleared(rank=rank)
+    if raw is None:
+        return None
+    if isinstance(raw, _AllBlocksCleared):
+        return EngineCleared(rank, Tier.GPU if engine == "vllm" else None)  # vLLM may keep what it has offloaded
     tier = _tier(raw.medium, raw.locality)
     if tier is None:
         return None

@@ -87,7 +87,7 @@ def test_a_hybrid_models_batch_decodes_to_one_event_per_group():
         EngineStored([HASH, 2], [1, 2, 3, 4, 5, 6, 7, 8], 4, window=FULL, group=0, rank=3),
         EngineStored([3], [1, 2, 3, 4, 5, 6, 7, 8], 4, window=512, group=1, rank=3),
         EngineRemoved([HASH], UNKNOWN, 0, 3),
-        EngineCleared(3),
+        EngineCleared(3, Tier.GPU),
     )
     assert (decoded.timestamp_s, decoded.rank) == (1.5, 3)
     assert (decoded.num_ignored_events, decoded.num_malformed_events) == (0, 0)
@@ -210,7 +210,11 @@ def test_positional_events_decode_like_maps():
     second = decoded.events[1]
     assert (second.window, second.group, second.tier, second.parent_block_hash) == (512, 1, Tier.HOST, 2)
     assert (second.lora_id, second.lora_name, second.cache_salt) == (7, "sql", "salt")
-    assert decoded.events[2:] == (EngineRemoved([1]), EngineRemoved([3], group=1, tier=Tier.HOST), EngineCleared())
+    assert decoded.events[2:] == (
+        EngineRemoved([1]),
+        EngineRemoved([3], group=1, tier=Tier.HOST),
+        EngineCleared(tier=Tier.GPU),
+    )
     assert decoded.num_malformed_events == 0
 
 
@@ -310,7 +314,7 @@ def test_a_salt_field_counts_for_more_than_extra_keys():
 )
 def test_a_malformed_event_is_counted_and_the_others_are_kept(broken):
     decoded = decode_block_events(encode(stored_map(), broken, ["AllBlocksCleared"]), "w", "vllm")
-    assert decoded.events == (EngineStored([1], [1, 2, 3, 4], 4), EngineCleared())
+    assert decoded.events == (EngineStored([1], [1, 2, 3, 4], 4), EngineCleared(0, Tier.GPU))
     assert (decoded.num_malformed_events, decoded.num_ignored_events) == (1, 0)
 
 
