@@ -160,8 +160,11 @@ class EngineCore:
         self._is_stuck = False
         if isinstance(handoff, RemotePrefill) and params.num_logprobs is None and params.num_prompt_logprobs is None:
             self._unreserved.append(request)
-        else:
-            self._scheduler.add(request)
+            return
+        is_next = not self._scheduler.statistics().num_waiting
+        self._scheduler.add(request)
+        if isinstance(handoff, RemoteDecode) and is_next:  # it will have been asked for when it is computed
+            self._outputs += self._hand_over(request)
 
     def abort(self, request_id: str) -> None:
         """Drop a request, if there is one, and free its blocks once no other worker may write to them."""
@@ -245,7 +248,7 @@ class EngineCore:
         )
 
     def _hand_over(self, request: Request) -> list[RequestOutput]:
-        """Let another worker fetch a chunk, of which the first is told of; where there is no room, end the request."""
+        """Let another worker fetch what is computed, and say once where; where there is no room, end the request."""
         assert self._handoffs is not None
         if not self._handoffs.can_hold(request):
             del self._requests[request.request_id]

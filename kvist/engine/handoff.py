@@ -104,16 +104,16 @@ class Handoffs:
     def computed(self, request: Request, first_token_id: int | None = None) -> str:
         """Hold what is computed of a prompt, all of it if its first token is known, whatever becomes of the request.
 
-        Returns the name to fetch it by, which nobody can guess or meet twice.
+        Nothing may be, yet. Returns the name to fetch it by, which nobody can guess or meet twice.
         """
-        assert request.blocks is not None
         num_tokens, size = len(request.prompt_token_ids), self._kv_cache.block_size
         is_whole = first_token_id is not None
         remote_request_id = request.times.remote_request_id
         if remote_request_id is None:
             remote_request_id = self._offer(request, self._kv_cache.keep_nothing(request.chain, num_tokens))
-        num_blocks = num_blocks_for(num_tokens, size) if is_whole else request.num_computed_tokens // size
-        self._kv_cache.keep(self._held[remote_request_id].blocks, request.blocks, num_blocks)
+        if request.blocks is not None:
+            num_blocks = num_blocks_for(num_tokens, size) if is_whole else request.num_computed_tokens // size
+            self._kv_cache.keep(self._held[remote_request_id].blocks, request.blocks, num_blocks)
         self._tell(remote_request_id, first_token_id, is_whole=is_whole)
         return remote_request_id
 
@@ -142,7 +142,8 @@ class Handoffs:
     def withdraw_preempted(self) -> None:
         """Withdraw prompts whose requests start over: what is held of them would keep the memory full."""
         for remote_request_id, held in self._held.items():
-            if held.request is not None and held.request.blocks is None:
+            has_blocks = any(table.held() for table in held.blocks.tables)
+            if has_blocks and held.request is not None and held.request.blocks is None:
                 self.withdraw(remote_request_id)
 
     def withdraw(self, remote_request_id: str) -> bool:

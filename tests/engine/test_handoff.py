@@ -231,13 +231,38 @@ def test_a_prompt_is_offered_chunk_by_chunk_and_what_is_told_of_stays_as_it_is(n
     first, last = source.outputs["0"]
     assert (first.token_ids, first.remote_request_id) == ((), last.remote_request_id)
     told = [*source.notes.chunks, *source.notes.offered]
-    assert [(each.is_whole, each.first_token_id) for each in told[:4]] == [(False, None)] * 4
+    assert [(each.is_whole, each.first_token_id) for each in told[:5]] == [(False, None)] * 5
     for group_id, pool in enumerate(source.core.kv_cache.pools):
         lists = [each.block_ids_per_group[group_id] for each in told]
         first_wanted = num_stale_blocks(31, pool.group.window, B)
-        assert [len(each) for each in lists] == [max(first_wanted, n) for n in (1, 3, 5, 7, 8)]
+        assert [len(each) for each in lists] == [max(first_wanted, n) for n in (0, 1, 3, 5, 7, 8)]
         assert all(lists[-1][: len(each)] == each for each in lists)
         assert [block_id == ABSENT for block_id in lists[-1]] == [i < first_wanted for i in range(8)]
+
+
+def test_a_prompt_that_nothing_waits_before_is_offered_before_it_is_computed(make_worker, greedy) -> None:
+    source = make_worker("llama", max_num_seqs=1)
+    prompt = make_prompt(20)
+    for name in ("0", "1"):
+        source.core.add_request(name, SequenceInput(prompt, greedy(5), handoff=RemoteDecode()))
+    (told,) = source.core.step()
+    assert (told.request_id, told.token_ids, source.num_used) == ("0", (), 0)
+    assert [each.block_ids_per_group for each in source.notes.chunks] == [((),)]
+    source.run()
+    assert source.outputs["0"][-1].remote_request_id == told.remote_request_id
+    assert [len(source.outputs[name]) for name in ("0", "1")] == [1, 1]
+
+
+def test_a_prompt_that_is_offered_and_waits_for_room_outlives_the_preemption_of_another(make_worker, greedy) -> None:
+    source = make_worker("llama", num_blocks=13, max_model_len=48, max_num_seqs=3)
+    for name in ("older", "younger"):
+        source.core.add_request(name, SequenceInput(make_prompt(20, len(name)), greedy(12)))
+        source.core.step()
+    source.core.add_request("0", SequenceInput(make_prompt(30), greedy(5), handoff=RemoteDecode()))
+    source.run()
+    assert source.core.statistics().scheduler.num_preemptions
+    assert source.notes.withdrawn == []
+    assert source.outputs["0"][0].remote_request_id == source.outputs["0"][-1].remote_request_id
 
 
 @pytest.mark.parametrize("end", ["withdrawn", "aborted", "failed", "preempted"])
@@ -249,8 +274,9 @@ def test_a_prompt_that_ends_amid_its_chunks_is_withdrawn_and_its_blocks_stay_unt
         source.core.add_request("older", SequenceInput(make_prompt(30, 1), greedy(20)))
         source.core.step()
     source.core.add_request("0", SequenceInput(make_prompt(60), greedy(5), handoff=RemoteDecode()))
-    (told,) = [each for each in source.core.step() if each.request_id == "0"]
+    (told,) = source.core.step()
     name = told.remote_request_id
+    source.core.step()
     match end:
         case "withdrawn":
             assert source.core.withdraw(name)
