@@ -82,8 +82,8 @@ class RequestOutput:
     The `stop_reason` is the text or token of the request's own that ended it.
 
     The first has the log probabilities of the prompt's tokens behind its first one, where they are wanted.
-    Of one whose blocks are for another worker, the last has the `remote_request_id` to fetch them by; so has one without
-    a token before it, if its prompt takes several steps or nothing waited before it.
+    Of one whose blocks are for another worker, the last has the `remote_request_id` to fetch them by; so has, as a
+    rule, one without a token before it.
     """
 
     request_id: str

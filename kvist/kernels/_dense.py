@@ -1,4 +1,4 @@
-"""Paged attention in torch: gather keys and values, then attend in float32. The references end here."""
+"""Parts of paged attention in torch: gather keys and values, then attend in float32."""
 
 from __future__ import annotations
 
@@ -7,42 +7,8 @@ from torch.nn import functional
 
 from kvist.kernels._checks import AttentionOptions
 
-# Bounds the score matrix, and lets a chunk of rows skip the keys that it cannot see. Of 32, 64, 128 and 256 rows, 64
-# was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
-_CHUNK_ROWS = 64
 
-
-def attend_ragged(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """A sequence at a time, and of its rows a chunk at a time."""
-    block_size, window, page_offsets = kv_cache.shape[3], options.get("window"), options.get("page_offsets")
-    out = torch.zeros_like(query)
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    offsets = [0] * len(lengths) if page_offsets is None else page_offsets.tolist()
-    seqs = zip(block_tables, offsets, starts[:-1], starts[1:], lengths, strict=True)
-    for table, page_offset, start, end, seq_len in seqs:
-        if start == end:
-            continue
-        first_query = seq_len - (end - start)
-        first_key = 0 if window is None else max(0, first_query - window + 1)
-        first_page = first_key // block_size
-        if first_page < page_offset:
-            raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
-        keys = torch.arange(first_key, seq_len, device=query.device)
-        key, value = _gather(kv_cache, table[keys // block_size - page_offset], keys)
-        for row in range(start, end, _CHUNK_ROWS):
-            rows = slice(row, min(row + _CHUNK_ROWS, end))
-            out[rows] = _attend_rows(query[rows], first_query + row - start - first_key, key, value, options)
-    return out
-
-
-def _attend_rows(
+def attend_rows(
     query: torch.Tensor, first_query: int, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """Consecutive rows `[rows, num_heads, head_dim]` attend; `first_query` counts from the first key given."""
@@ -68,7 +34,7 @@ def _attend_rows(
     return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
 
 
-def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values as float32 `[1, num_kv_heads, num_keys, head_dim]`, by page and position.
 
     To index the cache in its five dimensions takes two to four times as long.

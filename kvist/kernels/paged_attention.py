@@ -15,7 +15,7 @@ from typing import Unpack
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_tensor, row_stride
-from kvist.kernels._dense import attend_ragged
+from kvist.kernels._dense import attend_rows, gather
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import TileShape, attend_tile, decode_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
 from kvist.kernels._triton import (
@@ -29,6 +29,9 @@ from kvist.kernels._triton import (
 )
 
 MAX_SPLITS = 128
+# Bounds the score matrix, and lets a chunk of rows skip the keys that it cannot see. Of 32, 64, 128 and 256 rows, 64
+# was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
+_CHUNK_ROWS = 64
 _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warps; of 256 they do not.
 
 
@@ -315,4 +318,22 @@ def paged_attention_reference(
     """`paged_attention` in torch: a sequence at a time, and of its rows a chunk at a time."""
     if query_start_loc is None:
         query_start_loc = torch.arange(len(query) + 1)
-    return attend_ragged(query, kv_cache, block_tables, seq_lens, query_start_loc, options)
+    block_size, window, page_offsets = kv_cache.shape[3], options.get("window"), options.get("page_offsets")
+    out = torch.zeros_like(query)
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    offsets = [0] * len(lengths) if page_offsets is None else page_offsets.tolist()
+    seqs = zip(block_tables, offsets, starts[:-1], starts[1:], lengths, strict=True)
+    for table, page_offset, start, end, seq_len in seqs:
+        if start == end:
+            continue
+        first_query = seq_len - (end - start)
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        first_page = first_key // block_size
+        if first_page < page_offset:
+            raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
+        keys = torch.arange(first_key, seq_len, device=query.device)
+        key, value = gather(kv_cache, table[keys // block_size - page_offset], keys)
+        for row in range(start, end, _CHUNK_ROWS):
+            rows = slice(row, min(row + _CHUNK_ROWS, end))
+            out[rows] = attend_rows(query[rows], first_query + row - start - first_key, key, value, options)
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -21,7 +21,6 @@ class PrefixHit:
     """How much of a sequence the cache can serve: the blocks of each group, and the ordinal where they begin."""
 
     num_tokens: int
-    num_queried_tokens: int
     block_ids: tuple[list[int], ...]
     first_held: tuple[int, ...]
 
@@ -93,14 +92,14 @@ class KvCacheManager:
         size = self.block_size
         num_wanted = len(token_ids) if is_next_known else len(token_ids) - 1
         num_full_blocks = num_wanted // size if self._has_prefix_cache else 0
-        groups = [(pool.group.window, self._is_cached(pool, chain.digests)) for pool in self.pools]
+        groups = [(pool.group.window, lambda i, pool=pool: chain.digests[i] in pool) for pool in self.pools]
         num_tokens = reusable_prefix(num_full_blocks, size, groups) * size
         first_held = tuple(num_stale_blocks(num_tokens, pool.group.window, size) for pool in self.pools)
         block_ids = tuple(
             pool.find_all(chain.digests[first : num_tokens // size])
             for pool, first in zip(self.pools, first_held, strict=True)
         )
-        return PrefixHit(num_tokens, len(token_ids), block_ids, first_held)
+        return PrefixHit(num_tokens, block_ids, first_held)
 
     def open(
         self,
@@ -130,7 +129,7 @@ class KvCacheManager:
         for pool, block_ids in zip(self.pools, hit.block_ids, strict=True):
             pool.acquire(block_ids)
         self._num_hit_tokens += hit.num_tokens
-        self._num_queried_tokens += hit.num_queried_tokens
+        self._num_queried_tokens += len(token_ids)
         self._take(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return sequence
@@ -293,10 +292,6 @@ class KvCacheManager:
         sequence.chain.extend(token_ids, sequence.num_final_tokens)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             table.adopted = pool.cache(table.block_ids, num_cached, num_final, sequence.chain, token_ids)
-
-    @staticmethod
-    def _is_cached(pool: BlockPool, digests: Sequence[bytes]) -> Callable[[int], bool]:
-        return lambda ordinal: digests[ordinal] in pool
 
 
 def _num_missing(table: BlockTable, need: StepNeed) -> int:

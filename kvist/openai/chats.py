@@ -11,7 +11,7 @@ from typing import Any
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments, without_billing_header
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest, Fields, Message, decode_chat_request, is_text_part
+from kvist.openai.requests import ChatCompletionRequest, Fields, Message, convert, is_text_part
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -107,7 +107,8 @@ def _chat(
 ) -> ChatCompletionRequest:
     given = {name: fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs")}
     given |= {"messages": messages, "tools": tools, "reasoning_effort": effort}
-    return decode_chat_request(given | {"continue_final_message": is_open, "add_generation_prompt": not is_open})
+    given |= {"continue_final_message": is_open, "add_generation_prompt": not is_open}
+    return convert(given, ChatCompletionRequest)
 
 
 def _objects(fields: Fields, name: str) -> list[Fields]:

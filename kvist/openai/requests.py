@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +19,8 @@ Fields: TypeAlias = dict[str, Any]
 """What a body says, as JSON says it."""
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
+Request = TypeVar("Request", bound=msgspec.Struct)
+Part = TypeVar("Part")
 
 
 def is_text_part(part: Any) -> bool:
@@ -190,19 +192,9 @@ class _HandoffKind(msgspec.Struct, frozen=True):
     do_remote_prefill: bool = False
 
 
-class _WithHandoffKind(msgspec.Struct, frozen=True):
-    kv_transfer_params: _HandoffKind | None = None
+class _WithHandoff(msgspec.Struct, Generic[Part], frozen=True):
+    kv_transfer_params: Part
 
-
-class _WithRemoteDecode(msgspec.Struct, frozen=True):
-    kv_transfer_params: RemoteDecode
-
-
-class _WithRemotePrefill(msgspec.Struct, frozen=True):
-    kv_transfer_params: RemotePrefill
-
-
-Request = TypeVar("Request", bound=msgspec.Struct)
 
 MAX_DEPTH = 128
 """Levels of arrays and objects in a body; templates and engines walk them by recursion."""
@@ -299,26 +291,6 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
         raise RequestError(400, f"body: {name!r:.100} is there more than once", param=name)
 
 
-def decode_chat_request(fields: Fields) -> ChatCompletionRequest:
-    """Return the request that the fields are; raises RequestError (400) that names the field."""
-    return convert(fields, ChatCompletionRequest)
-
-
-def decode_completion_request(fields: Fields) -> CompletionRequest:
-    """Return the request that the fields are; raises RequestError (400) that names the field."""
-    return convert(fields, CompletionRequest)
-
-
-def decode_tokenize_request(fields: Fields) -> TokenizeRequest:
-    """Return what of the request is neither chat nor prompt; raises RequestError (400) that names the field."""
-    return convert(fields, TokenizeRequest)
-
-
-def decode_detokenize_request(fields: Fields) -> DetokenizeRequest:
-    """Return the request that the fields are; raises RequestError (400) that names the field."""
-    return convert(fields, DetokenizeRequest)
-
-
 def decode_sampling_params(fields: Fields) -> SamplingParams:
     """Return how the same request wants to be sampled; raises RequestError (400) that names the field."""
     params = convert(fields, SamplingParams)
@@ -336,16 +308,16 @@ def decode_sampling_params(fields: Fields) -> SamplingParams:
 
 def decode_handoff(fields: Fields) -> Handoff | None:
     """Return the `kv_transfer_params` of a request, None without; raises RequestError (400) that names the field."""
-    kind = convert(fields, _WithHandoffKind).kv_transfer_params
-    if kind is None:
+    if fields.get("kv_transfer_params") is None:
         return None
+    kind = convert(fields, _WithHandoff[_HandoffKind]).kv_transfer_params
     if kind.do_remote_decode == kind.do_remote_prefill:
         got = "both" if kind.do_remote_decode else "neither"
         message = f"kv_transfer_params: got {got}, expected one of do_remote_decode and do_remote_prefill"
         raise RequestError(400, message, param="kv_transfer_params")
     if kind.do_remote_decode:
-        return convert(fields, _WithRemoteDecode).kv_transfer_params
-    return convert(fields, _WithRemotePrefill).kv_transfer_params
+        return convert(fields, _WithHandoff[RemoteDecode]).kv_transfer_params
+    return convert(fields, _WithHandoff[RemotePrefill]).kv_transfer_params
 
 
 def convert(fields: Fields, kind: type[Request]) -> Request:

@@ -23,12 +23,12 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
+    CompletionRequest,
     Fields,
     Message,
     Prompt,
     TokenId,
-    decode_chat_request,
-    decode_completion_request,
+    convert,
     read_fields,
 )
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
@@ -229,14 +229,14 @@ class PromptReader:
                 return None
             is_renamed = self._rename(fields)
             _check_is_plain(COMPLETION_PATH, fields)
-            request = decode_completion_request(fields)
+            request = convert(fields, CompletionRequest)
         except RequestError:  # that of the whole body says where
             return None
         salt = request.cache_salt
         return Ask(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
 
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Ask:
-        chat = decode_chat_request(fields) if api == CHAT_PATH else None
+        chat = convert(fields, ChatCompletionRequest) if api == CHAT_PATH else None
         previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
         kept = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
         worker = None if kept is None else kept.worker
@@ -260,7 +260,7 @@ class PromptReader:
             return _read_other(fields, num_bytes, error)
 
     def _read_completion(self, api: str, fields: Fields, asked: Fields) -> Ask:
-        request = decode_completion_request(asked)
+        request = convert(asked, CompletionRequest)
         prompts = request.prompts
         longest = max(prompts, key=_length_in_tokens)
         num_other_tokens = sum(map(_length_in_tokens, prompts)) - _length_in_tokens(longest)

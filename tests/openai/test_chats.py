@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of, said_in_response
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import decode_chat_request
+from kvist.openai.requests import ChatCompletionRequest, convert
 from kvist.openai.tokenization import ChatTokenizer
 
 needs_vllm = pytest.mark.skipif(not versions(), reason=MISSING)
@@ -168,7 +168,7 @@ def test_requests_have_the_text_that_vllm_gives_them(
 ) -> None:
     make = {"chat": Requests.chat, "messages": Requests.anthropic, "response": Requests.response}[api]
     ours = {
-        "chat": decode_chat_request,
+        "chat": lambda body: convert(body, ChatCompletionRequest),
         "messages": lambda body: chat_of(MESSAGES_PATH, body, template),
         "response": lambda body: chat_of(RESPONSES_PATH, body, template),
     }[api]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import (
+    ChatCompletionRequest,
     CompletionRequest,
     Handoff,
     RemoteDecode,
     RemotePrefill,
     SamplingParams,
-    decode_chat_request,
-    decode_completion_request,
+    convert,
     decode_handoff,
     decode_sampling_params,
     read_fields,
@@ -34,12 +34,12 @@ from kvist.openai.responses import DONE, encode_event, last_event_data
     ],
 )
 def test_a_prompt_is_text_or_token_ids_one_or_a_batch(prompt: Any, prompts: Any) -> None:
-    assert decode_completion_request({"prompt": prompt}).prompts == prompts
+    assert convert({"prompt": prompt}, CompletionRequest).prompts == prompts
 
 
 @pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], [[1], "a"]])
 def test_a_mixed_batch_is_refused(prompt: Any) -> None:
-    request = decode_completion_request({"prompt": prompt})
+    request = convert({"prompt": prompt}, CompletionRequest)
     with pytest.raises(RequestError, match="prompt: expected all strings"):
         _ = request.prompts
 
@@ -55,7 +55,7 @@ def test_a_mixed_batch_is_refused(prompt: Any) -> None:
 )
 def test_a_bad_chat_names_the_field(body: Any, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_chat_request(body)
+        convert(body, ChatCompletionRequest)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -95,9 +95,9 @@ def test_a_null_is_a_field_left_out() -> None:
         json.loads('{"temperature": null, "n": null, "stop": null, "top_k": null, "seed": 3}')
     )
     assert params == SamplingParams(seed=3)
-    assert decode_completion_request(json.loads('{"prompt": [5], "add_special_tokens": null}')).prompts == [[5]]
+    assert convert(json.loads('{"prompt": [5], "add_special_tokens": null}'), CompletionRequest).prompts == [[5]]
     with pytest.raises(RequestError, match="missing required field `prompt`"):
-        decode_completion_request(json.loads('{"prompt": null}'))
+        convert(json.loads('{"prompt": null}'), CompletionRequest)
     with pytest.raises(RequestError, match="top_p: got 7"):
         decode_sampling_params(json.loads('{"temperature": null, "top_p": 7}'))
 
@@ -126,11 +126,12 @@ def test_logprobs_are_read_in_chats_and_completions_alike() -> None:
     )
 )
 def test_no_body_raises_anything_but_a_request_error(body: bytes) -> None:
-    for decode in (decode_chat_request, decode_completion_request, decode_sampling_params):
-        with suppress(RequestError):
-            request = decode(read_fields(body))
-            if isinstance(request, CompletionRequest):
-                assert request.prompts
+    with suppress(RequestError):
+        decode_sampling_params(read_fields(body))
+    with suppress(RequestError):
+        convert(read_fields(body), ChatCompletionRequest)
+    with suppress(RequestError):
+        assert convert(read_fields(body), CompletionRequest).prompts
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Intake:
     async def read_chat(self, body: bytes) -> Job:
         """Return the job of a chat request."""
         fields = api.read_fields(body)
-        return await self._read_chat(body, fields, api.decode_chat_request(fields))
+        return await self._read_chat(body, fields, api.convert(fields, api.ChatCompletionRequest))
 
     async def read_messages(self, body: bytes) -> Job:
         """Return the job of a request to Anthropic's API."""
@@ -152,7 +152,7 @@ class Intake:
     async def read_completion(self, body: bytes) -> Job:
         """Return the job of a text completion request."""
         fields = api.read_fields(body)
-        request = api.decode_completion_request(fields)
+        request = api.convert(fields, api.CompletionRequest)
         self._check_model(request)
         params = api.decode_sampling_params(fields)
         if params.token_limit is None:
@@ -169,14 +169,14 @@ class Intake:
     async def read_tokenize(self, body: bytes) -> tuple[list[int], list[str | None] | None]:
         """Return the tokens of a chat or a text, and how they are spelt if that is asked for."""
         fields = api.read_fields(body)
-        asked = api.decode_tokenize_request(fields)
+        asked = api.convert(fields, api.TokenizeRequest)
         if asked.messages is not None:
-            chat = api.decode_chat_request(fields)
+            chat = api.convert(fields, api.ChatCompletionRequest)
             self._check_model(chat)
             _check_chat(fields, chat)
             prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(chat).tolist())
         else:
-            text = api.decode_completion_request(fields)
+            text = api.convert(fields, api.CompletionRequest)
             self._check_model(text)
             if not isinstance(text.prompt, str):
                 raise RequestError(400, "prompt: expected text", param="prompt")
@@ -186,7 +186,7 @@ class Intake:
 
     def read_detokenize(self, body: bytes) -> str:
         """Return the text of tokens."""
-        asked = api.decode_detokenize_request(api.read_fields(body))
+        asked = api.convert(api.read_fields(body), api.DetokenizeRequest)
         self._check_model(asked)
         return self.tokenizer.text(asked.tokens)
 

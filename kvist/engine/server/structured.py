@@ -24,6 +24,11 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 _KINDS: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """What `structured_outputs` may have, and `guided_*`, as llguidance calls it."""
+_EXPECTED: dict[Kind, tuple[Any, str]] = {
+    "json_schema": (dict | str, "a JSON schema"),
+    "choice": (list, "a list of texts"),
+    "structural_tag": (dict | str, "a structural tag"),
+}
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -91,10 +96,9 @@ def _object(fields: Fields, name: str) -> Fields:
 
 
 def _grammar(field: str, kind: Kind, value: Any, is_compact: bool = False) -> Grammar:
-    expected = {"json_schema": dict | str, "choice": list, "structural_tag": dict | str}.get(kind, str)
-    if not isinstance(value, expected) or not value:
-        names = {"json_schema": "a JSON schema", "choice": "a list of texts", "structural_tag": "a structural tag"}
-        raise RequestError(400, f"{field}: got {value!r:.100}, expected {names.get(kind, 'text')}", param=field)
+    types, expected = _EXPECTED.get(kind, (str, "text"))
+    if not isinstance(value, types) or not value:
+        raise RequestError(400, f"{field}: got {value!r:.100}, expected {expected}", param=field)
     return Grammar(field, kind, value if isinstance(value, str) else msgspec.json.encode(value).decode(), is_compact)
 
 
@@ -113,13 +117,7 @@ class GrammarCompiler:
 
         A large schema takes up to a second.
         """
-        try:
-            import llguidance
-        except ImportError:
-            message = (
-                f"{grammar.field}: expected it left out where llguidance is not installed: pip install 'kvist[engine]'"
-            )
-            raise RequestError(400, message, param=grammar.field) from None
+        import llguidance  # which takes a while
 
         with self._lock:
             if self._vocabulary is None:
