@@ -13,9 +13,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvist.errors import MalformedMessageError
-from kvist.events import Heartbeat, WorkerRank
-from kvist.events.codec import decode_batch, is_snapshot_part
+from kvist.events import WorkerRank
+from kvist.events.codec import is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SessionLimits, SourceState, Step
@@ -36,7 +35,7 @@ MAX_HELD_BYTES = 64 << 20
 
 # Messages wait meanwhile: a publisher is asked once more at once, if the answer has a hole, and then at a heartbeat.
 _LIMITS = SessionLimits(max_asks=2, jitter_s=0.0, retry_s=0.1, max_held_messages=1 << 20)
-_NOTHING = Holding(0, 0)
+_NOTHING, _SOMETHING = Holding(0, 0), Holding(1, 0)
 
 _logger = logging.getLogger(__name__)
 
@@ -79,8 +78,8 @@ class _RankRecovery:
         ready = self._leave_epoch(epoch, now_s)
         if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
             # Blocks are not followed here: a rank that is whole is what its publisher says it is, another one is not.
-            published = _NOTHING if session.is_complete else _published(timed.message)
-            session.on_heartbeat(epoch, sequence, published, _NOTHING, now_s)
+            is_same = session.is_complete or envelope.is_of_no_block
+            session.on_heartbeat(epoch, sequence, _NOTHING if is_same else _SOMETHING, _NOTHING, now_s)
             return ready if self.is_waiting else [*ready, timed]
         was_waiting = self.is_waiting
         applied = _applied(session.receive(epoch, sequence, timed, now_s))
@@ -303,11 +302,3 @@ def _rank_of(envelope: Envelope) -> WorkerRank | None:
 
 def _applied(steps: Sequence[Step[Timed]]) -> list[Timed]:
     return [step.body for step in steps if isinstance(step, Apply)]
-
-
-def _published(message: Message) -> Holding:
-    try:
-        (heartbeat,) = decode_batch(message.payload, "").batch.events
-    except (MalformedMessageError, ValueError):
-        return _NOTHING
-    return Holding(heartbeat.num_blocks, heartbeat.digest) if isinstance(heartbeat, Heartbeat) else _NOTHING

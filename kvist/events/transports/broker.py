@@ -24,12 +24,16 @@ _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
 PRIVATE_OPTIONS = (*_TLS_OPTIONS, "creds", "nkey")
 """Paths of files, which say who one is and mean nothing on another host."""
 _VALUES = {
+    "replay_port": (r"none|\d+", "none or a port"),
+    "engine": (r"(?i:vllm|sglang)", "one of vllm, sglang"),
+    "bind": (r"[01]", "0 or 1"),
+    "eagle": (r"drop", "drop"),
     "jetstream": (r"[\w-]{1,64}", "a name of letters, digits, _ and -"),
     "max_age_s": (r"[1-9]\d{0,8}", "a positive number of seconds"),
     "max_bytes": (r"[1-9]\d{0,17}", "a positive number of bytes"),
     "deliver": (r"all", "all"),
 }
-"""What an option's value must look like, and how that is said."""
+"""What an option's value must look like, and how that is said; others' need only be given."""
 _HEADER = struct.Struct(">QQ")
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-~")
 _RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
@@ -192,21 +196,25 @@ def unpack(topic: bytes, data: bytes, malformed: MalformedCounter) -> tuple[int,
     return publication_id, Message(topic, sequence, data[_HEADER.size :])
 
 
-def _options(url: str, scheme: str, query: str) -> dict[str, str]:
+def read_options(url: str, query: str, allowed: Iterable[str]) -> dict[str, str]:
+    """Return the options of a URL, each checked by itself; raises InvalidValueError."""
     options = dict(parse_qsl(query, keep_blank_values=True))
-    is_mqtt, has_tls = scheme in ("mqtt", "mqtts"), scheme in ("nats+tls", "mqtts")
-    allowed = (*(() if is_mqtt else _NATS_OPTIONS), *(_TLS_OPTIONS if has_tls else ()), "engine")
     for name, value in options.items():
         if name not in allowed:
             shown = name.rpartition("@")[2]  # before it is the end of a password with a question mark
             raise _invalid(url, f"only the options {', '.join(allowed)}, not {shown}")
-        if not value:
-            raise _invalid(url, f"a value for {name}")
+        pattern, expected = _VALUES.get(name, (r"(?s).+", "given"))
+        if re.fullmatch(pattern, value, re.ASCII) is None:
+            raise _invalid(url, f"{name} to be {expected}")
+    return options
+
+
+def _options(url: str, scheme: str, query: str) -> dict[str, str]:
+    is_mqtt, has_tls = scheme in ("mqtt", "mqtts"), scheme in ("nats+tls", "mqtts")
+    allowed = (*(() if is_mqtt else _NATS_OPTIONS), *(_TLS_OPTIONS if has_tls else ()), "engine")
+    options = read_options(url, query, allowed)
     if not options.keys().isdisjoint(("max_age_s", "max_bytes", "deliver")) and "jetstream" not in options:
         raise _invalid(url, "jetstream=STREAM beside max_age_s, max_bytes and deliver")
-    for name, (pattern, expected) in _VALUES.items():
-        if name in options and re.fullmatch(pattern, options[name], re.ASCII) is None:
-            raise _invalid(url, f"{name} to be {expected}")
     if ("tls_cert" in options) != ("tls_key" in options):
         raise _invalid(url, "tls_cert and tls_key together")
     return options

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from urllib.parse import parse_qsl
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
+from kvist.events.transports.broker import BrokerUrl, is_broker_url, read_options, redacted
 
-_ENGINES = ("vllm", "sglang")
 _OPTIONS = ("replay_port", "engine", "bind", "eagle")
 
 
@@ -39,22 +37,13 @@ class Endpoint:
         """Parse and check a URL to subscribe to; raises InvalidValueError naming what is wrong with it."""
         if is_broker_url(url):
             broker = BrokerUrl.parse(url).with_worker(None)
-            engine = _engine(broker.public, broker.options.get("engine"))
-            return cls(broker.public, broker.public, engine, broker=broker)
+            return cls(broker.public, broker.public, broker.options.get("engine", "vllm").lower(), broker=broker)
         address, _, query = url.partition("?")
         url = redacted(url)  # for the errors, should a scheme be misspelt
-        options = dict(parse_qsl(query, keep_blank_values=True))
-        for name in options:
-            if name not in _OPTIONS:
-                raise InvalidValueError("endpoint", url, f"only the options {', '.join(_OPTIONS)}, not {name}")
-        engine = _engine(url, options.get("engine"))
-        bind = options.get("bind", "0")
-        if bind not in ("0", "1"):
-            raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
-        if options.get("eagle", "drop") != "drop":
-            raise InvalidValueError("endpoint", url, "eagle to be drop")
+        options = read_options(url, query, _OPTIONS)
         replay = _replay_address(url, address, options.get("replay_port"))
-        return cls(address, replay, engine, bind == "1", drops_last_block="eagle" in options)
+        engine, is_bound = options.get("engine", "vllm").lower(), options.get("bind") == "1"
+        return cls(address, replay, engine, is_bound, drops_last_block="eagle" in options)
 
     def check_client(self) -> None:
         """Raise MissingExtraError if the client of the endpoint's broker is not installed; it is imported."""
@@ -72,13 +61,6 @@ class Endpoint:
             return self.address
         replay_port = "none" if self.replay_address is None else self.replay_address.rpartition(":")[2]
         return f"{self.address}?replay_port={replay_port}"
-
-
-def _engine(url: str, name: str | None) -> str:
-    engine = "vllm" if name is None else name.lower()
-    if engine not in _ENGINES:
-        raise InvalidValueError("endpoint", url, f"engine to be one of {', '.join(_ENGINES)}")
-    return engine
 
 
 def _replay_address(url: str, address: str, replay_port: str | None) -> str | None:

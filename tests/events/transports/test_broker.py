@@ -51,7 +51,7 @@ def test_what_a_url_leaves_out_is_the_schemes_default(url, port, user, password)
         ("mqtt://h/m/w?jetstream=S", "not jetstream"),
         ("nats://h/m/w?tls_ca=/ca", "not tls_ca"),
         ("nats+tls://h/m/w?tls_cert=/c", "tls_cert and tls_key together"),
-        ("nats://h/m/w?jetstream=", "a value for jetstream"),
+        ("nats://h/m/w?jetstream=", "jetstream to be a name of letters"),
         ("nats://h/m/w?jetstream=a.b", "letters, digits, _ and -"),
         ("nats://h/m/w?max_age_s=5", "jetstream=STREAM beside"),
         ("nats://h/m/w?jetstream=S&max_bytes=-1", "a positive number of bytes"),
