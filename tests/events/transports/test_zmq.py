@@ -199,26 +199,26 @@ class LateSource:
 async def test_a_reply_that_is_there_counts_however_late_the_event_loop_is(monkeypatch):
     publication, source = open_publication("tcp://127.0.0.1:0"), LateSource()
     publication.serve_replay(source)
-    loop, connect, greet, late_s, sockets = asyncio.get_running_loop(), replay.connect, replay._Router.greet, 0, []
+    loop, connect, send, late_s, sockets = asyncio.get_running_loop(), replay.connect, replay._Router.send, 0, []
 
     async def connected_to(address):
         sockets.append(await connect(address))
         return sockets[0]
 
-    async def greet_while_the_loop_is_late(router):
+    def send_while_the_loop_is_late(router, frames):
         def be_late():
             nonlocal late_s
             source.may_answer.set()
             select.select(sockets, [], [], 60)
             late_s += 100
 
-        await greet(router)
+        send(router, frames)
         loop.call_soon(loop.call_soon, be_late)
 
     time_s = loop.time
     monkeypatch.setattr(loop, "time", lambda: time_s() + late_s)
     monkeypatch.setattr(replay, "connect", connected_to)
-    monkeypatch.setattr(replay._Router, "greet", greet_while_the_loop_is_late)
+    monkeypatch.setattr(replay._Router, "send", send_while_the_loop_is_late)
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 3600)
     async with open_subscription(Endpoint.parse(publication.endpoint)) as subscription:
         assert await subscription.replay(ReplayRequest(None, 0), 60) == [Message(b"", 4, b"four")]

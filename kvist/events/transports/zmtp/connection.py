@@ -1,4 +1,4 @@
-"""One connection to a publisher as a state machine: bytes in the inbox become messages there, and bytes to send."""
+"""What a publisher says once it is ready: bytes in the inbox become messages there, and bytes to send."""
 
 from __future__ import annotations
 
@@ -14,33 +14,27 @@ MAX_FRAMES = 1000
 MAX_COMMANDS_WITHIN = 16
 """Commands between the frames of one message: a sign of life may fall there, and for each the frames before it move."""
 
-_GREETING, _HANDSHAKE, _TRAFFIC = range(3)
-
 
 class Connection:
-    """Takes what a publisher says, from its greeting to its last message. No I/O, no clock.
+    """Takes what a publisher says, from the handshake to its last message. No I/O, no clock.
 
     The owner puts bytes into the inbox, calls `advance`, and sends `take_outgoing`. After a PeerError it is over.
     """
 
-    def __init__(self, inbox: Inbox, splitter: Splitter | None, malformed: MalformedCounter) -> None:
-        """Begin with the greeting; `inbox` has nothing of another connection."""
-        self.has_pong = False
+    def __init__(
+        self, inbox: Inbox, splitter: Splitter | None, malformed: MalformedCounter, minor_version: int = 1
+    ) -> None:
+        """Subscribe at a peer of ZMTP 3.`minor_version`; `inbox` has nothing of another connection."""
+        self.has_pong = minor_version >= 1
         """Whether the peer is known to answer a PING, so that its silence means something."""
         self.num_messages = 0
         self._inbox = inbox
         self._splitter = splitter
         self._malformed = malformed
-        self._outgoing = bytearray(wire.greeting())
-        self._stage = _GREETING
-        self._minor_version = 0
+        self._outgoing = bytearray(wire.subscribe_to_all(minor_version))
         self._num_skip_bytes = 0
         self._num_refused_frames = 0  # of a message that is skipped just now
         self._num_commands_within = 0  # the message that is coming just now
-
-    @property
-    def is_ready(self) -> bool:
-        return self._stage == _TRAFFIC
 
     def take_outgoing(self) -> bytes:
         """Return what is to be sent, once."""
@@ -55,45 +49,8 @@ class Connection:
 
     def advance(self) -> None:
         """Take from the inbox what is there, until a message is cut or the table is full; raises PeerError."""
-        while self._stage != _TRAFFIC:
-            if not (self._greet() if self._stage == _GREETING else self._shake_hands()):
-                return
         while self._read_traffic():
             pass
-
-    def _greet(self) -> bool:
-        inbox = self._inbox
-        received = inbox.buffer[inbox.begin : min(inbox.begin + wire.GREETING_BYTES, inbox.end)]
-        minor_version = wire.read_greeting(received)
-        if minor_version is None:
-            return False
-        inbox.begin += wire.GREETING_BYTES
-        self._minor_version = minor_version
-        self.has_pong = minor_version >= 1
-        self._outgoing += wire.ready(b"SUB")
-        self._stage = _HANDSHAKE
-        return True
-
-    def _shake_hands(self) -> bool:
-        inbox = self._inbox
-        header = wire.read_frame_header(inbox.buffer, inbox.begin, inbox.end)
-        if header is None:
-            return False
-        if not header.flags & COMMAND:
-            raise PeerError("it sends a message before it is ready")
-        body = self._command_body(header)
-        if body is None:
-            return False
-        inbox.begin = header.end
-        name, rest = wire.read_command(body)
-        if name != b"READY":
-            raise PeerError(f"it answers the handshake with {name!r} {rest[:100]!r}, not with READY")
-        socket_type = wire.read_socket_type(rest)
-        if socket_type not in (b"PUB", b"XPUB"):
-            raise PeerError(f"its socket is a {socket_type!r}, not a PUB")
-        self._outgoing += wire.subscribe_to_all(self._minor_version)
-        self._stage = _TRAFFIC
-        return True
 
     def _read_traffic(self) -> bool:
         inbox = self._inbox
@@ -171,8 +128,6 @@ class Connection:
 
     def _command_body(self, header: FrameHeader) -> bytes | None:
         """Return a command's body, None while it is not whole."""
-        if header.num_bytes > wire.MAX_COMMAND_BYTES:
-            raise PeerError(f"a command has {header.num_bytes} bytes")
         inbox = self._inbox
         return inbox.buffer[header.start : header.end] if header.end <= inbox.end else None
 

@@ -1,4 +1,4 @@
-"""The socket of one connection: large reads straight into the inbox, as many as the consumer keeps up with."""
+"""The socket of one connection: handshake, then large reads into the inbox, as many as the consumer keeps up with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmq import refuse_to_steal
+from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
 CONNECT_TIMEOUT_S = 5.0
+"""How long connecting may take, and then the handshake."""
 NAP_S = 0.002
 """A dense stream is read once in so long: many small reads cost more than a few large ones.
 
@@ -100,6 +102,42 @@ def _path(address: str) -> str:
     return f"\0{path[1:]}" if path.startswith("@") else path
 
 
+async def shake_hands(sock: socket.socket, own_type: bytes, peer_types: tuple[bytes, ...]) -> int:
+    """Return the minor version of a peer that is ready, of which nothing more was read; a socket that fails is closed.
+
+    Raises PeerError for a peer that is no ZMTP 3 socket of these types, OSError for one that is gone or silent.
+    """
+    loop, received = asyncio.get_running_loop(), b""
+
+    async def receive(num_bytes: int) -> bytes:
+        if not (data := await loop.sock_recv(sock, num_bytes)):
+            raise ConnectionResetError("the peer ended the connection")
+        return data
+
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await loop.sock_sendall(sock, wire.greeting())
+            while (minor_version := wire.read_greeting(received)) is None:
+                received += await receive(wire.GREETING_BYTES - len(received))
+            await loop.sock_sendall(sock, wire.ready(own_type))
+            received = b""
+            while (header := wire.read_frame_header(received, 0, len(received))) is None:
+                received += await receive(1)
+            if not header.flags & wire.COMMAND:
+                raise PeerError("it sends a message before it is ready")
+            while len(received) < header.end:
+                received += await receive(header.end - len(received))
+        name, body = wire.read_command(received[header.start :])
+        if name != b"READY":
+            raise PeerError(f"it answers the handshake with {name!r} {body[:100]!r}, not with READY")
+        if (socket_type := wire.read_socket_type(body)) not in peer_types:
+            raise PeerError(f"its socket is a {socket_type!r}, not a {peer_types[0].decode()}")
+    except BaseException:
+        sock.close()
+        raise
+    return minor_version
+
+
 class Link:
     """Reads for a connection until its peer is gone, or left; stops while the inbox is full.
 
@@ -116,7 +154,7 @@ class Link:
         on_messages: Callable[[], None],
         patience_s: float = 0.0,
     ) -> None:
-        """Own the socket, greet, and call `on_messages` whenever there is something to take.
+        """Own the socket, subscribe, and call `on_messages` whenever there is something to take.
 
         With patience, a message may wait so long for others, at any rate.
         """
@@ -220,11 +258,11 @@ class Link:
         if self._inbox.is_full:
             self._num_silent_looks = 0  # it is us who do not listen
         is_silent = self._num_silent_looks * base.PING_INTERVAL_S >= base.PING_TIMEOUT_S
-        if is_silent and (self._connection.has_pong or not self._connection.is_ready):
+        if is_silent and self._connection.has_pong:
             _logger.info("peer left for its silence, and tried again: source=%s", self._malformed.source)
             self.is_left = True
             self._close()
-        elif self._connection.is_ready:
+        else:
             self._connection.ping()
             self._flush()
 

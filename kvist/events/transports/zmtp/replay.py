@@ -14,7 +14,7 @@ from kvist.events.transports.received import Collected, MalformedCounter
 from kvist.events.transports.zmq import END
 from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.connection import MAX_FRAMES
-from kvist.events.transports.zmtp.link import connect
+from kvist.events.transports.zmtp.link import connect, shake_hands
 from kvist.events.transports.zmtp.wire import COMMAND, MORE, PeerError
 
 READ_BYTES = 256 << 10
@@ -33,6 +33,7 @@ async def ask(
         async with asyncio.timeout(base.MAX_ANSWER_S):
             async with asyncio.timeout(timeout_s):
                 sock = await connect(address)
+                await shake_hands(sock, b"DEALER", (b"ROUTER", b"REP"))
                 is_local = sock.family == socket.AF_UNIX
                 open_stream = asyncio.open_unix_connection if is_local else asyncio.open_connection
                 reader, writer = await open_stream(sock=sock, limit=READ_BYTES)
@@ -48,7 +49,6 @@ async def ask(
 
 async def _collect(router: _Router, request: ReplayRequest, malformed: MalformedCounter) -> list[Message] | None:
     answer = Collected()
-    await router.greet()
     router.send(_frames(request))
     while True:
         for frames in router.messages():
@@ -61,7 +61,7 @@ async def _collect(router: _Router, request: ReplayRequest, malformed: Malformed
 
 
 class _Router:
-    """A connection to a ROUTER socket, as a DEALER has it."""
+    """A connection to a ROUTER socket that is ready, as a DEALER has it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float) -> None:
         self._reader = reader
@@ -82,13 +82,6 @@ class _Router:
             raise ConnectionResetError("the publisher ended the connection")
         self._received += received
         await asyncio.sleep(0)  # others have their turn, however much comes
-
-    async def greet(self) -> None:
-        self._writer.write(wire.greeting())
-        while wire.read_greeting(bytes(self._received[: wire.GREETING_BYTES])) is None:
-            await self.read()
-        del self._received[: wire.GREETING_BYTES]
-        self._writer.write(wire.ready(b"DEALER"))
 
     def send(self, frames: tuple[bytes, ...]) -> None:
         self._writer.writelines(wire.frame(body, MORE) for body in frames[:-1])

@@ -15,9 +15,9 @@ from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
-from kvist.events.transports.zmtp.link import Link, accept, connect, listen
+from kvist.events.transports.zmtp.link import Link, accept, connect, listen, shake_hands
 from kvist.events.transports.zmtp.replay import ask
-from kvist.events.transports.zmtp.wire import Splitter
+from kvist.events.transports.zmtp.wire import PeerError, Splitter
 
 OVERHEAD_BYTES = 64 << 10
 """Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
@@ -51,20 +51,14 @@ class ZmtpSubscription:
         self._waiter: asyncio.Future[None] | None = None
         self._is_emptied = asyncio.Event()
         self._link: Link | None = None
-        self._connection: Connection | None = None
-        self._num_past_connects = 0
-        self._tasks = asyncio.TaskGroup()
-
-    @property
-    def num_connects(self) -> int:
+        self.num_connects = 0
         """How often a publisher was connected so far: that is, it was ready to send."""
-        return self._num_past_connects + (self._connection is not None and self._connection.is_ready)
+        self._tasks = asyncio.TaskGroup()
 
     @property
     def is_caught_up(self) -> bool:
         """Whether a publisher is connected, nothing of what it sent is unread, and the connection has no end yet."""
-        is_ready = self._connection is not None and self._connection.is_ready
-        return is_ready and self._inbox.is_empty and self._link is not None and self._link.is_quiet
+        return self._link is not None and self._inbox.is_empty and self._link.is_quiet
 
     @property
     def num_malformed(self) -> int:
@@ -84,7 +78,7 @@ class ZmtpSubscription:
             self._inbox.close()
             if self._listener is not None:
                 self._listener.close()
-            self._connection = self._link = None
+            self._link = None
             del self._connecting  # it held this subscription in turn
 
     async def receive(self) -> MessageBlock:
@@ -115,7 +109,9 @@ class ZmtpSubscription:
         while True:
             was_good = False
             try:
-                was_good = await self._follow(Connection(self._inbox, self._splitter, self._malformed))
+                was_good = await self._follow()
+            except PeerError as error:
+                self._malformed.leave_peer(error.reason)
             except OSError as error:
                 if not has_logged:
                     _logger.info("not connected, and tried again: %s source=%s", error, self._address)
@@ -125,16 +121,17 @@ class ZmtpSubscription:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # not all subscribers at once
             wait_s = min(2 * wait_s, base.MAX_RECONNECT_S)
 
-    async def _follow(self, connection: Connection) -> bool:
+    async def _follow(self) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
         sock = await (connect(self._address) if self._listener is None else accept(self._listener))
-        link = Link(sock, connection, self._inbox, self._malformed, self._arrived, self._patience_s)
-        self._connection, self._link = connection, link
+        minor_version = await shake_hands(sock, b"SUB", (b"PUB", b"XPUB"))
+        connection = Connection(self._inbox, self._splitter, self._malformed, minor_version)
+        self.num_connects += 1
+        self._link = link = Link(sock, connection, self._inbox, self._malformed, self._arrived, self._patience_s)
         await link.watch()
         while self._inbox.num_messages:
             self._is_emptied.clear()
             await self._is_emptied.wait()
         self._inbox.reset()
-        self._connection, self._link = None, None
-        self._num_past_connects += connection.is_ready
-        return connection.is_ready and not link.is_left
+        self._link = None
+        return not link.is_left

@@ -114,8 +114,8 @@ def read_frame_header(buffer: Buffer, at: int, end: int) -> FrameHeader | None:
     if at + 9 > end:
         return None
     num_bytes = int.from_bytes(buffer[at + 1 : at + 9], "big")
-    if num_bytes > _MAX_SIZE:
-        raise PeerError(f"a frame claims {num_bytes} bytes")
+    if num_bytes > (MAX_COMMAND_BYTES if flags & COMMAND else _MAX_SIZE):
+        raise PeerError(f"a {'command' if flags & COMMAND else 'frame'} has {num_bytes} bytes")
     return FrameHeader(flags, at + 9, num_bytes)
 
 

@@ -52,10 +52,10 @@ class Say:
 class Fed:
     """A connection that is fed with bytes, as much at once as there is room for, and emptied when it is full."""
 
-    def __init__(self, max_bytes: int = 1 << 20, *, splitter) -> None:
+    def __init__(self, max_bytes: int = 1 << 20, minor_version: int = 1, *, splitter) -> None:
         self.inbox = Inbox(max_bytes)
         self.malformed = MalformedCounter("a source")
-        self.connection = Connection(self.inbox, splitter, self.malformed)
+        self.connection = Connection(self.inbox, splitter, self.malformed, minor_version)
         self.messages: list[Message] = []
 
     def feed(self, data: bytes, chunk_bytes: int = 1 << 30) -> Fed:
@@ -88,19 +88,13 @@ def say() -> Say:
 
 @pytest.fixture(params=[split, None], ids=["splitter", "frames"])
 def new_fed(request):
-    """Return what makes connections that nobody has spoken to, with a splitter and without."""
+    """Return what makes connections after the handshake, with a splitter and without."""
     return partial(Fed, splitter=request.param)
 
 
 @pytest.fixture
-def fed(new_fed) -> Fed:
-    """Return one of them."""
-    return new_fed()
-
-
-@pytest.fixture
-def ready(fed, say) -> Fed:
-    """Return a connection after the handshake."""
-    fed.feed(say.hello())
+def ready(new_fed) -> Fed:
+    """Return one of them that has subscribed."""
+    fed = new_fed()
     fed.connection.take_outgoing()
     return fed
