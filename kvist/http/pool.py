@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kvist.errors import InvalidValueError
 from kvist.http.deadline import LoopClock
@@ -33,14 +33,6 @@ _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 """What keeps us from connecting to any worker."""
-
-
-class PoolStatistics(NamedTuple):
-    """The connections that are open now, and how many were opened since the pool was made."""
-
-    num_idle: int
-    num_active: int
-    num_connected: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +90,6 @@ class UpstreamPool:
         self._tls = tls
         self._workers: dict[str, _Worker] = {}
         self._connecting: set[asyncio.Task[None]] = set()
-        self._num_connected = 0
 
     def send(
         self,
@@ -156,15 +147,6 @@ class UpstreamPool:
         heard_s = [worker.heard_s, *(each.heard_s for each in worker.connections)] if worker is not None else []
         return self.clock.now_s() - max((at_s for at_s in heard_s if at_s is not None), default=-math.inf)
 
-    def timeout(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
-        """Bounds what its block asks of workers: raises TimeoutError, but not for what the loop is late by."""
-        return self.clock.timeout(timeout_s)
-
-    def statistics(self) -> PoolStatistics:
-        num_idle = sum(len(worker.idle) for worker in self._workers.values())
-        num_open = sum(len(worker.connections) for worker in self._workers.values())
-        return PoolStatistics(num_idle, num_open - num_idle, self._num_connected)
-
     async def __aenter__(self) -> Self:
         self.clock = LoopClock(asyncio.get_running_loop())
         self.clock.__enter__()
@@ -212,7 +194,6 @@ class UpstreamPool:
         finally:
             worker.num_connecting -= 1
         if error is None:
-            self._num_connected += 1
             worker.connections.add(connection)
             self._on_free(connection)
         else:

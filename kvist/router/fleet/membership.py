@@ -248,7 +248,7 @@ class Membership:
                 worker.capacity.forget()
                 continue
             try:
-                async with self._pool.timeout(timeout_s):
+                async with self._pool.clock.timeout(timeout_s):
                     status, page = await fetch(self._pool, worker.url, "/metrics", authorization)
             except TimeoutError:
                 silent_s = min(self._pool.silent_s(worker.url), self._now_s() - self._load.heard_at_s(worker.url))
@@ -278,7 +278,7 @@ class Membership:
         is_apart = worker.role is not Role.BOTH and not worker.identity.engine  # what are its blocks?
         authorization = self._config.authorization(worker.url)
         try:
-            async with self._pool.timeout(self._config.health_timeout_s):
+            async with self._pool.clock.timeout(self._config.health_timeout_s):
                 identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold or is_apart)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing

@@ -81,7 +81,7 @@ class Authoriser:
 
     async def _ask(self, digest: bytes, key: bytes) -> Verdict:
         try:
-            async with self._pool.timeout(self._timeout_s):
+            async with self._pool.clock.timeout(self._timeout_s):
                 verdict = await self._answer(key)
         except (TimeoutError, UpstreamError, ValueError) as error:  # msgspec's errors are, too
             if not self._is_failing:
