@@ -23,8 +23,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request
 
+from kvist.cli._client import fetch, open_url
 from kvist.cli._terminal import make_table
-from kvist.cli.why import open_url, percent
+from kvist.cli.why import percent
 from kvist.errors import KvistError
 
 if TYPE_CHECKING:
@@ -205,12 +206,6 @@ def _flush(worker_urls: list[str], router_url: str) -> None:
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while metric(router_url, "kvist_index_blocks") and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def fetch(url: str, path: str, *, method: str = "GET") -> bytes:
-    """Return the body of an answer; raises KvistError where there is none, or a refusal."""
-    with open_url(Request(f"{url}{path}", method=method), 10) as response:
-        return response.read()
 
 
 def metric(url: str, name: str) -> float:

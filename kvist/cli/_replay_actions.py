@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import Request
 
+from kvist.charts import svg_document
+from kvist.cli._client import open_url
 from kvist.cli._terminal import SHOW_INTERVAL_S, display, finish, make_table, on_signal, progress_line, serve
-from kvist.cli.why import open_url
 from kvist.errors import InvalidValueError, KvistError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
 from kvist.replay.script import Line, Pace, Script
-from kvist.replay.statistics import StatisticsCollector, statistics_json, statistics_tables, svg_plot
+from kvist.replay.statistics import StatisticsCollector, charts, statistics_json, statistics_tables
 
 if TYPE_CHECKING:
     from kvist.replay.indexing import IndexPlayer
@@ -146,7 +147,7 @@ def print_statistics(args: argparse.Namespace, script: Script) -> None:
         else:
             display(*(make_table(*table) for table in statistics_tables(statistics)))
         if args.plot is not None:
-            args.plot.write_text(svg_plot(statistics.spans, str(args.file)))
+            args.plot.write_text(svg_document(*charts(statistics.spans, str(args.file))))
 
 
 def show_page(args: argparse.Namespace, script: Script) -> None:

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ SHOW_INTERVAL_S = 0.25
 _SWITCH_INTERVAL_S = 0.0005
 """For how long a thread, as that which renders metrics, keeps the interpreter from the event loop: Python's is 5 ms."""
 _WIDTH_OF_FILES = 4096
-_SHORT, _NARROW = 12, 8
-"""Columns no wider than this are never broken; others, and heads, give way on a narrow screen."""
 
 ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
 """Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""
@@ -91,12 +88,23 @@ def display(*parts: RenderableType, on_stderr: bool = False) -> None:
         console.width = _WIDTH_OF_FILES
     boundless = console.options.update(width=_WIDTH_OF_FILES)
     for part in parts:
-        if isinstance(part, Table) and console.measure(part, options=boundless).maximum > console.width:
-            for column in part.columns:
-                column.header = "\n".join(wrap(str(column.header), _NARROW, break_long_words=False))
+        if isinstance(part, Table) and (excess := console.measure(part, options=boundless).maximum - console.width) > 0:
+            part.padding = 0
+            _narrow(part, excess - len(part.columns))
         console.print(part)
         if isinstance(part, Table) and part is not parts[-1]:
             console.print()
+
+
+def _narrow(table: Table, excess: int) -> None:
+    """Have a table's columns give way by so much, the widest first; words are broken where nothing else is left."""
+    texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    wanted = [max(map(len, cells)) for cells in texts]
+    words = [max((len(word) for cell in cells for word in cell.split()), default=1) for cells in texts]
+    for _ in range(excess):
+        widths = [(wide, idx) for idx, wide in enumerate(wanted)]
+        wide, idx = max([each for each in widths if each[0] > words[each[1]]] or widths)
+        wanted[idx] = table.columns[idx].width = max(1, wide - 1)
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, breaks: bool = True) -> Table:
@@ -112,8 +120,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, breaks:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name, *cells in zip(columns, *rows, strict=True):
         justify: Literal["left", "right"] = "right" if all(map(number.fullmatch, cells)) else "left"
-        is_short = max(map(len, (*name.split(), *cells))) <= _SHORT
-        table.add_column(name, justify=justify, no_wrap=is_short, overflow="fold")
+        table.add_column(name, justify=justify, overflow="fold")
     lines: dict[str, Any] = {} if breaks else {"no_wrap": True, "overflow": "ellipsis"}
     for row in rows:
         table.add_row(*(Text(printable(cell), **lines) for cell in row))

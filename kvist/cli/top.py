@@ -16,8 +16,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvist.cli._client import add_admin_key, ask
 from kvist.cli._terminal import display, make_table, printable
-from kvist.cli.why import LOSSES, add_admin_key, ask, loss_row, percent
+from kvist.cli.why import LOSSES, loss_row, percent
 from kvist.errors import InvalidValueError, KvistError
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from kvist.cli._demo import LOCAL_TOKENS, fetch, run_demo, shown, summary
+from kvist.cli._client import fetch
+from kvist.cli._demo import LOCAL_TOKENS, run_demo, shown, summary
 from kvist.cli._envoy import envoy_config, find_envoy
 from kvist.cli._terminal import display, on_signal
 from kvist.cli.serve import listen

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
 
-from kvist.cli._settings import PLACES, secret
+from kvist.cli._client import add_admin_key, ask
 from kvist.cli._terminal import display, make_table
-from kvist.errors import InvalidValueError, KvistError
+from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from kvist.router.regret import Routed
@@ -21,7 +17,6 @@ if TYPE_CHECKING:
 
 HELP = "say where the hits went: what caches could have spared, and why they did not"
 
-_TIMEOUT_S = 30.0
 LOSSES = ("tokens lost", "share", "why", "what to do")
 
 
@@ -40,12 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print all there is, as one line of JSON")
 
 
-def add_admin_key(parser: argparse.ArgumentParser) -> None:
-    """Declare the key with which a router is asked."""
-    text = f"the router's{PLACES} (default: the variable KVIST_ADMIN_KEY)"
-    parser.add_argument("--admin-key", metavar="KEY", help=text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0."""
     if args.source.startswith(("http://", "https://")):
@@ -59,32 +48,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0
-
-
-def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """Return what a router tells administrators; raises KvistError where it refuses, or is away."""
-    if not url.startswith(("http://", "https://")):
-        raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
-    key = os.environ.get("KVIST_ADMIN_KEY") if key is None else secret("admin_key", key)
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    try:
-        with open_url(Request(f"{url.rstrip('/')}{path}", headers=headers), timeout_s) as answer:
-            body: bytes = answer.read()
-    except HTTPException as error:
-        raise KvistError(f"{url} broke off: {error!r}") from None
-    return body
-
-
-def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
-    """Return the answer to a request, or a file, without any proxy; raises KvistError that says where there is none."""
-    try:
-        answer: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=timeout_s)
-    except HTTPError as error:
-        said = error.read(4096).decode("utf-8", "replace")
-        raise KvistError(f"{request.full_url} answered {error.code}: {said}") from None
-    except OSError as error:  # while it waits for an answer, urllib lets what sockets raise pass as it is
-        raise KvistError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None
-    return answer
 
 
 def _read(path: Path, cache_tokens: int) -> dict[str, Any]:

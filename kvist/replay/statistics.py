@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvist.charts import Chart, svg_document
+from kvist.charts import Chart
 from kvist.errors import MalformedMessageError
 from kvist.events import Cleared, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch
@@ -380,8 +380,6 @@ def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def svg_plot(spans: Sequence[Span], title: str) -> str:
-    """Return an SVG document with both curves."""
-    return svg_document(
-        *(Chart(title, "seconds", name, {name: curve}, log_x=False) for name, curve in curves(spans).items())
-    )
+def charts(spans: Sequence[Span], name: str) -> list[Chart]:
+    """Return charts of what the live page draws of a recording of this name."""
+    return [Chart(title, "seconds", "", {name: curve}, log_x=False) for title, curve in curves(spans).items()]

@@ -31,7 +31,7 @@ and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as 
 
 def table(rows: Rows) -> list[list[str]]:
     """Return a header, and for each row medians over seeds, with the lowest and the highest."""
-    lines = [["load", "workers", "policy", *COLUMNS.values()]]
+    lines = [["load", "fleet", "policy", *COLUMNS.values()]]
     for row in rows:
         cells = [str(row["load"]), row["fleet"], row["policy"]]
         for name in COLUMNS:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist import charts
 from kvist.cli import main
 from kvist.events.codec import decode_batch
 from kvist.publisher import KvEventPublisher, PublisherLimits
@@ -25,6 +26,14 @@ pytestmark = pytest.mark.xdist_group("browser")
 expect = playwright.expect
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
+KEEP_PLOTS = """window.plots = [];
+Object.defineProperty(window, "uPlot", {get: () => window.Plot, set: (drawn) => window.Plot = class extends drawn {
+  constructor(...all) { super(...all); plots.push(this); }
+}});"""
+PLOTTED = """() => plots.map(({data: [times, ...values], series: [, ...lines]}, idx) => [
+  document.querySelectorAll("h2")[idx].textContent,
+  lines.map(({label, stroke, dash}, line) => [label, stroke(), dash, times.map((at, idx) => [at, values[line][idx]])]),
+])"""
 SHARED, OURS, THEIRS = list(range(64)), list(range(100, 132)), list(range(200, 232))
 
 
@@ -66,6 +75,32 @@ def page_of(*args: object) -> Iterator[str]:
         finally:
             process.terminate()
     assert process.returncode == 0
+
+
+async def test_the_plot_in_a_file_is_what_the_page_draws(
+    tmp_path: Path, until: Until, browsing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, drawn = tmp_path / "one.mcap", []
+    await record(recording, until, SHARED, SHARED + OURS, None)
+    draw = charts.draw
+    monkeypatch.setattr(charts, "draw", lambda *wanted: drawn.append(draw(*wanted)) or drawn[0])
+    assert main(["replay", str(recording), "--stats", "--plot", str(tmp_path / "plot.svg")]) == 0
+    in_file = [
+        [axes.get_title(), [[line.get_label(), line.get_color(), line.get_xydata().tolist()] for line in axes.lines]]
+        for axes in drawn[0].axes
+    ]
+    with page_of(recording) as url:
+        async with browsing() as page:
+            await page.add_init_script(KEEP_PLOTS)
+            await page.goto(url)
+            await expect(page.locator("canvas")).to_have_count(2)
+            on_page = await page.evaluate(PLOTTED)
+    for _, lines in on_page:
+        for line in lines:
+            assert line.pop(2) == []
+            line[1] = "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", line[1]))
+    assert on_page == in_file
+    assert max(value for _, value in in_file[0][1][0][2]) == 6
 
 
 async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_it(

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvist.cli import main
+from kvist.cli._terminal import display, make_table
+from kvist.simulate.report import COLUMNS
 
 SMALL = ["simulate", "tool-agents", "--requests", "40", "--seeds", "2"]
 
@@ -22,7 +24,7 @@ def test_a_row_for_each_load_size_and_policy_and_every_run_in_the_file(
     flags = ["--policy", "kv,round-robin", "--workers", "2..5", "--load", "0.5,0.9", "--json", str(path)]
     assert main([*SMALL, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["load", "workers", "policy"]
+    assert lines[0].split()[:3] == ["load", "fleet", "policy"]
     expected = [[load, size, name] for load in ("0.5", "0.9") for size in "245" for name in ("kv", "round-robin")]
     assert [line.split()[:3] for line in lines[2:14]] == expected
     written = json.loads(path.read_text())
@@ -40,7 +42,7 @@ def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: py
     flags = ["--policy", "kv", "--workers", "2", "--load", "0.8", "--add-workers", "2", "--silent", "1"]
     assert main([*SMALL, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    column = lines[0].index("workers")
+    column = lines[0].index("fleet")
     assert [line[column:].split("  ")[0] for line in lines[2:5]] == ["2", "2 + 2", "2 (all with events)"]
     assert lines[6].startswith("kv, load 0.8, 2 + 2 instead of 2 workers: mean TTFT ")
     assert lines[7].startswith("kv, load 0.8, 2 (all with events) instead of 2 workers: mean TTFT ")
@@ -182,3 +184,12 @@ def test_values_that_mean_nothing_are_refused_by_name(
 def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "/nowhere/trace.jsonl"]) == 2
     assert "TRACE: got '/nowhere/trace.jsonl', expected a file" in capsys.readouterr().err
+
+
+def test_figures_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    cells = ["0.7", "8", "kv-blocks", *["0.472 (0.469 to 0.608)"] * 5, *["98.5% (91.5% to 108.5%)"] * 3]
+    display(make_table(["load", "fleet", "policy", *COLUMNS.values()], [cells]))
+    shown = capsys.readouterr().out.split()
+    assert {word for cell in cells for word in cell.split()} <= {*shown}

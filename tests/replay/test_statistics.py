@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from kvist.charts import svg_document
 from kvist.events import Cleared, WorkerRank
 from kvist.events.snapshot import blocks_digest
 from kvist.replay import RecordedSource
@@ -16,9 +17,9 @@ from kvist.replay.statistics import (
     Span,
     StatisticsCollector,
     Timeline,
+    charts,
     statistics_json,
     statistics_tables,
-    svg_plot,
 )
 
 
@@ -187,12 +188,12 @@ def test_nothing_recorded_is_told_too():
     (overview, [row]), blocks = statistics_tables(statistics)
     assert dict(zip(overview, row, strict=True))["messages"] == "0"
     assert blocks[1][0][1] == "0 (0.0%)"
-    assert ElementTree.fromstring(svg_plot(statistics.spans, "empty")).tag.endswith("svg")
+    assert ElementTree.fromstring(svg_document(*charts(statistics.spans, "empty"))).tag.endswith("svg")
 
 
 def test_the_svg_is_well_formed_and_escapes_its_title():
     spans = [Span(n * 0.5, float(n), n) for n in range(10)]
-    root = ElementTree.fromstring(svg_plot(spans, "a <b> & c"))
+    root = ElementTree.fromstring(svg_document(*charts(spans, "a <b> & c")))
     assert "a <b> & c" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     curves = [group for group in root.iter("{http://www.w3.org/2000/svg}g") if group.get("id", "").startswith("axes_")]
     assert len(curves) == 2

@@ -2,9 +2,10 @@
 
 import { follow, state } from "/ui/app.js";
 import { Chart } from "/ui/chart.js";
-import { Table, field, h, number, refill, seconds, share, short, tile } from "/ui/dom.js";
+import { Table, exact, field, h, number, refill, share, tile } from "/ui/dom.js";
 
 const STEPS = 200; // of playing it all
+const moment = (seconds) => `${exact(seconds)} s`; // as flags say it
 const sum = (counts) => Object.values(counts).reduce((total, each) => total + each, 0);
 
 const COLUMNS = [
@@ -18,7 +19,7 @@ let slider, told, timer, table, tiles, charts;
 function seek(at) {
   slider.value = at;
   state.at = slider.valueAsNumber;
-  told.textContent = seconds(state.at / 1000);
+  told.textContent = moment(state.at / 1000);
   follow();
 }
 
@@ -38,7 +39,7 @@ function play(event) {
 export function timeBar(endMs) {
   state.at = endMs;
   slider = h("input", { type: "range", min: 0, max: endMs, value: endMs, oninput: () => seek(slider.value) });
-  told = h("output", {}, seconds(endMs / 1000));
+  told = h("output", {}, moment(endMs / 1000));
   return h("section", { class: "banner time", "aria-label": "Time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), told);
 }
 
@@ -51,7 +52,7 @@ export default {
     const counts = names.map((tier) => ({ name: tier, class: "number", value: (r) => r.tiers[tier], text: (r) => number(r.tiers[tier]) }));
     table = new Table("Ranks", [...COLUMNS, ...counts], (rank) => rank.key, { sort: "Worker" });
     tiles = h("dl", { class: "tiles" });
-    charts = Object.keys(curves).map((name) => [name, new Chart(`${name}, of the whole recording`, short, seconds, { height: 180 })]);
+    charts = Object.keys(curves).map((name) => [name, new Chart(`${name}, of the whole recording`, exact, moment, { height: 180 })]);
     return [tiles, charts.map(([name, chart]) => [h("h2", {}, name), chart.element]), h("h2", {}, "Held then"), table.element];
   },
   update({ fleet: { recordings, end_ms }, at }) {
@@ -59,7 +60,7 @@ export default {
     refill(
       tiles,
       recordings.map((each) => [
-        tile("Recording", seconds(each.duration_s), `${each.name}, from ${new Date(each.began_at * 1000).toLocaleString()}`),
+        tile("Recording", moment(each.duration_s), `${each.name}, from ${new Date(each.began_at * 1000).toLocaleString()}`),
         tile("Held", number(held(each)), "blocks, one for each rank and tier"),
         tile("Distinct", number(each.distinct), `${share(each.placed, each.distinct)} with a place in the tree`),
       ]),

@@ -1,0 +1,53 @@
+"""How commands ask services over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from http.client import HTTPException, HTTPResponse
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from kvist.cli._settings import PLACES, secret
+from kvist.errors import InvalidValueError, KvistError
+
+_TIMEOUT_S = 30.0
+
+
+def add_admin_key(parser: argparse.ArgumentParser) -> None:
+    """Declare the key with which a router is asked."""
+    text = f"the router's{PLACES} (default: the variable KVIST_ADMIN_KEY)"
+    parser.add_argument("--admin-key", metavar="KEY", help=text)
+
+
+def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
+    """Return what a router tells administrators; raises KvistError where it refuses, or is away."""
+    if not url.startswith(("http://", "https://")):
+        raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
+    key = os.environ.get("KVIST_ADMIN_KEY") if key is None else secret("admin_key", key)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return fetch(url.rstrip("/"), path, headers, timeout_s)
+
+
+def fetch(
+    url: str, path: str, headers: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S, *, method: str = "GET"
+) -> bytes:
+    """Return the body of an answer; raises KvistError where there is none, or a refusal."""
+    try:
+        with open_url(Request(f"{url}{path}", headers=headers or {}, method=method), timeout_s) as answer:
+            return answer.read()
+    except HTTPException as error:
+        raise KvistError(f"{url} broke off: {error!r}") from None
+
+
+def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
+    """Return the answer to a request, or a file, without any proxy; raises KvistError that says where there is none."""
+    try:
+        answer: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=timeout_s)
+    except HTTPError as error:
+        said = error.read(4096).decode("utf-8", "replace")
+        raise KvistError(f"{request.full_url} answered {error.code}: {said}") from None
+    except OSError as error:  # while it waits for an answer, urllib lets what sockets raise pass as it is
+        raise KvistError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None
+    return answer
