@@ -9,6 +9,10 @@ cache, *long* if it would take less, and *blind* if it is not exact though nobod
 side is *deaf* if it did not show a block that it was told of; it is asked all the same. *Events* is what vLLM's events
 tell by themselves, had nobody lost any: copies counted, and a hit found by the rule that its groups follow.
 
+Requests to a rank of vLLM that an index knows in part ask it to report what it has, as Kvist's router has them ask, and
+an engine is given what it can run. Where events are lost for good, or came before anybody followed, no replay brings
+them, and a prompt's blocks are known once somebody asked for them: the second total is without these.
+
     make engines                    # once: fetches the engines' wheels, keeps their Python files
     python benchmarks/verify_engines.py [--quick] [--save] [--only PART]
 """
@@ -70,6 +74,11 @@ class Scenario:
     """Share of rounds that begin with an engine that has just started."""
     is_short: bool = False
     """Whether hits need what an index has no place for: it says so, and nothing that an engine could report helps."""
+
+    @property
+    def loses_for_good(self) -> bool:
+        """Return whether there are events that no follower can come to know."""
+        return not self.has_replay and (self.is_late or self.lost > 0)
 
     @property
     def has_full_reports(self) -> bool:
@@ -338,16 +347,22 @@ def run(names: list[str], num_rounds: int, show: Callable[[str], None]) -> dict[
     return results
 
 
+def total_of(results: dict[str, dict[str, Counter[str]]]) -> dict[str, Counter[str]]:
+    """Return the verdicts of some scenarios by side."""
+    return {
+        side: sum((sides.get(side, Counter()) for sides in results.values()), Counter()) for side in (*SIDES, EVENTS)
+    }
+
+
 def rows_of(results: dict[str, dict[str, Counter[str]]]) -> list[list[object]]:
     """Return a row a scenario and side."""
     rows: list[list[object]] = []
-    total = {
-        side: sum((sides.get(side, Counter()) for sides in results.values()), Counter()) for side in (*SIDES, EVENTS)
-    }
-    for name, sides in [*results.items(), ("all", total)]:
+    told = {name: sides for name, sides in results.items() if not SCENARIOS[name].loses_for_good}
+    totals = {"all": results, "all whose events came through": told}
+    for name, sides in [*results.items(), *((name, total_of(some)) for name, some in totals.items())]:
         for side, counts in sides.items():
             missed = counts["missed tokens"] / max(1, counts["hit tokens"])
-            is_deaf = name != "all" and counts["deaf"]
+            is_deaf = name not in totals and counts["deaf"]
             rows.append(
                 [name, f"{side}, deaf" if is_deaf else side, *(counts[each] for each in VERDICTS), f"{missed:.1%}"]
             )

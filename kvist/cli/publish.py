@@ -71,7 +71,7 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
     add("--groups", choices=("largest", "all"), default="largest", help=text)
     text = "an adapter's name, for an engine that sends only its number; again for each adapter"
     add("--lora-name", action="append", default=[], metavar="ID=NAME", help=text)
-    text = "others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"
+    text = "others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"
     add("--full-reports", action="store_true", help=text)
 
 

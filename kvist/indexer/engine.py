@@ -39,14 +39,14 @@ class EngineFollower:
         counters: SourceCounters,
         limits: SessionLimits | None = None,
         bound: RankBound | None = None,
-        counts_copies: bool = True,
+        has_full_reports: bool = False,
         num_ahead: int = 0,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks.
 
-        Batches that name no rank are of `bound.own_rank`. With `counts_copies`, what vLLM stores again is one more
-        copy, as long as nothing was lost: it reports each. Not so where others have it report what it holds anew. Hits
-        need `num_ahead` blocks more than they have.
+        Batches that name no rank are of `bound.own_rank`. What vLLM stores again is one more copy, as long as nothing
+        was lost: it reports each. With `has_full_reports`, where others have it report what it holds anew, that is
+        told from a copy by what a hit needs, which may be wrong. Hits need `num_ahead` blocks more than they have.
         """
         from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who only imports this
 
@@ -62,8 +62,8 @@ class EngineFollower:
         self._has_our_block_size = False
         self._is_part = False
         self._num_ahead = num_ahead
-        self._counts_copies = counts_copies and engine == "vllm"
-        self._has_full_reports = not counts_copies and engine == "vllm"
+        self._counts_copies = engine == "vllm"
+        self._has_full_reports = has_full_reports and self._counts_copies
         self._feed = EngineFeed(engine, worker, self, limits)
         self._session = self._feed.session
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
@@ -278,6 +278,6 @@ class EngineFollower:
     def _rank(self, number: int) -> EngineRank:
         rank = self._ranks.get(number)
         if rank is None:
-            rank = self._lane.add_rank(WorkerRank(self._worker, number), self._num_ahead)
+            rank = self._lane.add_rank(WorkerRank(self._worker, number), self._num_ahead, self._has_full_reports)
             self._note_counting()
         return rank

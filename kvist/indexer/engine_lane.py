@@ -53,8 +53,15 @@ class Taken(NamedTuple):
 class EngineRank:
     """Filters and normalises a rank's events, and lets compiled code know how it would go about others like them."""
 
-    def __init__(self, source: WorkerRank, block_size: int, index: RadixIndex, num_ahead: int = 0) -> None:
-        self._num_ahead = num_ahead
+    def __init__(
+        self,
+        source: WorkerRank,
+        block_size: int,
+        index: RadixIndex,
+        num_ahead: int = 0,
+        has_full_reports: bool = False,
+    ) -> None:
+        self._num_ahead, self._has_full_reports = num_ahead, has_full_reports
         self._source = source
         self._block_size = block_size
         self.residency = EngineResidency(index, source)
@@ -68,7 +75,7 @@ class EngineRank:
         self.residency.counts_copies &= not self.splitter.is_report(event)
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
         self.residency.counts_copies = counts_copies
-        if self._normaliser.is_in_doubt or before != (self.filter.state, self.splitter.rules):
+        if self._normaliser.is_in_doubt or self._has_full_reports or before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (
             passes or group is not None or self.splitter.is_expressible
@@ -107,7 +114,8 @@ class EngineRank:
 
     def _begin(self) -> None:
         self.filter = WindowFilter(self._source.rank)
-        self.splitter = GroupSplitter(self.filter, self._block_size, self.residency, self._num_ahead)
+        options = self._num_ahead, self._has_full_reports
+        self.splitter = GroupSplitter(self.filter, self._block_size, self.residency, *options)
         self._forget_verdicts()
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
         self._normaliser = Normaliser(self._block_size, rank=self._source.rank, holdings=self.residency)
@@ -160,9 +168,9 @@ class EngineLane:
         self._make_room(_SCRATCH_BYTES)
         self._note_fingerprints(None)
 
-    def add_rank(self, source: WorkerRank, num_ahead: int = 0) -> EngineRank:
+    def add_rank(self, source: WorkerRank, num_ahead: int = 0, has_full_reports: bool = False) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
-        rank = EngineRank(source, self._block_size, self._index, num_ahead)
+        rank = EngineRank(source, self._block_size, self._index, num_ahead, has_full_reports)
         self.ranks[source.rank] = rank
         return rank
 

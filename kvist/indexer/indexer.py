@@ -53,7 +53,7 @@ class Indexer:
 
         Without it each stream has the size that `add_source` says, or that it names first.
         Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker. Copies of a
-        block are counted of vLLM, unless it `has_full_reports`: others than Kvist's router have it report anew.
+        block are counted of vLLM. If it `has_full_reports`, others than Kvist's router have it report anew.
 
         With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before. Messages may
         wait as long as `patience_s` for each other.
@@ -63,7 +63,7 @@ class Indexer:
         self._index = index
         self._block_size = block_size
         self._num_ranks = num_ranks
-        self._counts_copies = not has_full_reports
+        self._has_full_reports = has_full_reports
         self._limits: dict[str, int] = {}
         self._clock, self._patience_s = clock, patience_s
         self._tasks = asyncio.TaskGroup()
@@ -210,7 +210,7 @@ class Indexer:
             self.resyncing,
             rank,
             self._limits.get(worker, self._num_ranks),
-            counts_copies=self._counts_copies,
+            has_full_reports=self._has_full_reports,
             on_block_size=partial(self._learn, worker),
         )
 

@@ -72,13 +72,13 @@ class Source:
         rank: int = 0,
         num_ranks: int = DEFAULT_NUM_RANKS,
         *,
-        counts_copies: bool = True,
+        has_full_reports: bool = False,
         on_block_size: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none.
 
         Without a block size, it is what the first message with blocks names, and `on_block_size` is told.
-        Batches of others from `num_ranks` on are counted and skipped. For `counts_copies` see `EngineFollower`.
+        Batches of others from `num_ranks` on are counted and skipped. For `has_full_reports` see `EngineFollower`.
         """
         self.worker = worker
         self.url = url
@@ -97,7 +97,7 @@ class Source:
         self.block_size = block_size
         """Tokens per block, None until the stream names it; no other is believed then."""
         self._on_block_size = on_block_size
-        self._counts_copies = counts_copies
+        self._has_full_reports = has_full_reports
         self._index = index
         self._counters = SourceCounters()
         self._past: SourceStatistics | None = None
@@ -360,7 +360,7 @@ class Source:
 
     def _engine_follower(self) -> EngineFollower:
         assert self.block_size is not None
-        shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._counts_copies)
+        shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._has_full_reports)
         num_ahead = int(self.endpoint.drops_last_block)
         return EngineFollower(self.worker, self.block_size, self.endpoint.engine, *shared, num_ahead)
 

@@ -54,7 +54,15 @@ class GroupSplitter:
     published before as another group's. `num_ahead` blocks behind a hit the engine must have as well.
     """
 
-    def __init__(self, window_filter: WindowFilter, block_size: int, holder: GroupHolder, num_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        window_filter: WindowFilter,
+        block_size: int,
+        holder: GroupHolder,
+        num_ahead: int = 0,
+        has_full_reports: bool = False,
+    ) -> None:
+        self._has_full_reports = has_full_reports
         self._filter, self._block_size, self._holder, self._num_ahead = window_filter, block_size, holder, num_ahead
         self.others: dict[int, GroupRule] = {}
         """What each of the other groups must hold, by its key."""
@@ -82,7 +90,9 @@ class GroupSplitter:
 
     def is_report(self, event: EngineEvent) -> bool:
         """Return whether blocks are reported anew: not computed again, for all groups hold what a hit of them needs."""
-        if not isinstance(event, EngineStored) or not event.is_report:
+        if not isinstance(event, EngineStored) or event.parent_block_hash is not None:
+            return False
+        if event.tier is not Tier.GPU or not (event.is_report or self._has_full_reports):
             return False
         for group, rule in enumerate(self.rules, -1):
             names = event.block_hashes[rule.stride - 1 :: rule.stride]

@@ -59,10 +59,8 @@ class SidecarFeed:
         self,
         endpoint: Endpoint,
         publisher: KvEventPublisher,
-        has_full_reports: bool = False,
     ) -> None:
-        """Report to `publisher`; with `has_full_reports` no rank of vLLM is known wholly."""
-        self._has_full_reports = has_full_reports and endpoint.engine == "vllm"
+        """Report to `publisher`."""
         self.endpoint = endpoint
         self.feed = EngineFeed(
             endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None
@@ -104,8 +102,6 @@ class SidecarFeed:
     @property
     def _complete_ranks(self) -> frozenset[int]:
         """Return the ranks that lack no block, once the stream is not asked about any more."""
-        if self._has_full_reports:
-            return frozenset()
         if self.is_complete:
             return frozenset(self._ranks)
         num_lost = self._publisher.num_lost_events
@@ -268,12 +264,11 @@ class Sidecar:
     ) -> None:
         """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
 
-        Copies of a block are counted of vLLM, which reports each; not if it `has_full_reports`: if others than Kvist's
-        router have it report what it holds anew. Raises InvalidValueError when a value is wrong, the port taken, or the
-        folder unusable.
+        Copies of a block are counted of vLLM, which reports each. Raises InvalidValueError when a value is wrong, the
+        port taken, or the folder unusable.
         """
-        has_full_reports = options.get("has_full_reports", False)
-        options["counts_copies"] = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
+        is_vllm = options["counts_copies"] = all(each.engine == "vllm" for each in engine_endpoints)
+        options["has_full_reports"] = is_vllm and options.get("has_full_reports", False)
         options["num_ahead"] = int(any(each.drops_last_block for each in engine_endpoints))
         # What a saved state depends on beside the block size.
         self._settings = " ".join(f"{name}={options.get(name)}" for name in sorted(StreamOptions.__annotations__))
@@ -291,7 +286,7 @@ class Sidecar:
             )
             self.endpoint = self._publisher.endpoint
             self._exits = exits.pop_all()
-        self._feeds = [SidecarFeed(each, self._publisher, has_full_reports) for each in engine_endpoints]
+        self._feeds = [SidecarFeed(each, self._publisher) for each in engine_endpoints]
         if saved is not None:
             self._restore(saved)
 

@@ -225,6 +225,7 @@ class RankStream(Stream):
     ) -> None:
         super().__init__(source, block_size, epoch)
         self._options = options
+        self._has_full_reports = options.get("has_full_reports", False)
         self._is_report = False  # the event at hand
         self._filter = WindowFilter(source.rank, options.get("window"))
         self._hold(self.residency)
@@ -245,7 +246,7 @@ class RankStream(Stream):
 
     @property
     def is_exact(self) -> bool:
-        return self.is_complete and not self._normaliser.is_in_doubt
+        return self.is_complete and not self._normaliser.is_in_doubt and not self._has_full_reports
 
     @property
     def is_expressible(self) -> bool:
@@ -305,15 +306,15 @@ class RankStream(Stream):
     @property
     def believes_all(self) -> bool:
         """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
-        is_doubtful = self._options.get("counts_copies", False) and not self.counts_copies
-        return not (is_doubtful or self._options.get("has_full_reports", False))
+        return self.counts_copies or not self._options.get("counts_copies", False)
 
     def _split(self) -> None:
         """Learn from here on which groups there are, if they are followed."""
         self._splitter = None
         if self.companion is not None:
             num_ahead = self._options.get("num_ahead", 0)
-            self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, num_ahead)
+            options = num_ahead, self._has_full_reports
+            self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, *options)
 
     def _hold(self, residency: Residency) -> None:
         self.residency = residency
@@ -330,7 +331,7 @@ class RankStream(Stream):
         self._admit(EngineCleared(self._source.rank))
 
     def _admit(self, event: EngineEvent) -> None:
-        is_report = isinstance(event, EngineStored) and event.is_report
+        is_report = isinstance(event, EngineStored) and (event.is_report or self._has_full_reports)
         if self._splitter is not None:
             is_report = self._splitter.is_report(event)
         if is_report != self._is_report:

@@ -94,7 +94,7 @@ class RouterConfig:
     allowed_event_networks: tuple[str, ...] = ()
     """networks (CIDR) where announced event endpoints may be, beside the worker's own host"""
     full_reports: bool = False
-    """others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"""
+    """others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"""
     data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
     """ranks that a worker's streams may name, unless it announces fewer"""
     policy: PolicyName = "kv"

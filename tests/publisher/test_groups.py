@@ -51,8 +51,8 @@ class Both:
 
     def __init__(self, rng: random.Random, *, counts_copies: bool) -> None:
         self.rng, self.index, self.counts_copies = rng, RadixIndex(), counts_copies
-        modes = {"counts_copies": counts_copies, "has_full_reports": not counts_copies}
-        self.stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, **modes)
+        self.stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
+        self.stream.set_complete(counts_copies)
         self.copies: Counter[tuple[int, int]] = Counter()
         self.prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 8) * SIZE)] for _ in range(12)]
 

@@ -43,7 +43,7 @@ class IndexConfig:
     data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
     """ranks that a stream may name beside its own; others are skipped"""
     full_reports: bool = False
-    """others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"""
+    """others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"""
     peers: tuple[str, ...] = ()
     """index services to start from, as http://host:port joined by commas; the first that answers"""
     state_dir: Text | None = None
