@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, ReplayRequest, Subscription
@@ -110,39 +109,29 @@ async def follow(
     Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
     first `num_connects` connections are no news to the follower.
     """
-    following = _Following(subscription, follower, clock, num_connects)
+    has_departed = False
+
+    def apply(messages: Sequence[Message]) -> Iterator[None]:
+        nonlocal num_connects, has_departed
+        is_told = has_departed and not messages
+        if subscription.num_connects > num_connects:
+            num_connects, is_told = subscription.num_connects, False
+            follower.on_reconnect(clock())
+        if messages:
+            yield from follower.receive_all(messages, clock())
+        has_departed = subscription.is_peer_gone
+        if has_departed and not is_told:  # also after messages: they may be its last
+            follower.on_departure()
+
     while True:
         messages: Sequence[Message] = ()
         with suppress(TimeoutError):
             async with asyncio.timeout(TICK_S):
                 messages = await subscription.receive()
-        await turns.run_in_turns(following.apply(messages))
+        await turns.run_in_turns(apply(messages))
         for question in follower.questions(clock()):
             is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
             async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                 answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
                 question = question._replace(is_caught_up=subscription.is_caught_up)
                 await turns.run_in_turns(follower.on_answer(question, answer, clock()))
-
-
-@dataclass(slots=True, eq=False)
-class _Following:
-    """What becomes of what one subscription brings."""
-
-    subscription: Subscription
-    follower: Follower
-    clock: Callable[[], float]
-    num_connects: int
-    _has_departed: bool = False
-
-    def apply(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Take what was received; yields wherever others may go on."""
-        is_told = self._has_departed and not messages
-        if self.subscription.num_connects > self.num_connects:
-            self.num_connects, is_told = self.subscription.num_connects, False
-            self.follower.on_reconnect(self.clock())
-        if messages:
-            yield from self.follower.receive_all(messages, self.clock())
-        self._has_departed = self.subscription.is_peer_gone
-        if self._has_departed and not is_told:  # also after messages: they may be its last
-            self.follower.on_departure()

@@ -77,13 +77,6 @@ def pair_blocks(
     return BlockPairs(*map(tuple, wanted))
 
 
-class Share(NamedTuple):
-    """What one of a sender's ranks writes of a transfer; the pieces before neighbours are joined."""
-
-    num_bytes: int
-    num_pieces: int
-
-
 class _Pieces(NamedTuple):
     """The pieces of one slot: where they begin in it, here and at the peer, and how long each is."""
 
@@ -102,13 +95,11 @@ class KvMemory:
         """Return the blocks of a prompt to fill, a list a group."""
         return tuple(prompt_blocks(table, num_tokens, self.hello.block_size) for table in tables)
 
-    def shares(self, block_ids_per_group: BlockIds, num_senders: int) -> tuple[Share, ...]:
-        """Return what each of a sender's ranks writes, each byte once; raises InvalidValueError for too many."""
-        ranks = (self.pieces_of(block_ids_per_group, Part(rank, num_senders)) for rank in range(num_senders))
-        return tuple(Share(int(pieces[:, 1].sum()), len(pieces)) for pieces in ranks)
-
     def pieces_of(self, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
-        """Return where a sender's rank writes, `[num_pieces, 2]`: address and bytes, in the order of `fragments`."""
+        """Return where a sender's rank writes, `[num_pieces, 2]`: address and bytes, in the order of `fragments`.
+
+        All of its ranks together write each byte once. Raises InvalidValueError for ranks that cannot split the heads.
+        """
         pieces = []
         for group, pool, ids in zip(self.hello.groups, self.hello.pools, block_ids_per_group, strict=True):
             cut = _pieces(group, self.hello.block_size, sender, self.hello.part)

@@ -25,6 +25,7 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
+from kvist.transfer.agents.base import Int64s
 from kvist.transfer.bounce import Bounce, CopyError
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory
@@ -138,13 +139,13 @@ def has_process_ended(endpoint: str) -> bool:
 class _Transfer:
     """A fetch under way: `unreported` ranks may be writing, `bounced` ones have filled their room.
 
-    `rooms` is where in the `room` each rank may put all of its part, None for who must not.
+    `rooms` is where in the `room` each rank may put all its `pieces`, None for who must not.
     """
 
     transfer_id: int
     fetch: commands.Fetch
     senders: list[SenderConnection]
-    block_ids_per_group: commands.BlockLists
+    pieces: list[Int64s]
     num_bytes: int
     room: int | None
     rooms: list[messages.Extent | None]
@@ -201,28 +202,25 @@ class Receiver:
         busy = {endpoint for each in self._transfers.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)
-            shares = memory.shares(block_ids, len(ranks))
+            pieces = [memory.pieces_of(block_ids, Part(rank, len(ranks))) for rank in ranks]
             busy.update(fetch.endpoints)
             senders = [self._senders.connect(endpoint, busy, now_s) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))
             return
-        num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-        room = None if self._bounce is None else self._bounce.reserve(num_bytes, num_pieces)
+        sizes = [int(each[:, 1].sum()) for each in pieces]
+        room = None if self._bounce is None else self._bounce.reserve(sum(sizes), sum(map(len, pieces)))
         rooms: list[messages.Extent | None] = [None for _ in ranks]
         if room is not None:
-            ends = itertools.accumulate((share.num_bytes for share in shares), initial=room)
-            rooms = [
-                messages.Extent(at, share.num_bytes) if share.num_bytes else None
-                for at, share in zip(ends, shares, strict=False)
-            ]
+            starts = itertools.accumulate(sizes, initial=room)
+            rooms = [messages.Extent(at, size) if size else None for at, size in zip(starts, sizes, strict=False)]
         transfer = _Transfer(
             next(self._ids),
             fetch,
             senders,
-            block_ids,
-            num_bytes,
+            pieces,
+            sum(sizes),
             room,
             rooms,
             unreported=set(ranks),
@@ -354,10 +352,10 @@ class Receiver:
 
     def _scatter(self, transfer: _Transfer) -> float:
         """Copy what ranks have put into their rooms to where it belongs; return the seconds."""
-        parts, num_ranks = [], len(transfer.rooms)
+        parts = []
         for rank in transfer.bounced:
             room = transfer.rooms[rank]
             assert room is not None, "only who has room can have bounced"
-            parts.append((room.base, self._memory.pieces_of(transfer.block_ids_per_group, Part(rank, num_ranks))))
+            parts.append((room.base, transfer.pieces[rank]))
         assert self._bounce is not None, "nor is there room without regions"
         return self._bounce.scatter(parts)

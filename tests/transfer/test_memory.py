@@ -10,7 +10,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.heads import WHOLE, Part, heads_of
-from kvist.transfer.memory import BlockCountMismatchError, KvMemory, Share
+from kvist.transfer.memory import BlockCountMismatchError, KvMemory
 from kvist.transfer.messages import GroupShape, Hello, PoolPlace, ReceiveRequest
 
 B, W = 4, 9
@@ -101,15 +101,14 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
                     sender.view(group_id)[block_id] = whole[ordinal][:, heads]
     for rank in range(num_receivers):
         target, scattered = (make_rank(shapes, Part(rank, num_receivers), block_size, total + 2) for _ in range(2))
-        shares = KvMemory(target.hello).shares(lists, num_senders)
+        parts = [KvMemory(target.hello).pieces_of(lists, sender.hello.part) for sender in senders]
         slots = zip(lists, target.hello.pools, strict=True)
-        assert sum(share.num_bytes for share in shares) == sum(len(ids) * pool.slot_bytes for ids, pool in slots)
-        for sender, share in zip(senders, shares, strict=True):
+        assert sum(pieces[:, 1].sum() for pieces in parts) == sum(len(ids) * pool.slot_bytes for ids, pool in slots)
+        for sender, pieces in zip(senders, parts, strict=True):
             asked = request(num_tokens, lists, target.hello)
             fragments = KvMemory(sender.hello).fragments(tables, num_tokens, asked, 0)
-            assert (fragments[:, 2].sum(), len(fragments) > share.num_pieces) == (share.num_bytes, False)
+            assert (fragments[:, 2].sum(), len(fragments) > len(pieces)) == (pieces[:, 1].sum(), False)
             room = b"".join(sender.memory[local : local + size].tobytes() for local, _, size in fragments.tolist())
-            pieces = KvMemory(target.hello).pieces_of(lists, sender.hello.part)
             assert len(room) == pieces[:, 1].sum()
             for (address, size), end in zip(pieces.tolist(), np.cumsum(pieces[:, 1]), strict=True):
                 scattered.memory[address : address + size] = np.frombuffer(room[end - size : end], np.uint8)
@@ -141,21 +140,27 @@ def test_ranks_with_the_same_heads_exchange_whole_slots_and_others_a_piece_of_ea
     whole = [[1000, 0, 256]]
     by_plane = [[1000 + 32 * plane, 64 + 128 * plane, 32] for plane in range(4)]
     cases = [
-        (Part(1, 2), Part(1, 2), whole, (Share(0, 0), Share(256, 1))),
-        (Part(2, 4), Part(0, 1), by_plane, (Share(128, 4),) * 4),
+        (Part(1, 2), Part(1, 2), whole, [[], [[0, 256]]]),
+        (
+            Part(2, 4),
+            Part(0, 1),
+            by_plane,
+            [[[plane * 128 + 32 * head, 32] for plane in range(4)] for head in range(4)],
+        ),
     ]
-    for sender, receiver, expected, shares in cases:
+    for sender, receiver, expected, pieces in cases:
         source, target = (
             KvMemory(hello_of(shapes, (base,), 1, part)) for base, part in ((1000, sender), (0, receiver))
         )
         assert source.fragments([[0]], B, request(B, ((0,),), target.hello), 0).tolist() == expected
-        assert target.shares(((0,),), sender.num_ranks) == shares
+        told = [target.pieces_of(((0,),), Part(rank, sender.num_ranks)).tolist() for rank in range(sender.num_ranks)]
+        assert told == pieces
 
 
 def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
     shapes = (GroupShape(None, 6, 2, "float32", 2, (0,)),)
     with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 4"):
-        KvMemory(hello_of(shapes, (0,), 9)).shares(((1,),), 4)
+        KvMemory(hello_of(shapes, (0,), 9)).pieces_of(((1,),), Part(0, 4))
 
 
 def test_nothing_to_send_is_no_piece() -> None:
