@@ -68,12 +68,13 @@ class SnapshotCollector:
 
 
 class Change(NamedTuple):
-    """What one event changed: blocks that are new to their tier or left it, and how many it named in vain."""
+    """What an event changed in one tier: blocks that are new there or left it, and how many it named in vain."""
 
+    tier: Tier
     new: Sequence[int] = ()
     gone: Sequence[int] = ()
     notes: Sequence[int] = ()
-    """What was remembered with each block that is gone."""
+    """What was remembered with each block that was removed."""
     num_in_vain: int = 0
 
 
@@ -88,26 +89,23 @@ class RankBlocks:
     def num_blocks(self) -> int:
         return sum(map(len, self.tiers))
 
-    def apply(self, event: Event, note: int = 0) -> Change:
+    def apply(self, event: Event, note: int = 0) -> list[Change]:
         """Apply an event; each block that is new is remembered with a number."""
         if isinstance(event, Cleared):
-            gone = [block for held in self.tiers for block in held]
-            gone_notes = [note for held in self.tiers for note in held.values()]
-            self.tiers, self.digest = tuple({} for _ in Tier), 0
-            return Change(gone=gone, notes=gone_notes)
+            return self.restore((), note)
         if isinstance(event, Heartbeat):
-            return Change()
+            return []
         held, blocks = self.tiers[event.tier], hashes_of(event)
         if isinstance(event, Stored):
             new = dict.fromkeys((block for block in blocks if block not in held), note)
             held.update(new)
             self.digest = self.digest + blocks_digest(list(new), event.tier) & _U64_MASK
-            return Change(new=list(new), num_in_vain=len(blocks) - len(new))
+            return [Change(event.tier, list(new), num_in_vain=len(blocks) - len(new))]
         gone = list(dict.fromkeys(block for block in blocks if block in held))
         self.digest = self.digest - blocks_digest(gone, event.tier) & _U64_MASK
-        return Change(gone=gone, notes=[held.pop(block) for block in gone], num_in_vain=len(blocks) - len(gone))
+        return [Change(event.tier, (), gone, [held.pop(block) for block in gone], len(blocks) - len(gone))]
 
-    def restore(self, slices: Iterable[HeldBlocks], note: int) -> Change:
+    def restore(self, slices: Iterable[HeldBlocks], note: int) -> list[Change]:
         """Hold what a snapshot says, and nothing else; blocks that are new are remembered with a number."""
         before, self.tiers = self.tiers, tuple({} for _ in Tier)
         self.digest = 0
@@ -116,9 +114,10 @@ class RankBlocks:
             for tier in Tier:
                 blocks = held.hashes[held.tiers >> tier & 1 == 1].tolist()
                 self.tiers[tier].update((block, before[tier].get(block, note)) for block in blocks)
-        new = [block for was, now in zip(before, self.tiers, strict=True) for block in now if block not in was]
-        gone = [block for was, now in zip(before, self.tiers, strict=True) for block in was if block not in now]
-        return Change(new, gone)
+        return [
+            Change(tier, [block for block in now if block not in was], [block for block in was if block not in now])
+            for tier, was, now in zip(Tier, before, self.tiers, strict=True)
+        ]
 
 
 def hashes_of(event: Stored | Removed) -> list[int]:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import chain, count
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events import Event, Removed, Stored, Tier, WorkerRank
-from kvist.events.snapshot import HeldBlocks
-from kvist.replay.blocks import Change, RankBlocks, hashes_of
-from kvist.replay.statistics import StatisticsCollector
+from kvist.events import Event, Stored, Tier, WorkerRank
+from kvist.events.snapshot import Snapshot
+from kvist.replay.blocks import Change, hashes_of
+from kvist.replay.statistics import FollowedRank, StatisticsCollector
 
 MAX_RUNS, MAX_HOLDERS_SHOWN = 200, 8
 _FOREVER = np.iinfo(np.int64).max
@@ -25,56 +25,36 @@ _ROOT, _NOT_TOLD = -1, -2  # in place of a parent
 _MAX_DOUBLINGS = 32  # of the steps towards a chain's first block: what is not there then goes in circles
 
 
-class _FollowedBlocks(RankBlocks):
-    """A rank's blocks, each change of which is noted."""
-
-    def __init__(self, collector: HistoryCollector) -> None:
-        super().__init__()
-        self._collector, self.rank_idx = collector, next(collector.rank_indices)
-
-    def apply(self, event: Event, note: int = 0) -> Change:
-        before, change = self.tiers, super().apply(event, note)
-        if isinstance(event, Stored):
-            blocks = hashes_of(event)
-            self._collector.parents.update(zip(blocks, chain((event.parent,), blocks), strict=False))
-        if isinstance(event, Stored | Removed):
-            self._note(change.new or change.gone, event.tier)
-        elif before is not self.tiers:
-            self._note_changes_since(before)
-        return change
-
-    def restore(self, slices: Iterable[HeldBlocks], note: int) -> Change:
-        before, slices = self.tiers, tuple(slices)
-        change = super().restore(slices, note)
-        for held in slices:
-            self._collector.parents.update(dict.fromkeys(held.hashes[held.depths == 0].tolist()))
-        self._note_changes_since(before)
-        return change
-
-    def _note_changes_since(self, before: Sequence[dict[int, int]]) -> None:
-        for tier, was, now in zip(Tier, before, self.tiers, strict=True):
-            self._note(was.keys() ^ now.keys(), tier)
-
-    def _note(self, blocks: Iterable[int], tier: Tier) -> None:
-        self._collector.note(blocks, self.rank_idx * len(Tier) + tier)
-
-
 class HistoryCollector(StatisticsCollector):
     """Notes, of each block that comes to a holder or leaves it, which is by turns, when that was."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: _FollowedBlocks(self))
-        self.rank_indices = count()
-        self.parents: dict[int, int | None] = {}
-        """Of blocks that were seen to be stored; None of those that begin a prompt."""
+        super().__init__()
+        self._indices: dict[FollowedRank, int] = {}
+        self._parents: dict[int, int | None] = {}  # of blocks that were seen to be stored; None where a prompt begins
         self._blocks, self._holders, self._times_ms = array("Q"), array("i"), array("q")
 
-    def note(self, blocks: Iterable[int], holder: int) -> None:
-        num_before = len(self._blocks)
-        self._blocks.extend(blocks)
-        num = len(self._blocks) - num_before
-        self._holders.extend([holder] * num)
-        self._times_ms.extend([self.time_ms] * num)
+    def _apply(self, rank: FollowedRank, event: Event) -> None:
+        super()._apply(rank, event)
+        if isinstance(event, Stored):
+            blocks = hashes_of(event)
+            self._parents.update(zip(blocks, chain((event.parent,), blocks), strict=False))
+
+    def _restore(self, rank: FollowedRank, snapshot: Snapshot) -> None:
+        super()._restore(rank, snapshot)
+        for held in snapshot.slices:
+            self._parents.update(dict.fromkeys(held.hashes[held.depths == 0].tolist()))
+
+    def _changed(self, rank: FollowedRank, changes: Sequence[Change], *, is_counted: bool = True) -> None:
+        super()._changed(rank, changes, is_counted=is_counted)
+        for tier, new, gone, *_ in changes:
+            num = len(new) + len(gone)
+            self._blocks.extend(chain(new, gone))
+            self._holders.extend([self._idx(rank) * len(Tier) + tier] * num)
+            self._times_ms.extend([self.time_ms] * num)
+
+    def _idx(self, rank: FollowedRank) -> int:
+        return self._indices.setdefault(rank, len(self._indices))
 
     def history(self) -> History:
         """Return what was held when, up to the last message."""
@@ -86,8 +66,8 @@ class HistoryCollector(StatisticsCollector):
         firsts = np.flatnonzero(is_other)
         comes = (np.arange(len(blocks)) - np.repeat(firsts, np.diff(np.append(firsts, len(blocks))))) % 2 == 0
         leaves_ms = np.where(np.roll(comes, -1), _FOREVER, np.roll(times_ms, -1))
-        after, num = self.parents.values(), len(self.parents)
-        places = _places(hashes, np.fromiter(self.parents, np.uint64, num))
+        after, num = self._parents.values(), len(self._parents)
+        places = _places(hashes, np.fromiter(self._parents, np.uint64, num))
         above = _places(hashes, np.fromiter((parent or 0 for parent in after), np.uint64, num))
         above[np.fromiter((parent is None for parent in after), bool, num)] = _ROOT
         parents = np.full(len(hashes), _NOT_TOLD)
@@ -95,8 +75,7 @@ class HistoryCollector(StatisticsCollector):
         ranks = {}
         for source in self._sources.values():
             for rank, known in source.ranks.items():
-                assert isinstance(known.blocks, _FollowedBlocks)
-                ranks[known.blocks.rank_idx] = rank, min(source.block_sizes, default=1)
+                ranks[self._idx(known)] = rank, min(source.block_sizes, default=1)
         return History(
             [ranks[idx] for idx in range(len(ranks))],
             hashes,

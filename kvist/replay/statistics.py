@@ -7,7 +7,7 @@ distinct blocks take some 2 to 3 GB. The recording itself is read chunk by chunk
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import starmap
@@ -20,6 +20,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Cleared, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
+from kvist.events.snapshot import Snapshot
 from kvist.publisher.stream import RankStream
 from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
@@ -126,11 +127,11 @@ class Timeline:
         return spans
 
 
-class _Rank:
+class FollowedRank:
     """What is known of one rank while reading."""
 
-    def __init__(self, blocks: RankBlocks) -> None:
-        self.blocks = blocks
+    def __init__(self) -> None:
+        self.blocks = RankBlocks()
         self.removed: tuple[set[int], ...] = tuple(set() for _ in Tier)
         self.statistics = RankStatistics()
         self.epoch = -1
@@ -140,12 +141,12 @@ class _Rank:
 class _Source:
     """What is known of one source while reading."""
 
-    def __init__(self, source: RecordedSource, make_blocks: Callable[[], RankBlocks]) -> None:
+    def __init__(self, source: RecordedSource) -> None:
         self.statistics = SourceStatistics(source.name, source.url)
         self.numbering = SourceNumbering()
         self.num_restarts = 0
         self.snapshots = SnapshotCollector()
-        self.ranks: defaultdict[WorkerRank, _Rank] = defaultdict(lambda: _Rank(make_blocks()))
+        self.ranks: defaultdict[WorkerRank, FollowedRank] = defaultdict(FollowedRank)
         self.block_sizes: set[int] = set()
 
     def result(self) -> SourceStatistics:
@@ -164,9 +165,7 @@ class StatisticsCollector:
     What is missing is not made up for: a block whose removal was lost counts as live until its rank is cleared.
     """
 
-    def __init__(self, make_blocks: Callable[[], RankBlocks] = RankBlocks) -> None:
-        """Keep each rank's blocks in what `make_blocks` returns."""
-        self._make_blocks = make_blocks
+    def __init__(self) -> None:
         self._sources: dict[RecordedSource, _Source] = {}
         self._sessions: set[int] = set()
         self._distinct: set[int] = set()
@@ -181,7 +180,7 @@ class StatisticsCollector:
     def add(self, record: Record) -> None:
         source = self._sources.get(record.source)
         if source is None:
-            source = self._sources[record.source] = _Source(record.source, self._make_blocks)
+            source = self._sources[record.source] = _Source(record.source)
         if self._first_ns is None:
             self._first_ns = record.time_ns
         self._sessions.add(record.session)
@@ -239,15 +238,17 @@ class StatisticsCollector:
             return
         source.statistics.is_canonical = True
         source.block_sizes.add(recorded.heartbeat.block_size)
-        rank, snapshot = source.ranks[recorded.rank], recorded.snapshot
-        if snapshot.epoch < rank.epoch:
-            return
+        rank = source.ranks[recorded.rank]
+        if recorded.snapshot.epoch >= rank.epoch:
+            self._restore(rank, recorded.snapshot)
+
+    def _restore(self, rank: FollowedRank, snapshot: Snapshot) -> None:
         rank.epoch = snapshot.epoch
-        change = rank.blocks.restore(snapshot.slices, _HELD_BEFORE)
-        for removed, held in zip(rank.removed, rank.blocks.tiers, strict=True):
-            removed.difference_update(held)
-        rank.statistics.num_restored += len(change.new)
-        self._changed(rank, change, is_counted=False)
+        changes = rank.blocks.restore(snapshot.slices, _HELD_BEFORE)
+        for change in changes:
+            rank.removed[change.tier].difference_update(change.new)
+            rank.statistics.num_restored += len(change.new)
+        self._changed(rank, changes, is_counted=False)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
         name = record.source.name
@@ -277,13 +278,14 @@ class StatisticsCollector:
         self._num_events += num_events
         self._timeline.add(self.time_ms / 1000, num_events, self._num_live)
 
-    def _apply(self, rank: _Rank, event: Event) -> None:
+    def _apply(self, rank: FollowedRank, event: Event) -> None:
         if isinstance(event, Heartbeat):
             agrees = (event.num_blocks, event.digest) == (rank.blocks.num_blocks, rank.blocks.digest)
             rank.statistics.num_heartbeats_agreeing += agrees
             rank.statistics.num_heartbeats_differing += not agrees
             return
-        change, statistics = rank.blocks.apply(event, self.time_ms), rank.statistics
+        changes, statistics = rank.blocks.apply(event, self.time_ms), rank.statistics
+        change = changes[0]
         if isinstance(event, Stored):
             removed = rank.removed[event.tier]
             again = removed.intersection(change.new)
@@ -298,14 +300,15 @@ class StatisticsCollector:
             statistics.num_removed_in_vain += change.num_in_vain
         else:
             statistics.num_cleared += 1
-        self._changed(rank, change)
+        self._changed(rank, changes)
 
-    def _changed(self, rank: _Rank, change: Change, *, is_counted: bool = True) -> None:
+    def _changed(self, rank: FollowedRank, changes: Sequence[Change], *, is_counted: bool = True) -> None:
         """Take note of what is live now; blocks that a snapshot does not tell of any more do not count as removed."""
         statistics = rank.statistics
-        self._distinct.update(change.new)
-        self._num_live += len(change.new) - len(change.gone)
-        statistics.num_removed += len(change.gone) if is_counted else 0
+        for change in changes:
+            self._distinct.update(change.new)
+            self._num_live += len(change.new) - len(change.gone)
+            statistics.num_removed += len(change.gone) if is_counted else 0
         statistics.num_live = rank.blocks.num_blocks
         statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
 
