@@ -85,7 +85,7 @@ class Request(msgspec.Struct, frozen=True, dict=True):
         return is_named_so and _FORWARDED.isdisjoint([name for name, _ in self.headers])
 
 
-_CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"})
+_CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
 """The fields that decide about the message itself."""
 
 
@@ -177,7 +177,6 @@ class RequestParser:
         is_http11 = version == b"1.1"
         target = _origin_form(method, target, _single_host(control[b"host"]))
         options = list_members(control[b"connection"])
-        _refuse_upgrade(control[b"upgrade"])
         length = _length(control, is_http11=is_http11)
         request = Request(
             method.decode(),
@@ -257,10 +256,3 @@ def _origin_form(method: bytes, target: bytes, host: bytes) -> bytes:
     if not _ORIGIN_FORM.fullmatch(target):
         raise MalformedHttpError("the target is not an absolute path with an optional query")
     return target
-
-
-def _refuse_upgrade(values: list[bytes]) -> None:
-    """WebSocket and HTTP/2 are answered, not ignored: their clients would wait for a switch that never comes."""
-    for protocol in list_members(values):
-        if protocol in (b"websocket", b"h2c"):
-            raise RequestRefusedError(501, "not_implemented", f"upgrading to {protocol.decode()} is not implemented")

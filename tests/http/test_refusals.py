@@ -106,8 +106,6 @@ ACCEPTED_BY_H11 = {
     "a version to come": (get(version=b"HTTP/1.2"), 505),
     "http/3": (get(version=b"HTTP/3.0"), 505),
     "connect": (b"CONNECT a:443 HTTP/1.1\r\nHost: a:443\r\n\r\n", 501),
-    "a websocket upgrade": (get(HOST + b"Connection: Upgrade\r\nUpgrade: websocket\r\n"), 501),
-    "an h2c upgrade": (get(HOST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"), 501),
     "an unknown expectation": (post(b"Content-Length: 5\r\nExpect: 200-ok\r\n"), 417),
     "a space behind a chunk size": (CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n", 400),
     "a bare lf in the trailers": (CHUNKED + b"0\r\nX: y\n\n", 400),

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvist.http.errors import RequestRefusedError
-from kvist.http.fields import Headers
+from kvist.http.fields import Headers, end_to_end
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request, RequestParser
 
@@ -151,6 +151,14 @@ def test_a_valid_request_reads_the_same_here_and_elsewhere_however_it_is_split(d
     assert_oracles_agree([bytes([byte]) for byte in data])
     for cut in range(len(data)):
         assert_oracles_agree([data[:cut], data[cut:]])
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_who_offers_another_protocol_asks_in_this_one(protocol: bytes) -> None:
+    head = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: " + protocol
+    (request,), refusal = parse_all([head + b"\r\nHTTP2-Settings: AAMAAABk\r\n\r\n"])
+    assert refusal is None
+    assert end_to_end(request.headers) == [(b"host", b"a")]
 
 
 PIECES = [
