@@ -15,6 +15,7 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.events.codec import DECODE_ERRORS
 from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvDtype, WindowPlan
 from kvist.transfer.commands import MAX_NAME_LEN
@@ -23,9 +24,6 @@ from kvist.transfer.heads import Part, heads_of
 PROTOCOL_VERSION: Final = 3
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a million blocks, and room
-
-# Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
-_DECODE_ERRORS: Final = (ValueError, RecursionError)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -199,7 +197,7 @@ def decode_message(payload: bytes, source: str) -> Message:
     """Return the message in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
     try:
         message = _decoder.decode(payload)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise MalformedMessageError(source, str(error)) from error
     if isinstance(message, ReceiveRequest):
         hello = message.hello

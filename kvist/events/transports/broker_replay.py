@@ -30,6 +30,7 @@ from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.broker_link import end
 from kvist.events.transports.received import Collected
+from kvist.events.types import NonNegative
 
 _logger = logging.getLogger(__name__)
 
@@ -48,20 +49,19 @@ MAX_UNREAD_PAGES = 4
 """More than an asker has asked for, or asks for: further ones come from a peer gone wrong, and are dropped."""
 
 _RECORD = struct.Struct(">IQI")
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Question(msgspec.Struct, tag="kvist-ask2", array_like=True, frozen=True, gc=False):
     id: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
-    page_idx: _Count
+    page_idx: NonNegative
     topic: bytes | None
-    start_sequence: _Count
-    epoch: _Count | None
+    start_sequence: NonNegative
+    epoch: NonNegative | None
 
 
 class _Page(msgspec.Struct, tag="kvist-page1", array_like=True, frozen=True, gc=False):
     id: bytes
-    page_idx: _Count
+    page_idx: NonNegative
     is_last: bool
     data: bytes
 

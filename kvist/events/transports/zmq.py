@@ -36,7 +36,6 @@ REPLAY_SEND_TIMEOUT_S = 2.0
 """How long one reply may wait for its client; then the rest of that replay is dropped."""
 END = (-1).to_bytes(8, "big", signed=True)
 
-_REPLAY_RETRY_S = 0.01
 _END_TIMEOUT_S = 1.0
 
 Socket: TypeAlias = zmq.Socket[bytes]
@@ -54,6 +53,7 @@ class ZmqPublication:
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         # Mandatory: a full or vanished client is an error here, instead of a reply that silently disappears.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_TIMEOUT_S * 1000))
         self._server: ReplayServer | None = None
         try:
             address = bind(self._stream, endpoint.address)
@@ -95,13 +95,14 @@ class ReplayServer:
     def __init__(self, router: Socket, source: ReplaySource) -> None:
         self._router = router
         self._source = source
-        self._is_stopping = threading.Event()
+        self._is_stopping = False
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvist-replay", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._is_stopping.set()
+        """End the thread; a client that takes nothing is waited for as ever."""
+        self._is_stopping = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         os.close(self._stop)
@@ -110,13 +111,10 @@ class ReplayServer:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
-        while not self._is_stopping.is_set():
-            ready = dict(poller.poll())
-            if self._router in ready:
-                request = self._router.recv_multipart()
-                # The client went away, or takes nothing: its next request starts from the beginning.
-                with suppress(zmq.ZMQError):
-                    self._answer(request)
+        while self._stop not in dict(poller.poll()):
+            # The client went away, or takes nothing: its next request starts from the beginning.
+            with suppress(zmq.ZMQError):
+                self._answer(self._router.recv_multipart())
 
     def _answer(self, request: list[bytes]) -> None:
         if len(request) not in (3, 4, 5) or any(len(number) != 8 for number in request[2::2]):
@@ -127,21 +125,10 @@ class ReplayServer:
         ends_at_s = time.monotonic() + base.MAX_ANSWER_S
         for message in self._source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
             topic = (message.topic,) if has_topic else ()
-            self._send((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
-            if time.monotonic() >= ends_at_s:  # others wait, and the client no longer does
+            self._router.send_multipart((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
+            if self._is_stopping or time.monotonic() >= ends_at_s:  # others wait, and the client no longer does
                 return
-        self._send((client, b"", *((b"",) if has_topic else ()), END, b""))
-
-    def _send(self, frames: tuple[bytes, ...]) -> None:
-        """Wait for a client that is full, but neither long nor once the thread is to stop."""
-        give_up_at_s = time.monotonic() + REPLAY_SEND_TIMEOUT_S
-        while True:
-            try:
-                self._router.send_multipart(frames, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                if self._is_stopping.wait(_REPLAY_RETRY_S) or time.monotonic() >= give_up_at_s:
-                    raise
+        self._router.send_multipart((client, b"", *((b"",) if has_topic else ()), END, b""))
 
 
 def bind(zmq_socket: Socket, address: str) -> str:

@@ -141,17 +141,6 @@ def as_array(fragments: npt.ArrayLike) -> Int64s:
     return array
 
 
-def check_region(address: int, size_bytes: int, regions: Iterable[Region]) -> None:
-    """Raise InvalidValueError for an empty region, or one that overlaps another."""
-    if size_bytes < 1:
-        raise InvalidValueError("size_bytes", size_bytes, "at least 1")
-    for region in regions:
-        if address < region.address + region.size_bytes and region.address < address + size_bytes:
-            raise InvalidValueError(
-                "address", f"{size_bytes} bytes at {address:#x}", f"no overlap with the region at {region.address:#x}"
-            )
-
-
 def allocate_pages(size_bytes: int, fd: int = -1) -> Bytes:
     """Return zeroed, page-aligned memory, of the file `fd` if one is given; it is freed with the last view of it."""
     if size_bytes < 1:
@@ -187,7 +176,8 @@ class TransferAgent(ABC):
 
     def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> None:
         """Let peers write there, and write from there; `device_idx` is a GPU's. Raises InvalidValueError."""
-        check_region(address, size_bytes, self._regions.values())
+        ends = [(each.address, each.address + each.size_bytes) for each in self._regions.values()]
+        assert all(address >= end or address + size_bytes <= start for start, end in ends), "memory of no other region"
         self._register(address, size_bytes, device_idx)
         self._regions[address] = Region(address, size_bytes, device_idx)
         self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
