@@ -9,7 +9,7 @@ Spans have OpenTelemetry's names where it has them, else vLLM's:
     │  └─ scatter               out of the bounce region
     ├─ prefill                  until the first token
     ├─ decode                   the other tokens
-    └─ hold                     of a prompt for another worker, from its first chunk on
+    └─ hold                     of a prompt for another worker, from its offer on
        └─ write                 into that worker's memory, for each of its ranks as much as was computed
 
 With several choices, or prompts, there is one of each for every sequence.

@@ -240,3 +240,4 @@ def test_a_prompts_log_probabilities_are_those_of_one_pass_whatever_is_cached(
         assert ((expected > chosen[:, None] - TOLERANCE).sum(1) >= ranks).all()
         top = torch.tensor([[entry.logprob for entry in each.top] for each in got])
         torch.testing.assert_close(top, expected.topk(2).values, rtol=0, atol=TOLERANCE)
+    assert core.statistics().kv_cache.num_queried_tokens >= 4 * 32, "they count as others do"
