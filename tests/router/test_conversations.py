@@ -112,7 +112,7 @@ async def test_a_worker_that_is_gone_takes_its_conversations_along(worker, route
     async with (
         worker(answer=responding("a")) as one,
         worker(answer=responding("b")) as two,
-        router(one.url, two.url, policy="round-robin", model_path=MODEL, health_failures=1) as front,
+        router(one.url, two.url, policy="round-robin", model_path=MODEL) as front,
     ):
         owner, first_id = await ask(front, input="hello")
         gone, other = (one, two) if owner == one.url else (two, one)

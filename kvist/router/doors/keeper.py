@@ -139,7 +139,7 @@ class Keeper:
         self._counted, self._started_s = counted or gauges, started_s
         self._speeds = None
         if config.state_dir is not None:
-            self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
+            self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_others)
         self._endpoints = {

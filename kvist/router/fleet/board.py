@@ -16,7 +16,6 @@ it is in memory that outlives each of them, but not the router; a row is cleared
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -122,7 +121,8 @@ class LoadBoard:
         self.cell_floats = self.cell_ints.view(float)
         self.learnt_before: dict[WorkerRank, LearntSpeed] = {}
         """What a rank begins with that is named from now on."""
-        self._columns: dict[WorkerRank, int] = {}
+        self.columns: dict[WorkerRank, int] = {}
+        """Those that are named, as far as this process knows."""
         self._free: list[int] = []
         self._read_names()
 
@@ -136,31 +136,24 @@ class LoadBoard:
 
     def column(self, target: WorkerRank) -> int | None:
         """Return the column of a rank; None while it is not named."""
-        column = self._columns.get(target)
+        column = self.columns.get(target)
         if column is None:
             if self._names_columns:
                 column = self._name(target)
             else:
                 self._read_names()
-                column = self._columns.get(target)
+                column = self.columns.get(target)
         return column
-
-    @property
-    def columns(self) -> Mapping[WorkerRank, int]:
-        """Return the columns that are named, as far as this process knows."""
-        return self._columns
 
     def learnt(self) -> dict[WorkerRank, tuple[float, float]]:
         """Return the seconds that each rank took for what it computed, and how much that was, in units of work."""
-        seconds, work = learnt_of(self.work[:, :, [*self._columns.values()]])
-        return {
-            target: (float(seconds[idx]), float(work[idx])) for idx, target in enumerate(self._columns) if work[idx]
-        }
+        seconds, work = learnt_of(self.work[:, :, [*self.columns.values()]])
+        return {target: (float(seconds[idx]), float(work[idx])) for idx, target in enumerate(self.columns) if work[idx]}
 
     def forget(self, worker: str) -> None:
         """Let the columns of a worker's ranks be others' once nothing runs there."""
-        for target in [target for target in self._columns if target.worker == worker]:
-            column = self._columns.pop(target)
+        for target in [target for target in self.columns if target.worker == worker]:
+            column = self.columns.pop(target)
             if self._names_columns:
                 self._write_name(column, b"")
                 self._free.append(column)
@@ -184,7 +177,7 @@ class LoadBoard:
         if (learnt := self.learnt_before.get(target)) is not None:  # no front knows of the column yet
             self.work[0, [LEARNT_S, LEARNT], column] = learnt.seconds, learnt.work
         self._write_name(column, name)
-        self._columns[target] = column
+        self.columns[target] = column
         return column
 
     def _write_name(self, column: int, name: bytes) -> None:
@@ -195,12 +188,12 @@ class LoadBoard:
         self.memory[start] = first
 
     def _read_names(self) -> None:
-        self._columns, self._free = {}, []
+        self.columns, self._free = {}, []
         for column in range(self.ints[0]):
             start = _NAMES_AT + column * MAX_NAME_BYTES
             name = self.memory[start : start + MAX_NAME_BYTES].partition(b"\0")[0]
             if name:
                 rank, _, worker = name.decode().partition(" ")
-                self._columns[WorkerRank(worker, int(rank))] = column
+                self.columns[WorkerRank(worker, int(rank))] = column
             else:
                 self._free.append(column)

@@ -31,10 +31,8 @@ class LearntSpeed(msgspec.Struct, frozen=True):
 class Speeds:
     """Puts on a board what was learnt before, while its context is open; a failing disk costs no more than that."""
 
-    def __init__(self, path: Path, board: LoadBoard, interval_s: float) -> None:
-        """Save what is on the board every `interval_s`, and at the end."""
-        self._path, self._board, self._interval_s = path, board, interval_s
-        self._saving: asyncio.Task[None] | None = None
+    def __init__(self, path: Path, board: LoadBoard) -> None:
+        self._path, self._board = path, board
 
     async def __aenter__(self) -> Self:
         """Read the file, if there is one."""
@@ -45,20 +43,10 @@ class Speeds:
             pass
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             _logger.warning("learnt speeds not loaded: %s path=%s", error, self._path)
-        self._saving = asyncio.create_task(self._save_now_and_then(), name="kvist-speeds")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._saving is not None
-        self._saving.cancel()
-        await self._save()
-
-    async def _save_now_and_then(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            await self._save()
-
-    async def _save(self) -> None:
+        """Save what is on the board."""
         learnt = [LearntSpeed(*target, *speed) for target, speed in self._board.learnt().items()]
         try:
             await asyncio.to_thread(write_atomically, self._path, [msgspec.json.encode(learnt)])
