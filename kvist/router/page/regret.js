@@ -1,7 +1,7 @@
 // Where the hits went: what could have been cached, what was, and what to do about the difference.
 
 import { Chart } from "/ui/chart.js";
-import { Table, clock, h, host, number, refill, share, short, tile } from "/ui/dom.js";
+import { Table, clock, duration, h, host, number, refill, share, short, tile } from "/ui/dom.js";
 
 const LINES = [
   { name: "one cache", value: (row) => Math.min(row.prompt_tokens, Math.max(row.one_cache, row.held)) / row.prompt_tokens }, // estimated; held is not
@@ -51,7 +51,7 @@ export default {
     const [most, held, routed, reported] = LINES.map((line) => share(line.value(total) || 0, 1));
     refill(
       tiles,
-      tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${Math.round(regret.window_s / 60)} min`),
+      tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${duration(regret.window_s)}`),
       tile("One cache", most, `would have held, ± ${(200 * sample.standard_error).toFixed(1)} points`),
       tile("Held", held, "by the worker that held most"),
       tile("Routed", routed, "held where it was sent"),

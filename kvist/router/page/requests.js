@@ -87,11 +87,11 @@ function details(request) {
   return [
     bar(phases(request), request.total_s, seconds),
     legend(PHASES),
-    facts(told),
-    request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
     request.decision ? decision("Who answers", request.decision) : h("p", {}, "It was sent to nobody."),
     request.pull && h("p", {}, `Of the prompt, ${fetched(request.pull)}.`),
     request.prefill && decision("Who computes the prompt", request.prefill),
+    facts(told),
+    request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
   ];
 }
 

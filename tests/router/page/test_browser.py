@@ -37,17 +37,17 @@ term: State, Engine, Models, Wanted by, Blocks of, Cache holds, Requests ended, 
 heading: Event streams and ranks, Last requests
 region: Its last requests
 {REQUESTS}rowheader: …#"""
+TERMS = ("Wait", "Compute", "Price of computing", "In flight", "Fetch", "Running", "Recent")
 REQUEST = f"""heading: Requests, Explain a prompt
 searchbox: Search
 button: Pause
 region: Request
 link: Close
-heading: #
-term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Found cached, Answer
-heading: Who answers
+heading: #, Who answers
 region: Who answers: candidates
-columnheader: Candidate, Cached or in flight, Cost, Of what, Wait, Compute, Price of computing, Fetch, Running, Recent
+columnheader: Candidate, Cached or in flight, Cost, Of what, {", ".join(TERMS)}
 rowheader: # chosen
+term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Found cached, Answer
 region: Requests
 {REQUESTS}rowheader: …#, …#"""
 ASKED = "# tokens of #: asked for # {}, # % of them where it was held; last # s ago"
