@@ -72,7 +72,6 @@ class Part(Responder):
         self.status: int | None = None
         self.headers: Headers = []
         self.kept = b""
-        self.whole: Fields = {}
         self.usage: Fields | None = None
         self.charged = ReportedUsage(0, 0, 0)
         self.is_running = True
@@ -185,7 +184,7 @@ class Answers:
             self._end(part, part.kept, error)
         elif error is not None or part.status != HTTPStatus.OK:
             self._fail(str(error or f"a worker answered {part.status}"))
-        elif (self.is_event_stream or self._is_read(part)) and not any(each.is_running for each in self.parts):
+        elif not any(each.is_running for each in self.parts):
             self._finish(part)
 
     def _relay(self, part: Part, event: bytes) -> None:
@@ -200,24 +199,21 @@ class Answers:
             same = {name: self._whole[name] for name in ("id", "created") if name in self._whole}
             self._send(part, encode_event(chunk | same))
 
-    def _is_read(self, part: Part) -> bool:
-        try:
-            part.whole = part.read(part.kept)
-        except msgspec.DecodeError as error:
-            self._fail(f"a worker's answer cannot be read ({error})")
-            return False
-        return True
-
     def _finish(self, last: Part) -> None:
-        choices = [choice for part in self.parts for choice in part.whole.get("choices") or ()]
-        whole = (self._whole or last.whole) | {"choices": choices}
+        if not self.is_event_stream:
+            try:
+                answers = [part.read(part.kept) for part in self.parts]
+            except msgspec.DecodeError as error:
+                self._fail(f"a worker's answer cannot be read ({error})")
+                return
+            self._whole = answers[0] | {"choices": [choice for each in answers for choice in each.get("choices") or ()]}
         usages = [part.usage for part in self.parts if part.usage is not None]
         if len(usages) == len(self.parts):
-            whole["usage"] = _added(usages, self._num_answers)
+            self._whole["usage"] = _added(usages, self._num_answers)
         if not self.is_event_stream:
-            self._end(last, msgspec.json.encode(whole))
+            self._end(last, msgspec.json.encode(self._whole))
         else:
-            self._end(last, (encode_event(whole) if usages else b"") + DONE)
+            self._end(last, (encode_event(self._whole | {"choices": []}) if usages else b"") + DONE)
 
     def _fail(self, reason: str) -> None:
         self._owner.break_off(RequestError(HTTPStatus.BAD_GATEWAY, reason, code="worker_failed"))

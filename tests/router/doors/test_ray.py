@@ -111,6 +111,7 @@ class Deployed:
             ray_actor_options={"num_cpus": 0.1},
             graceful_shutdown_timeout_s=1,
             health_check_period_s=0.5,
+            health_check_timeout_s=180,  # who is slow is not dead
             request_router_config=request_router(**settings),
             **options,
         )
@@ -128,7 +129,7 @@ class Deployed:
         return self.handle.remote({"prompt": request} if isinstance(request, list) else request, **more)
 
     def ask(self, request: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.start(request).result(timeout_s=60)
+        answer: dict[str, Any] = self.start(request).result(timeout_s=180)
         return answer
 
     @property
