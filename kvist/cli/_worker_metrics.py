@@ -20,8 +20,8 @@ class PublisherCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._publisher.statistics()
         streams = now.ranks.values()
-        num_passed = sum(stream.filter.num_passed for stream in streams)
-        num_filtered = sum(stream.filter.num_filtered for stream in streams)
+        num_passed = sum(stream.num_passed for stream in streams)
+        num_filtered = sum(stream.num_filtered for stream in streams)
         num_malformed = sum(stream.num_malformed for stream in streams)
         yield _counter("publisher_events_passed", "Events of the published window group.", num_passed)
         yield _counter("publisher_events_filtered", "Events of other window groups, left out.", num_filtered)

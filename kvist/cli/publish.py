@@ -19,7 +19,6 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint
 
 if TYPE_CHECKING:
-    from kvist.events.engine_events import KnownWindow
     from kvist.publisher.engine_config import EngineProcess
     from kvist.publisher.sidecar import Sidecar
 
@@ -62,8 +61,6 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "the engine's block size (default: learnt from its first event)"
     add("--block-size", type=int, metavar="TOKENS", help=text)
-    text = "the attention window to publish, for an engine whose events do not tell (default: the largest seen)"
-    add("--window", metavar="TOKENS|full", help=text)
     text = (
         "'all' also streams what groups with smaller windows hold: overlaps of a hybrid model are then what its engine "
         "will reuse, and not upper bounds (default: %(default)s)"
@@ -83,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
         to=args.to,
         worker=args.worker,
         block_size=args.block_size,
-        window=_window(args.window),
         lora_names=_lora_names(args.lora_name),
         state_dir=args.state_dir,
         has_full_reports=args.full_reports,
@@ -164,15 +160,3 @@ def _lora_names(texts: list[str]) -> dict[int, str]:
         if names.setdefault(int(number), name) != name:
             raise InvalidValueError("--lora-name", text, f"one name an ID; {number} is {names[int(number)]} already")
     return names
-
-
-def _window(text: str | None) -> KnownWindow | None:
-    from kvist.events.engine_events import FULL
-
-    if text is None:
-        return None
-    if text == "full":
-        return FULL
-    if not text.isdecimal() or int(text) == 0:
-        raise InvalidValueError("--window", text, "a positive number of tokens, or full")
-    return int(text)

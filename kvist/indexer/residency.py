@@ -16,7 +16,7 @@ from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_blocks as compiled
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Arrays
-from kvist.publisher.residency import NO_SCOPE, Held, Released, Scope
+from kvist.publisher.residency import NO_SCOPE, Held, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
 from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
@@ -184,9 +184,9 @@ class EngineResidency:
             self._note_scope(block_hashes, scope)
         return Held([], [])
 
-    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
+    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
         self._change(compiled.RELEASE, tier, _folded(engine_hashes))
-        return Released([], [])
+        return []
 
     def empty(self, tier: Tier) -> list[int]:
         """Hold nothing in a tier, nor in other groups, which are on the GPU alone."""

@@ -9,12 +9,10 @@ well, may be gone.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import msgspec
 
-from kvist.errors import InvalidValueError
 from kvist.events import UNKNOWN, EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored, Window
 from kvist.events.engine_events import STATE, KnownWindow, UnsizedWindow, window_size
 from kvist.events.types import Positive
@@ -46,38 +44,21 @@ class FilterState(msgspec.Struct, array_like=True):
         return msgspec.structs.replace(self, shown_groups=set(self.shown_groups))
 
 
-@dataclass(slots=True)
-class FilterStatistics:
-    """What one rank's filter did since it was made."""
-
-    window: KnownWindow | None = None
-    group: int | None = None
-    num_passed: int = 0
-    num_filtered: int = 0
-    num_late_created: int = 0
-    num_window_grew: int = 0
-    num_ambiguous_removals: int = 0
-    num_undecidable: int = 0
-
-
 class WindowFilter:
     """Passes the events of one rank's largest-window group and drops all others; O(1) time and memory.
 
-    The window is known in one of three ways: from the `created` events that precede everything else; else from
-    `configured_window`; else it is learnt as the largest seen, and when a larger one turns up the rank is cleared
-    first. Of two groups with the largest window, the first one named is published. A group whose window is UNKNOWN
-    passes only while the rank has shown one group. A removal that does not say its group, on a rank with several, is
-    taken to be the published group's and counted as ambiguous: at worst a block is forgotten that is still there.
+    The window is known from the `created` events that precede everything else; else it is learnt as the largest seen,
+    and when a larger one turns up the rank is cleared first. Of two groups with the largest window, the first one named
+    is published. A group whose window is UNKNOWN passes only while the rank has shown one group. A removal that does
+    not say its group, on a rank with several, is taken to be the published group's: at worst a block is forgotten that
+    is still there.
     """
 
-    def __init__(self, rank: int = 0, configured_window: KnownWindow | None = None) -> None:
-        if isinstance(configured_window, int) and configured_window <= 0:
-            raise InvalidValueError("configured_window", configured_window, "a positive number of tokens, FULL or None")
+    def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._configured_window = configured_window
         self._state = FilterState()
         self._said: set[str] = set()
-        self._counts = FilterStatistics()
+        self.num_passed = self.num_filtered = 0
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
         """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
@@ -85,7 +66,7 @@ class WindowFilter:
         if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
             return self._admit_rare(event)
         if event.window is STATE:
-            self._counts.num_filtered += 1
+            self.num_filtered += 1
             return ()
         if self._state.is_created_phase:
             self._end_created_phase()
@@ -93,9 +74,9 @@ class WindowFilter:
         must_clear = self._learn(event) or self._is_unknown_ambiguous_now()
         passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
         if not passes:
-            self._counts.num_filtered += 1
+            self.num_filtered += 1
             return (EngineCleared(rank=event.rank),) if must_clear else ()
-        self._counts.num_passed += 1
+        self.num_passed += 1
         if isinstance(event, EngineStored):
             self._state.has_published = True
             self._state.has_published_unknown |= event.window is UNKNOWN
@@ -109,9 +90,6 @@ class WindowFilter:
     def resume(self, state: FilterState) -> None:
         self._state = state.copy()
 
-    def statistics(self) -> FilterStatistics:
-        return replace(self._counts, window=self._window, group=self._state.group)
-
     @property
     def _window(self) -> KnownWindow | None:
         return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
@@ -123,12 +101,11 @@ class WindowFilter:
         if self._state.is_created_phase:
             self._end_created_phase()
         self._state.has_published = self._state.has_published_unknown = False
-        self._counts.num_passed += 1
+        self.num_passed += 1
         return (event,)
 
     def _created(self, event: EngineCreated) -> None:
         if not self._state.is_created_phase:
-            self._counts.num_late_created += 1
             self._warn_once(
                 "created event ignored: the published window is fixed once blocks are reported", event.window
             )
@@ -141,8 +118,6 @@ class WindowFilter:
 
     def _end_created_phase(self) -> None:
         self._state.is_created_phase = False
-        if self._window is None:
-            self._state.window = self._configured_window
         self._state.is_learning = self._window is None
 
     def _show(self, group: int | None, window: Window) -> None:
@@ -177,11 +152,9 @@ class WindowFilter:
         # With one group shown, what was published before its window was known is its own.
         must_clear = self._state.has_published and (old_window is not None or self._has_several_groups)
         if must_clear:
-            self._counts.num_window_grew += 1
             self._state.has_published = self._state.has_published_unknown = False
             self._warn_once(
-                "a larger window appeared: the rank is cleared and the larger group published; configure the window to "
-                "avoid this",
+                "a larger window appeared: the rank is cleared and the larger group published",
                 old_window,
             )
         return must_clear
@@ -217,11 +190,7 @@ class WindowFilter:
         is_other_group = event.group is not None and self._state.group is not None
         if is_other_group:
             return False
-        if isinstance(event, EngineStored) or self._window is None:
-            self._counts.num_undecidable += 1
-            return False
-        self._counts.num_ambiguous_removals += 1
-        return True
+        return isinstance(event, EngineRemoved) and self._window is not None
 
 
 def _is_larger(window: KnownWindow, other: KnownWindow) -> bool:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
@@ -21,31 +18,6 @@ from kvist.publisher.filter import PassedEvent
 from kvist.publisher.residency import NO_SCOPE, Holdings, Residency, Scope
 
 _logger = logging.getLogger(__name__)
-
-
-class Status(StrEnum):
-    """Why something an engine reported was left out; the label of a counter."""
-
-    BLOCK_NOT_FOUND = "block_not_found"
-    PARENT_BLOCK_NOT_FOUND = "parent_block_not_found"
-    INVALID_BLOCK_SEQUENCE = "invalid_block_sequence"
-    OVERSIZE_BLOCK = "oversize_block"
-    WRONG_BLOCK_SIZE = "wrong_block_size"
-    MISALIGNED_TOKENS = "misaligned_tokens"
-    INVALID_TOKENS = "invalid_tokens"
-    NO_TOKENS = "no_tokens"
-    UNKNOWN_LORA = "unknown_lora"
-    HASH_REUSED = "hash_reused"
-    PARTIAL_BLOCK = "partial_block"
-
-
-@dataclass(slots=True)
-class NormaliserStatistics:
-    """What one rank's normaliser did since it was made."""
-
-    num_stored_blocks: int = 0
-    num_removed_blocks: int = 0
-    num_by_status: Counter[Status] = field(default_factory=Counter)
 
 
 class Normaliser:
@@ -71,8 +43,7 @@ class Normaliser:
         self._rank = rank
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
-        self._counts = NormaliserStatistics()
-        self._num_by_status = self._counts.num_by_status
+        self._said: set[str] = set()
         self._in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
@@ -117,31 +88,30 @@ class Normaliser:
             for removed in self._removed(EngineRemoved([name for of, name in names if of is tier], tier=tier))
         )
 
-    def statistics(self) -> NormaliserStatistics:
-        return replace(self._counts, num_by_status=self._num_by_status.copy())
-
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:
         if len(event.token_ids) == 0:
             return self._stored_without_tokens(event)
         if event.block_size != self._block_size:
-            self._count_wrong_block_size(event.block_size)
+            text = "the engine's blocks are not of the configured size, and are left out"
+            text += " rank=%d engine_block_size=%d block_size=%d"
+            self._warn_once(text, self._rank, event.block_size, self._block_size)
         lora_name = event.lora_name or None
         if lora_name is None and event.lora_id:
             lora_name = self._lora_names.get(event.lora_id)
             if not lora_name:
-                return self._leave_out(Status.UNKNOWN_LORA)
+                return ()
         parent = None
         if event.parent_block_hash is not None:
             parent = self._residency.find(event.parent_block_hash)
             if parent is None:
-                return self._leave_out(Status.PARENT_BLOCK_NOT_FOUND)
+                return ()
         scope = self._scope(lora_name, event.cache_salt or None, parent)
         engine_hashes = self._leading_full_blocks(event)
         if not engine_hashes:
             return ()
         block_hashes = self._canonical_hashes(event, len(engine_hashes), parent, scope)
         if block_hashes is None:
-            return self._leave_out(Status.INVALID_TOKENS)
+            return ()
         return self._hold(engine_hashes, block_hashes, parent, event.tier, scope)
 
     def _hold(
@@ -156,11 +126,8 @@ class Normaliser:
         new_idxs, displaced = self._residency.hold(engine_hashes, block_hashes, parent, tier, scope)
         events: list[Event] = []
         if displaced:
-            self._num_by_status[Status.HASH_REUSED] += len(displaced)
-            self._counts.num_removed_blocks += len(displaced)
             events.append(Removed(_pack(displaced), tier))
         if new_idxs:
-            self._counts.num_stored_blocks += len(new_idxs)
             first, last = new_idxs[0], new_idxs[-1]
             before_first = block_hashes[first - 1] if first else parent
             events.append(Stored(_pack(block_hashes[first : last + 1]), before_first, tier))
@@ -172,28 +139,18 @@ class Normaliser:
         for engine_hash in event.block_hashes:
             block_hash = None if engine_hash is None else self._residency.find(engine_hash)
             if engine_hash is None or block_hash is None:
-                self._num_by_status[Status.NO_TOKENS] += 1
                 continue
             parent = self._residency.parent(block_hash)
             if parent is not None and not self._residency.holds(parent):
-                self._num_by_status[Status.PARENT_BLOCK_NOT_FOUND] += 1
                 continue
             scope = self._residency.scope(block_hash)
             events += self._hold((engine_hash,), (block_hash,), parent, event.tier, scope)
         return tuple(events)
 
     def _removed(self, event: EngineRemoved) -> tuple[Event, ...]:
-        events: list[Event] = []
-        missing: set[EngineHash] | None = None
-        for tier in Tier if event.tier is None else (event.tier,):
-            removed, not_found = self._residency.release(event.block_hashes, tier)
-            missing = set(not_found) if missing is None else missing.intersection(not_found)
-            if removed:
-                self._counts.num_removed_blocks += len(removed)
-                events.append(Removed(_pack(removed), tier))
-        if missing:  # also of blocks that were not full when they were reported, and so never published
-            self._num_by_status[Status.BLOCK_NOT_FOUND] += len(missing)
-        return tuple(events)
+        tiers = Tier if event.tier is None else (event.tier,)
+        released = ((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
+        return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
 
     def _is_plain(self, event: EngineStored) -> bool:
         """Return whether all blocks are full, known by their hashes, and different: nearly always so."""
@@ -216,7 +173,6 @@ class Normaliser:
             lengths = (event.block_size,) * len(event.block_hashes)
         # Cache groups that skip blocks send the tokens of the whole span: positions are lost.
         if len(lengths) != len(event.block_hashes) or len(event.token_ids) != sum(lengths) + event.is_eagle:
-            self._num_by_status[Status.MISALIGNED_TOKENS] += 1
             return []
         leading: list[EngineHash] = []
         seen = {event.parent_block_hash}
@@ -224,23 +180,15 @@ class Normaliser:
             if engine_hash is None:
                 break
             if length != self._block_size:
-                self._end_chain_at(length)
+                if length > self._block_size == event.block_size:
+                    text = "block left out: too long rank=%d length=%d block_size=%d"
+                    self._warn_once(text, self._rank, length, self._block_size)
                 break
             if engine_hash in seen:
-                self._num_by_status[Status.INVALID_BLOCK_SEQUENCE] += 1
                 break
             seen.add(engine_hash)
             leading.append(engine_hash)
         return leading
-
-    def _end_chain_at(self, length: int) -> None:
-        if length <= self._block_size:
-            self._num_by_status[Status.PARTIAL_BLOCK] += 1
-            return
-        self._num_by_status[Status.OVERSIZE_BLOCK] += 1
-        if self._num_by_status[Status.OVERSIZE_BLOCK] == 1 and not self._num_by_status[Status.WRONG_BLOCK_SIZE]:
-            text = "block left out: too long rank=%d length=%d block_size=%d"
-            _logger.warning(text, self._rank, length, self._block_size)
 
     def _scope(self, lora_name: str | None, cache_salt: str | None, parent: int | None) -> Scope:
         inherited = NO_SCOPE if parent is None else self._residency.scope(parent)
@@ -268,16 +216,10 @@ class Normaliser:
             _logger.debug("event dropped: %s rank=%d", error, self._rank)
             return None
 
-    def _count_wrong_block_size(self, engine_block_size: int) -> None:
-        self._num_by_status[Status.WRONG_BLOCK_SIZE] += 1
-        if self._num_by_status[Status.WRONG_BLOCK_SIZE] == 1:
-            text = "the engine's blocks are not of the configured size, and are left out"
-            sizes = engine_block_size, self._block_size
-            _logger.warning("%s rank=%d engine_block_size=%d block_size=%d", text, self._rank, *sizes)
-
-    def _leave_out(self, status: Status) -> tuple[Event, ...]:
-        self._num_by_status[status] += 1
-        return ()
+    def _warn_once(self, text: str, *values: int) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _logger.warning(text, *values)
 
 
 def _pack(block_hashes: Sequence[int]) -> bytes:

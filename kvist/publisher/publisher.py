@@ -22,7 +22,6 @@ from kvist.events.engine_events import Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
-from kvist.publisher.filter import WindowFilter
 from kvist.publisher.snapshot import Answers
 from kvist.publisher.stream import (
     RankState,
@@ -77,8 +76,7 @@ class KvEventPublisher:
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
-        topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry, as this does for a wrong window
-        WindowFilter(configured_window=options.get("window"))
+        topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry
         self._worker = worker
         self.block_size = block_size
         """The engine's, None while it is neither given nor learnt."""

@@ -50,13 +50,6 @@ class Held(NamedTuple):
     displaced: list[int]
 
 
-class Released(NamedTuple):
-    """What `Residency.release` changed: blocks that left the tier, and engine hashes that were not in it."""
-
-    block_hashes: list[int]
-    not_found: list[EngineHash]
-
-
 class Holdings(Protocol):
     """What a normaliser needs of what it keeps: `Residency`, or something that keeps the same in another way."""
 
@@ -82,8 +75,8 @@ class Holdings(Protocol):
     ) -> Held:
         """Hold a chain of blocks behind `parent` in a tier."""
 
-    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes out of a tier, in any order."""
+    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
+        """Take the engine's hashes out of a tier, in any order; return what has to be published of it."""
 
     def engine_hashes(self, tier: Tier) -> Sequence[EngineHash]:
         """Return what the engine calls the blocks that are held in a tier."""
@@ -212,19 +205,17 @@ class Residency:
         self._digest_changes([block_hashes[idx] for idx in new_idxs], displaced, tier)
         return Held(new_idxs, displaced)
 
-    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
+    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
+        """Take the engine's hashes, or one copy of each that has more, out of a tier; return what left it."""
         block_of = self._block_of[tier]
-        released = Released([], [])
+        released: list[int] = []
         for engine_hash in engine_hashes:
             if self.copies and self._drop_copy(engine_hash, tier):
                 continue
             block_hash = block_of.pop(engine_hash, None)
-            if block_hash is None:
-                released.not_found.append(engine_hash)
-            elif self._drop(block_hash, tier):
-                released.block_hashes.append(block_hash)
-        self._digest_changes([], released.block_hashes, tier)
+            if block_hash is not None and self._drop(block_hash, tier):
+                released.append(block_hash)
+        self._digest_changes([], released, tier)
         return released
 
     def engine_hashes(self, tier: Tier) -> list[EngineHash]:
@@ -232,7 +223,7 @@ class Residency:
 
     def empty(self, tier: Tier) -> list[int]:
         self.copies = {(name, of): number for (name, of), number in self.copies.items() if of is not tier}
-        return self.release(self.engine_hashes(tier), tier).block_hashes
+        return self.release(self.engine_hashes(tier), tier)
 
     def clear(self) -> None:
         for tier in Tier:

@@ -13,12 +13,12 @@ import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events.codec import encode_batch
-from kvist.events.engine_events import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, KnownWindow
+from kvist.events.engine_events import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvist.events.transports import Message
 from kvist.events.types import MAX_RANKS, Batch, Cleared, Event, GroupRule, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.publisher.filter import FilterState, FilterStatistics, PassedEvent, WindowFilter
+from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
 from kvist.publisher.groups import MAX_COUNTED, GroupSplitter
-from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
+from kvist.publisher.normaliser import Normaliser
 from kvist.publisher.residency import Residency
 
 # A hash of any other type might never be found again, or never be sent; nearly always they are of the first three.
@@ -36,8 +36,6 @@ _HASH_BYTES = 8
 class StreamOptions(TypedDict, total=False):
     """How the streams of ranks come to be; left out with their defaults."""
 
-    window: KnownWindow | None
-    """The one to publish, for engines that do not report theirs."""
     lora_names: Mapping[int, str] | None
     """The adapters' names, for engines that send only their numbers."""
     counts_copies: bool
@@ -58,8 +56,8 @@ class StreamStatistics:
     num_events: int
     num_malformed: int
     num_batches: int
-    filter: FilterStatistics
-    normaliser: NormaliserStatistics
+    num_passed: int
+    num_filtered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,7 @@ class Companion(Stream):
             self._coalescer.add(Stored(block_hash.to_bytes(_HASH_BYTES, "little"), None, Tier(kind)))
 
     def _release(self, kind: int, block_hashes: Sequence[int]) -> None:
-        released = self.residency.release(block_hashes, Tier(kind)).block_hashes
+        released = self.residency.release(block_hashes, Tier(kind))
         if released:
             self._coalescer.add(Removed(array("Q", released).tobytes(), Tier(kind)))
 
@@ -227,7 +225,7 @@ class RankStream(Stream):
         self._options = options
         self._has_full_reports = options.get("has_full_reports", False)
         self._is_report = False  # the event at hand
-        self._filter = WindowFilter(source.rank, options.get("window"))
+        self._filter = WindowFilter(source.rank)
         self._hold(self.residency)
         self._num_events = 0
         self._num_malformed = 0
@@ -362,8 +360,8 @@ class RankStream(Stream):
             num_events=self._num_events,
             num_malformed=self._num_malformed,
             num_batches=self.next_sequence,
-            filter=self._filter.statistics(),
-            normaliser=self._normaliser.statistics(),
+            num_passed=self._filter.num_passed,
+            num_filtered=self._filter.num_filtered,
         )
 
 

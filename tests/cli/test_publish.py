@@ -158,7 +158,6 @@ def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
     [
         (["--to", "nowhere"], "endpoint: got 'nowhere'"),
         (["--endpoint", "tcp://h:1?engine=gpt"], "endpoint"),
-        (["--window", "wide"], "--window: got 'wide'"),
         (["--block-size", "-1"], "block_size: got -1"),
         (["--worker", "a b"], "worker: got 'a b'"),
         (["--kv-events-config", "{"], "--kv-events-config: got '{'"),

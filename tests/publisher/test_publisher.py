@@ -58,7 +58,7 @@ def test_only_the_largest_window_group_is_published(publication):
         publisher.stored([1], tokens_of(1), window=8, group=0)
         publisher.stored([2], tokens_of(2), window=FULL, group=1)
     assert publication.held() == {(hash_of(2), Tier.GPU)}
-    assert publisher.statistics().ranks[0].filter.num_filtered == 1
+    assert publisher.statistics().ranks[0].num_filtered == 1
 
 
 def test_each_rank_has_its_own_topic_numbering_and_blocks(publication):

@@ -170,7 +170,7 @@ async def test_a_hundred_thousand_blocks_at_once_arrive_without_a_gap(start_vllm
         await until(lambda: sidecar.statistics().num_engine_batches == 12_501)
     statistics = sidecar.statistics()
     assert (statistics.num_gaps, statistics.num_lost, statistics.published.num_lost_events) == (0, 0, 0)
-    assert statistics.published.ranks[0].normaliser.num_stored_blocks == 100_001
+    assert statistics.published.ranks[0].num_blocks == 100_001
 
 
 async def test_each_data_parallel_rank_may_have_its_own_endpoint(start_vllm, free_port, until):

@@ -134,7 +134,7 @@ def test_statistics_tell_events_and_batches():
     stream.close_batches(0.0)
     statistics = stream.statistics()
     assert (statistics.num_events, statistics.num_batches) == (2, 1)
-    assert statistics.normaliser.num_stored_blocks == 1
+    assert (statistics.num_blocks, statistics.num_passed, statistics.num_filtered) == (1, 2, 0)
 
 
 def test_a_removal_of_what_is_no_hash_clears_the_rank_and_is_warned_of_once(caplog):
