@@ -30,11 +30,8 @@ class Outcome:
     ttft_p90_s: float
     ttft_p99_s: float
     end_to_end_p99_s: float
-    itl_mean_s: float
     itl_p99_s: float
     """Between a token of an answer and the next."""
-    held: float
-    """Share of the prompt tokens that some worker was known to hold when they were routed, or that were found."""
     cached: float
     """Share of the prompt tokens that were found."""
     reuse: float
@@ -223,9 +220,7 @@ class Simulation:
             ttfts[int(0.9 * len(jobs))],
             ttfts[int(0.99 * len(jobs))],
             ends[int(0.99 * len(jobs))],
-            sum(gap_s * num for gap_s, num in gaps_s) / num_gaps[-1],
             gaps_s[bisect(num_gaps, int(0.99 * num_gaps[-1]))][0],
-            sum(held) / num_tokens,
             cached / num_tokens,
             cached / max(1, shared),
             (sum(left_s) - shared_s) / len(jobs),

@@ -132,7 +132,8 @@ def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
     simulation = Simulation(trace, machines, driver, Conditions(memory=memory, num_prefill=num_prefill))
     outcome = simulation.run()
     assert all(job.at_s < job.answered_at_s <= job.done_at_s < inf for job in simulation.jobs)
-    assert 0 < outcome.cached <= outcome.held < 1
+    assert 0 < outcome.cached < 1
+    assert outcome.regret_held_s >= 0
     depths = [simulation.index.depths(each.blocks, inf) for each in trace.requests]
     for idx, worker in enumerate(simulation._workers):
         assert worker._context_tokens == 0

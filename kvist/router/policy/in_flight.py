@@ -26,8 +26,6 @@ _MASK: Final = (1 << 64) - 1
 Marks = NDArray[np.uint64]
 Depths = NDArray[np.int64]
 
-_NO_MARKS: Final = np.empty(0, np.uint64)
-
 SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), ("rank", "i4", NUM_RANKS_OF_A_MARK)])
 
 
@@ -103,10 +101,7 @@ class PromptsInFlight:
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
-        num_marks = bisect_right(self._all_depths, len(block_hashes))
-        if not num_marks:
-            return _NO_MARKS
-        idxs = self._idxs[:num_marks]
+        idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]
         if isinstance(block_hashes, np.ndarray):
             marks: Marks = block_hashes[idxs].astype(np.uint64, copy=False)
             return marks
@@ -114,8 +109,6 @@ class PromptsInFlight:
 
     def depths(self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None) -> Depths:
         """Return how many leading blocks each rank holds or will have computed; `held` are those it holds by events."""
-        if not len(marks):
-            return held
         depths = held.copy()
         ranks = self._all_ranks if ranks is None else ranks
         read_depths(self._tables, marks, self._depths, now_s, self._columns, ranks, depths)
@@ -124,8 +117,7 @@ class PromptsInFlight:
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
         until_s = now_s + IN_FLIGHT_S
-        if len(marks):
-            add_marks(self._own, marks, rank, until_s)
+        add_marks(self._own, marks, rank, until_s)
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:
@@ -133,5 +125,4 @@ class PromptsInFlight:
 
         Marks that a later prompt renewed stay.
         """
-        if len(marks):
-            settle_marks(self._own, marks, rank, until_s, now_s + UNTIL_INDEXED_S if is_computed else 0.0)
+        settle_marks(self._own, marks, rank, until_s, now_s + UNTIL_INDEXED_S if is_computed else 0.0)

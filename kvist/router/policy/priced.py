@@ -52,14 +52,12 @@ def weigh_ranks(
     idle: float,
     context_scale: float,
     recent_scale: float,
-    cost_s: Floats,
-    compute: Floats,
-    pending: Floats,
+    weighed: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
-    """Write what each rank would cost, compute and find in flight, and the tokens that it has cached, or will have.
+    """Write what each rank would cost, compute and find in flight into `weighed`, and what it has cached, or will have.
 
-    `work` is `Work.by_rank`; room is given. A plain loop, for `kvist.router.compiled` to compile.
+    `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
     """
     recent_unit_s = recent_scale * work[1].mean()
     for idx in range(len(held)):
@@ -70,11 +68,11 @@ def weigh_ranks(
             saved += tier_credits[tier] * (done - before)
             before = done
         wait_s, unit_s, context_tokens, recent = work[:, idx]
-        compute[idx] = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
+        compute = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
         there, coming = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
-        pending[idx] = max(0, coming - there) * (1.0 + half_alpha * (coming + there)) * compute_scale
-        priced = (1.0 + price) * compute[idx] + idle * pending[idx] + context_scale * context_tokens
-        cost_s[idx] = wait_s + priced * unit_s + recent * recent_unit_s
+        pending = max(0, coming - there) * (1.0 + half_alpha * (coming + there)) * compute_scale
+        priced = (1.0 + price) * compute + idle * pending + context_scale * context_tokens
+        weighed[:, idx] = wait_s + priced * unit_s + recent * recent_unit_s, compute, pending
         cached_tokens[idx] = tokens
 
 
@@ -91,12 +89,12 @@ class Prices(NamedTuple):
     """What a request would cost each candidate, and of what; arrays with one entry a candidate."""
 
     cost_s: Floats
-    price: float
-    """κ: what is computed costs 1 + `price` times its time."""
     compute: Floats
     """e; times `load.unit_s` it is in seconds, as are the terms of `load`."""
     pending: Floats
     """d, of which as much counts as the fleet idles."""
+    price: float
+    """κ: what is computed costs 1 + `price` times its time."""
     cached_tokens: NDArray[np.int64]
     load: Work
     num_tokens: int
@@ -184,7 +182,6 @@ class PricedPolicy:
         self._in_flight = in_flight
         self.block_size = block_size
         self._credits = np.array(settings.tier_credits)
-        self.num_ranks = work.num_ranks
 
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int, settings: PriceSettings | None = None) -> PricedPolicy:
@@ -218,7 +215,7 @@ class PricedPolicy:
         marks = self._in_flight.marks(block_hashes)
         idle = 1.0 - work.utilisation
         price = min(settings.max_price, settings.price_scale * work.utilisation**2 / idle)
-        (cost_s, compute, pending), cached_tokens = np.empty((3, len(held))), np.empty(len(held), np.int64)
+        weighed, cached_tokens = np.empty((3, len(held))), np.empty(len(held), np.int64)
         weigh_ranks(
             work.by_rank,
             self._in_flight.depths(now_s, marks, held[:, 0], ranks),
@@ -233,14 +230,11 @@ class PricedPolicy:
             idle,
             settings.context_scale,
             settings.recent_scale,
-            cost_s,
-            compute,
-            pending,
+            weighed,
             cached_tokens,
         )
-        no_tokens, nothing = np.zeros(len(held), np.int64), np.zeros(len(held))
-        found = cost_s, price, compute, pending, cached_tokens, work
-        prices = Prices(*found, num_tokens, marks, self, no_tokens, nothing, nothing)
+        fetched = np.zeros_like(cached_tokens), np.zeros(len(held)), np.zeros(len(held))
+        prices = Prices._make((*weighed, price, cached_tokens, work, num_tokens, marks, self, *fetched))
         return prices if pull is None else self._with_pull(prices, pull)
 
     def _with_pull(self, prices: Prices, pull: Pull) -> Prices:

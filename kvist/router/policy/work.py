@@ -64,7 +64,6 @@ WHOLE_WEIGHT: Final = 0.25
 
 MIN_STARTED_S: Final = 3.0
 """A fleet is taken to have idled before it was heard of, for what is left of this."""
-
 MAX_UTILISATION: Final = 0.99
 
 Floats = NDArray[np.float64]
@@ -186,8 +185,7 @@ class WorkRows:
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
         self._window_s, utilisation = map(float, read_rows(self._rows, ranks, now_s, self._first_unit_s, found))
-        wait_s, unit_s, context_tokens, recent = found
-        return Work(found, wait_s, unit_s, context_tokens, recent, utilisation)
+        return Work._make((found, *found, utilisation))
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work that its prompt is at this rank, and how long it should take there."""

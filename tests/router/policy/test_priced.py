@@ -45,7 +45,7 @@ def hashes_of(num_tokens: int, name: int = 0) -> list[int]:
 
 
 def send(policy: PricedPolicy, now_s: float, rank: int, num_tokens: int, name: int = 0, **kind: bool) -> Dispatched:
-    prices = policy.weigh(now_s, num_tokens, hashes_of(num_tokens, name), [0] * policy.num_ranks)
+    prices = policy.weigh(now_s, num_tokens, hashes_of(num_tokens, name), [0] * policy._work.num_ranks)
     return policy.dispatched(now_s, rank, prices, rank, **kind)
 
 
