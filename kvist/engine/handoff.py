@@ -223,9 +223,11 @@ class Handoffs:
         self._command(commands.Computed(remote_request_id, lists, is_whole, first_token_id))
 
     def _note_speed(self, request: Request, num_tokens: int) -> None:
-        times = request.times
+        """Note when a fetch ended, and how fast it was if it was a prefix's: other prompts are still computed."""
+        times, source = request.times, request.handoff
         times.fetched_s = time.monotonic()
-        if self._speed is not None and times.fetching_s is not None:
+        is_prefix = isinstance(source, RemotePrefill) and source.num_tokens < len(request.prompt_token_ids)
+        if self._speed is not None and is_prefix and times.fetching_s is not None:
             self._speed.add(num_tokens, times.fetching_s, times.fetched_s)
 
     def _leave(self, request: Request) -> None:

@@ -209,6 +209,19 @@ def test_a_prefix_that_is_cached_elsewhere_is_fetched_and_the_rest_computed(
     assert hold_prefix(source, "other", make_prompt(33, 9), 100).remote_request_id is None
 
 
+def test_prefixes_alone_tell_how_fast_prompts_are_fetched(make_worker, greedy) -> None:
+    target = make_worker("llama")
+    target.core.attach(target.notes.command, tokens_per_s=1000.0)
+    speeds = []
+    for num_tokens, first_token_id in ((20, 5), (16, None)):
+        remote = RemotePrefill(("tcp://here:1",), "held", num_tokens)
+        target.core.add_request(str(num_tokens), SequenceInput(make_prompt(20), greedy(2), handoff=remote))
+        target.run()
+        target.core.on_report(FetchCompleted(str(num_tokens), first_token_id))
+        speeds.append(target.core.statistics().handoffs.tokens_per_s)
+    assert speeds[0] == 1000.0 != speeds[1]
+
+
 def test_how_fast_prompts_are_fetched_is_learnt_and_a_failure_forgotten_in_minutes() -> None:
     speed = handoff.FetchSpeed(1000.0)
     assert speed.tokens_per_s(50.0) == 1000.0
