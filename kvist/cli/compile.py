@@ -12,10 +12,6 @@ from kvist.errors import KvistError
 HELP = "compile the index, and the engine's loops, before their first start, as when an image is built"
 
 
-class NoCacheError(KvistError):
-    """Machine code cannot be kept: the operator names a directory that can be written."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Machine code goes to kvist/ in the directory that NUMBA_CACHE_DIR names, else in XDG_CACHE_HOME, else in "
@@ -32,7 +28,7 @@ def run(args: argparse.Namespace) -> int:  # noqa: ARG001
     started_s = time.monotonic()
     filled = fill()
     if filled is None:
-        raise NoCacheError("no directory for machine code can be written: set NUMBA_CACHE_DIR to one")
+        raise KvistError("no directory for machine code can be written: set NUMBA_CACHE_DIR to one")
     if find_spec("torch") is not None:
         import_module("kvist.kernels._loops")  # which Numba caches by itself
     seconds, megabytes = time.monotonic() - started_s, filled.size_bytes / 1e6

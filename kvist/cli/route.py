@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from kvist.router.doors.service import RouterService
 
     service = RouterService(config, started_s)
-    return asyncio.run(serve(_reloading(service, args, stamp), lambda service: _ready_line(config, service.url)))
+    return asyncio.run(serve(_reloading(service, args, stamp), lambda _: _ready_line(config, service.url)))
 
 
 def _ready_line(config: RouterConfig, url: str) -> str:
@@ -105,16 +105,13 @@ class _Reloadable(AbstractAsyncContextManager[Any], Protocol):
     def reload(self, config: RouterConfig) -> None: ...
 
 
-_Service = TypeVar("_Service", bound=_Reloadable)
-
-
 @asynccontextmanager
-async def _reloading(service: _Service, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[_Service]:
+async def _reloading(service: _Reloadable, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[None]:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     async with service, asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_reload(service, args, stamp, asked), name="kvist-settings")
-        yield service
+        yield
         watching.cancel()
 
 

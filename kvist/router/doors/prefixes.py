@@ -6,12 +6,10 @@ the same up to where their hashes are.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from heapq import heapify, heappop, heappush
 from secrets import token_bytes
 from time import monotonic, time
 from typing import Any
@@ -105,24 +103,21 @@ class PrefixTree:
 
     def explain(self, most: int = MAX_SHOWN) -> list[dict[str, Any]]:
         """Return the nodes that are used most, each behind its parent, which it names by its place."""
-        numbers, shown = itertools.count(), list[dict[str, Any]]()
-        waiting: list[tuple[int, int, _Node, str, int, int | None]] = [
-            (-child.uses, next(numbers), child, model, block_size, None)
-            for (model, block_size), root in self._roots.items()
-            for child in root.children.values()
+        found: list[tuple[_Node, str, int, _Node | None]] = [
+            (child, *place, None) for place, root in self._roots.items() for child in root.children.values()
         ]
-        heapify(waiting)
-        while waiting and len(shown) < most:
-            _, _, node, model, block_size, parent = heappop(waiting)
-            for child in node.children.values():
-                heappush(waiting, (-child.uses, next(numbers), child, model, block_size, len(shown)))
+        for node, model, block_size, _ in found:
+            found += [(child, model, block_size, node) for child in node.children.values()]
+        found = sorted(found, key=lambda each: -each[0].uses)[:most]  # no child is used more than its parent
+        places, shown = {node: place for place, (node, *_) in enumerate(found)}, []
+        for node, model, block_size, parent in found:
             last = node.hashes[-1:]
             held = {} if self._index is None else self._index.match(last)
             tiers = Counter(Tier(bisect_left(depths, 1)).name.lower() for depths in held.values())
             shown.append(
                 {
                     "prefix": blake2b(last.tobytes(), key=self._secret, digest_size=6).hexdigest(),
-                    "parent": parent,
+                    "parent": places[parent] if parent else None,
                     "model": model,
                     "from_tokens": (node.depth - len(node.hashes)) * block_size,
                     "to_tokens": node.depth * block_size,

@@ -36,13 +36,9 @@ def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
 
 def problems_of(workers: list[dict[str, Any]], readiness: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what is wrong, by what stays the same while it is: where, what, why, how bad, and which page explains."""
-    found = {}
-    for worker in workers:
-        for problem in _of_worker(worker):
-            found[f"{worker['url']} {problem['what']}"] = {"where": worker["url"], **problem}
-    for problem in _of_router(readiness):
-        found[f"{problem['where']} {problem['what']}"] = problem
-    return found
+    told = [(worker["url"], _of_worker(worker)) for worker in workers]
+    told.append(("router", _of_router(readiness)))
+    return {f"{where} {each['what']}": {"where": where, **each} for where, problems in told for each in problems}
 
 
 def _problem(what: str, why: str | None, page: str, *, is_bad: bool = True) -> dict[str, Any]:
@@ -77,20 +73,16 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _of_router(readiness: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not readiness["ready"]:
-        yield _router("cannot take requests", readiness["reason"], "operating")
+        yield _problem("cannot take requests", readiness["reason"], "operating")
     if readiness.get("index") == "compiling":
-        yield _router("routes by load", "the index is being compiled", "operating", is_bad=False)
+        yield _problem("routes by load", "the index is being compiled", "operating", is_bad=False)
     for name, model in readiness["models"].items():
         if "index" in readiness and model.get("problem"):
-            yield _router(f"cannot read prompts of {name}", model["problem"], "engines")
+            yield _problem(f"cannot read prompts of {name}", model["problem"], "engines")
     for source in readiness.get("discovery", ()):
         if source["reason"] is not None:
-            yield _router(f"cannot ask {source['source']} who the workers are", source["reason"], "fleet")
+            yield _problem(f"cannot ask {source['source']} who the workers are", source["reason"], "fleet")
     if (problem := readiness.get("replicas", {}).get("problem")) is not None:
-        yield _router("does not hear other routers", problem, "operating")
+        yield _problem("does not hear other routers", problem, "operating")
     if (failure := readiness.get("state", {}).get("last_save_failure")) is not None:
-        yield _router("cannot save what it knows of caches", failure, "operating")
-
-
-def _router(what: str, why: str | None, page: str, *, is_bad: bool = True) -> dict[str, Any]:
-    return {"where": "router"} | _problem(what, why, page, is_bad=is_bad)
+        yield _problem("cannot save what it knows of caches", failure, "operating")

@@ -8,7 +8,6 @@ const blocks = (worker) => worker.kv_events.ranks.reduce((sum, rank) => sum + ra
 const held = (worker) => blocks(worker) * (worker.block_size ?? 16);
 const fillShare = (worker) => (worker.num_cache_tokens ? held(worker) / worker.num_cache_tokens : null);
 const hit = (worker, part, whole) => (worker.hits?.[whole] ? worker.hits[part] / worker.hits[whole] : -1);
-const percent = (value) => (value < 0 ? "–" : `${(100 * value).toFixed(1)} %`);
 
 const COLUMNS = [
   { name: "Worker", value: (w) => w.url, text: (w) => host(w.url) },
@@ -18,8 +17,8 @@ const COLUMNS = [
   { name: "Running", class: "number", value: (w) => w.running_requests, text: (w) => [number(w.running_requests), w.max_requests ? `of ${number(w.max_requests)}` : null] },
   { name: "To compute", class: "number", value: (w) => w.prefill_tokens, text: (w) => short(w.prefill_tokens) },
   { name: "Cached", class: "number", value: held, text: (w) => [short(held(w)), fillShare(w) === null ? null : share(fillShare(w), 1)], bar: (w) => [[["fill", fillShare(w) ?? 0]], 1] },
-  { name: "Predicted", class: "number", value: (w) => hit(w, "routed", "prompt_tokens"), text: (w) => percent(hit(w, "routed", "prompt_tokens")) },
-  { name: "Reported", class: "number", value: (w) => hit(w, "reported", "told_tokens"), text: (w) => percent(hit(w, "reported", "told_tokens")) },
+  { name: "Predicted", class: "number", value: (w) => hit(w, "routed", "prompt_tokens"), text: (w) => share(w.hits?.routed, w.hits?.prompt_tokens) },
+  { name: "Reported", class: "number", value: (w) => hit(w, "reported", "told_tokens"), text: (w) => share(w.hits?.reported, w.hits?.told_tokens) },
   { name: "Events", value: (w) => w.shown.events[0], text: (w) => w.shown.events },
   { name: "Tokens/s", class: "number", value: (w) => w.prompt_tokens_per_s ?? -1, text: (w) => short(w.prompt_tokens_per_s) },
   { name: "Circuit", value: (w) => w.circuit, text: (w) => [w.circuit.replace("_", " "), null, w.circuit === "closed" ? "" : "bad"] },

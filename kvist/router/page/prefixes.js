@@ -60,11 +60,12 @@ function branch(node, nodes, whole, level) {
   const told = `tokens of ${name(node)}: ${kind.told(node)}`;
   const box = h(
     "a",
-    { href: link(node), class: `heat${Math.round(4 * kind.held(node))}`, title: `${number(node.to_tokens)} ${told}`, "aria-current": String(node.prefix === chosen) },
+    { href: link(node), title: `${number(node.to_tokens)} ${told}`, "aria-current": String(node.prefix === chosen) },
     `${number(node.to_tokens)} `,
     h("small", { "aria-hidden": "true" }, node.text ? name(node) : share(kind.held(node), 1)),
     h("span", { class: "unseen" }, told),
   );
+  box.style.setProperty("--heat", share(kind.held(node), 1).replace(" ", ""));
   const item = h("li", { "data-key": node.prefix }, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
   item.style.flexGrow = kind.size(node);
   return item;
