@@ -40,7 +40,6 @@ _EVENT_COUNTERS = (
 _LOADS = {
     "running_requests": "Requests not ended yet",
     "prefill_tokens": "Uncached tokens not yet answered",
-    "decode_blocks": "Blocks of running requests",
 }
 
 

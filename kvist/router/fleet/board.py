@@ -2,7 +2,7 @@
 
     whole board     how many columns are named; names of columns; rows
     row             one cell of what the front does as a whole, and one for each column; what it knows for prices
-    cell            eight numbers, of eight bytes each; `Cell` and `Whole` say which
+    cell            up to eight numbers, of eight bytes each; `Cell` and `Whole` say which
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
     queues          how many wait for the models of each number
     tenants         what they have under way and may still ask (`kvist.router.tenants.rows`)
@@ -51,12 +51,11 @@ class Cell(IntEnum):
 
     RUNNING = 0
     PREFILL = 1
-    DECODE = 2
-    ENDED = 3
-    ANSWERED = 4
-    RECENT = 5
-    RECENT_AT = 6
-    HEARD_AT = 7
+    ENDED = 2
+    ANSWERED = 3
+    RECENT = 4
+    RECENT_AT = 5
+    HEARD_AT = 6
 
 
 class Whole(IntEnum):

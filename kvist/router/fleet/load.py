@@ -3,11 +3,10 @@
     dispatch ──────────── first byte of the answer ──────────────── end, error or disconnect
     running_requests +1                                             −1
     prefill_tokens  +uncached    −uncached                          (−uncached, if no byte came)
-    decode_blocks   +⌈prompt/B⌉  +1 for every B tokens streamed     −all of them
     recent_prefill_tokens +uncached, then halves every half-life: it outlives the request
 
-Decode blocks are those a step must read, so shared blocks count once a request. An event of a stream is taken for one
-token. Answers that are not streamed keep their prefill tokens to the end, for nothing shows where prefill stopped.
+An event of a stream is taken for one token. Answers that are not streamed keep their prefill tokens to the end, for
+nothing shows where prefill stopped.
 
 Where several processes are the router, each counts its own on a board that all read (`board`): loads are those of all.
 """
@@ -31,27 +30,21 @@ from kvist.router.tenants.rows import TenantRows
 
 _IDLE_INTERVAL_S = 0.05
 _ALIVE_S = 1.0
-_RUNNING, _PREFILL, _DECODE, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
+_RUNNING, _PREFILL, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
 
 
 class ActiveRequest:
     """One dispatched request, which gives back everything it counts once it ends; priced, where decisions are."""
 
-    __slots__ = ("_block_size", "_cell", "_decode_blocks", "_prefill_tokens", "_priced", "_tracker", "num_tokens")
+    __slots__ = ("_cell", "_prefill_tokens", "_priced", "_tracker", "num_tokens")
 
-    def __init__(
-        self, tracker: LoadTracker, cell: int, prompt: Prompt, uncached_tokens: int, priced: Dispatched | None
-    ) -> None:
+    def __init__(self, tracker: LoadTracker, cell: int, uncached_tokens: int, priced: Dispatched | None) -> None:
         self._tracker, self._priced = tracker, priced
         self._cell: int | None = cell
-        self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
-        self._decode_blocks = -(-prompt.num_tokens // prompt.block_size)
         self.num_tokens = 0
-        ints = tracker.ints
-        ints[cell + _RUNNING] += 1
-        ints[cell + _PREFILL] += uncached_tokens
-        ints[cell + _DECODE] += self._decode_blocks
+        tracker.ints[cell + _RUNNING] += 1
+        tracker.ints[cell + _PREFILL] += uncached_tokens
 
     def end_prefill(self) -> None:
         """Take the first byte of the answer: its prefill is done."""
@@ -68,16 +61,9 @@ class ActiveRequest:
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count what the answer grew by."""
-        if self._cell is None:
-            return
+        self.num_tokens += num_tokens
         if self._priced is not None:
             self._priced.add_tokens(num_tokens)
-        num_blocks = self.num_tokens // self._block_size
-        self.num_tokens += num_tokens
-        num_new_blocks = self.num_tokens // self._block_size - num_blocks
-        if num_new_blocks:
-            self._decode_blocks += num_new_blocks
-            self._tracker.ints[self._cell + _DECODE] += num_new_blocks
 
     def finish(self, now_s: float, num_output_tokens: int | None = None) -> None:
         """Give back what is still counted, and learn from an answer that says how long it is; once."""
@@ -88,7 +74,6 @@ class ActiveRequest:
             ints = self._tracker.ints
             ints[cell + _RUNNING] -= 1
             ints[cell + _PREFILL] -= self._prefill_tokens
-            ints[cell + _DECODE] -= self._decode_blocks
             ints[cell + _ENDED] += 1
             self._tracker.on_ended()
 
@@ -120,7 +105,7 @@ class LoadTracker:
         floats[cell + _RECENT] = self._decayed(cell, now_s) + uncached_tokens
         floats[cell + _RECENT_AT] = now_s
         self.ints[self._whole + Whole.RUNNING] += 1
-        return ActiveRequest(self, cell, prompt, uncached_tokens, priced)
+        return ActiveRequest(self, cell, uncached_tokens, priced)
 
     def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
         """Return a policy that prices requests by what all processes have under way."""
@@ -143,13 +128,12 @@ class LoadTracker:
 
     def load(self, target: WorkerRank, now_s: float) -> Load:
         """Return what the rank has to do now."""
-        ints, running, prefill, decode, recent = self.ints, 0, 0, 0, 0.0
+        ints, running, prefill, recent = self.ints, 0, 0, 0.0
         for cell in self._cells_of(target) or ():
             running += ints[cell + _RUNNING]
             prefill += ints[cell + _PREFILL]
-            decode += ints[cell + _DECODE]
             recent += self._decayed(cell, now_s)
-        return Load(running, prefill, decode, recent)
+        return Load(running, prefill, recent)
 
     def running_requests(self, worker: str) -> int:
         """Return how many requests of the worker, over all its ranks, have not ended."""

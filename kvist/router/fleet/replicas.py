@@ -92,7 +92,7 @@ class Teller:
         """Return what there is to tell of ranks now."""
         board, fronts = self._board, slice(self._board.num_fronts)
         columns = np.array([*board.columns.values()], np.intp)
-        cells = board.cell_ints[fronts][:, 1 + columns]
+        cells = board.cell_ints[fronts][:, 1 + columns, : len(Cell)]
         recent, at_s = cells.view(float)[:, :, Cell.RECENT], cells.view(float)[:, :, Cell.RECENT_AT :]
         since_s = at_s[:, :, 0] - at_s[:, :, 0].max(0)
         numbers = np.concatenate([merged(board.work[fronts][:, :, columns]), cells.sum(0).T])
@@ -161,7 +161,7 @@ class Listener:
             board.cell_ints[row, 1 + gone] = 0
         board.work[row][:, named] = numbers[:NUM_FIELDS]
         board.cell_ints[row, 1 + named, : Cell.RECENT] = numbers[NUM_FIELDS:_RECENT].T
-        board.cell_floats[row, 1 + named, Cell.RECENT :] = numbers[_RECENT:].T
+        board.cell_floats[row, 1 + named, Cell.RECENT : len(Cell)] = numbers[_RECENT:].T
         board.ints[board.wholes[row] + Whole.RUNNING] = summary.num_running
         for prompt in summary.prompts:
             if 0 <= prompt.rank_idx < len(columns) and (column := int(columns[prompt.rank_idx])) >= 0:

@@ -30,8 +30,6 @@ class Running:
     target: WorkerRank
     life: int
     num_uncached: int
-    num_blocks: int
-    num_tokens: int = 0
 
 
 @dataclass
@@ -97,7 +95,7 @@ class Boards(RuleBasedStateMachine):
         if life is not None and life == self.lives.get(worker):
             target, num_uncached = WorkerRank(worker, rank), max(0, tokens - overlap)
             active = self.fronts[front].tracker.begin(target, Prompt(tokens, 16), overlap, 0.0)
-            self.fronts[front].running.append(Running(active, target, life, num_uncached, -(-tokens // 16)))
+            self.fronts[front].running.append(Running(active, target, life, num_uncached))
 
     @precondition(lambda self: any(front.running for front in self.fronts))
     @rule(data=st.data())
@@ -110,8 +108,6 @@ class Boards(RuleBasedStateMachine):
                 each.num_uncached = 0
             case "tokens":
                 each.active.add_tokens(9)
-                each.num_blocks += (each.num_tokens + 9) // 16 - each.num_tokens // 16
-                each.num_tokens += 9
             case "finish":
                 each.active.finish(0.0)
                 each.active.finish(0.0)
@@ -135,7 +131,7 @@ class Boards(RuleBasedStateMachine):
         expected: dict[tuple[int, WorkerRank], Counter[str]] = {}
         for each in (each for front in self.fronts for each in front.running):
             counted = expected.setdefault((each.life, each.target), Counter())
-            counted.update(running=1, prefill=each.num_uncached, decode=each.num_blocks)
+            counted.update(running=1, prefill=each.num_uncached)
         for tracker, lives in [(self.keeper, self.lives), *((front.tracker, front.lives) for front in self.fronts)]:
             for worker, life in lives.items():
                 if life != self.lives.get(worker):
@@ -144,8 +140,7 @@ class Boards(RuleBasedStateMachine):
                 for rank in range(3):
                     target = WorkerRank(worker, rank)
                     counted, load = expected.get((life, target), Counter()), tracker.load(target, 0.0)
-                    found = load.running_requests, load.prefill_tokens, load.decode_blocks
-                    assert found == (counted["running"], counted["prefill"], counted["decode"])
+                    assert (load.running_requests, load.prefill_tokens) == (counted["running"], counted["prefill"])
                     num_running += counted["running"]
                 assert tracker.running_requests(worker) == num_running
         assert self.keeper.num_running == sum(len(front.running) for front in self.fronts)

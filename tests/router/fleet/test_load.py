@@ -18,28 +18,18 @@ PROMPT = Prompt(num_tokens=100, block_size=16)
 def test_a_request_counts_from_dispatch_to_its_end() -> None:
     tracker = LoadTracker()
     request = tracker.begin(RANK, PROMPT, overlap_tokens=64, now_s=0.0)
-    assert tracker.load(RANK, 0.0) == Load(1, 36, 7, 36.0)
+    assert tracker.load(RANK, 0.0) == Load(1, 36, 36.0)
     request.end_prefill()
-    assert tracker.load(RANK, 0.0) == Load(1, 0, 7, 36.0)
+    assert tracker.load(RANK, 0.0) == Load(1, 0, 36.0)
     request.finish(0.0)
-    assert tracker.load(RANK, 0.0) == Load(0, 0, 0, 36.0)
-
-
-def test_every_block_of_streamed_tokens_is_a_decode_block() -> None:
-    tracker = LoadTracker()
-    request = tracker.begin(RANK, PROMPT, 0, 0.0)
-    for _ in range(11):
-        request.add_tokens(3)
-    assert tracker.load(RANK, 0.0).decode_blocks == 7 + 2
-    request.finish(0.0)
-    assert tracker.load(RANK, 0.0).decode_blocks == 0
+    assert tracker.load(RANK, 0.0) == Load(0, 0, 36.0)
 
 
 def test_a_request_that_fails_before_its_first_byte_gives_back_its_prefill() -> None:
     tracker = LoadTracker()
     tracker.begin(RANK, PROMPT, 0, 0.0).finish(0.0)
     load = tracker.load(RANK, 0.0)
-    assert (load.running_requests, load.prefill_tokens, load.decode_blocks) == (0, 0, 0)
+    assert (load.running_requests, load.prefill_tokens) == (0, 0)
 
 
 def test_finishing_twice_and_tokens_after_the_end_change_nothing() -> None:
@@ -49,7 +39,7 @@ def test_finishing_twice_and_tokens_after_the_end_change_nothing() -> None:
     first.finish(0.0)
     first.end_prefill()
     first.add_tokens(160)
-    assert tracker.load(RANK, 0.0) == Load(1, 100, 7, 200.0)
+    assert tracker.load(RANK, 0.0) == Load(1, 100, 200.0)
     assert tracker.running_requests("http://w") == 1
     second.finish(0.0)
     assert tracker.running_requests("http://w") == 0

@@ -47,7 +47,6 @@ class Router:
             rank: (
                 load.running_requests,
                 load.prefill_tokens,
-                load.decode_blocks,
                 round(load.recent_prefill_tokens, 4),
                 round(float(prices.cost_s[idx]), 6),
                 int(prices.cached_tokens[idx]),
@@ -123,9 +122,9 @@ def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int
         )
         for rank, (*counts, cost_s, cached) in router.view(now_s, last).items():
             *true_counts, true_cost_s, true_cached = truth[rank]
-            assert counts[:3] == true_counts[:3]
+            assert counts[:2] == true_counts[:2]
             assert cached == true_cached
-            assert math.isclose(counts[3], true_counts[3], rel_tol=1e-6, abs_tol=1e-3)
+            assert math.isclose(counts[2], true_counts[2], rel_tol=1e-6, abs_tol=1e-3)
             assert math.isclose(cost_s, true_cost_s, rel_tol=0.05, abs_tol=0.02)
 
 

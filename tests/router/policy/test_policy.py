@@ -58,7 +58,6 @@ loads = st.builds(
     Load,
     running_requests=st.integers(0, 200),
     prefill_tokens=st.integers(0, 100_000),
-    decode_blocks=st.integers(0, 10_000),
     recent_prefill_tokens=st.floats(0, 1e6),
 )
 overlaps = st.lists(st.integers(0, 64), max_size=4).map(lambda depths: tuple(sorted(depths)))
