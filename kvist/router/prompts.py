@@ -80,9 +80,9 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
 
     `fields` is the whole body, but for a prompt that is in `token_ids` alone; `is_renamed` says that the body names an
-    alias of the model. `chat` is what was rendered, all of it;
-    `worker` has what the request goes on with, and no other has; `obstacle` is a word for why the tokens are not all of
-    the prompt's, or not known.
+    alias of the model. `chat` is what was rendered, all of it; `worker` has what the request goes on with, and no other
+    has; `prefill_worker` computes the same prompt for another answer; `obstacle` is a word for why the tokens are not
+    all of the prompt's, or not known.
     """
 
     model: str | None
@@ -96,6 +96,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     worker: str | None = None
     obstacle: str | None = None
     is_renamed: bool = False
+    prefill_worker: str | None = None
 
     @property
     def outcome(self) -> str:

@@ -229,7 +229,7 @@ class Routing:
             obstacle = reason if reason in OBSTACLES else None
             local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
         if local is None:
-            prefill = self._decide(ask, prefix, paired)
+            prefill = self._decide(ask, prefix, [each for each in paired if each.url == ask.prefill_worker] or paired)
             worker, p = self._side(prefill)
             decode = self._decide_decode(ask, prefix, worker, everyone)
             assert decode is not None

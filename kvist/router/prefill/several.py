@@ -76,6 +76,12 @@ class Part(Responder):
         self.charged = ReportedUsage(0, 0, 0)
         self.is_running = True
 
+    @property
+    def prefill_worker(self) -> str | None:
+        """Return who computes the prompt for its first answer; None for that one, and where it is not known yet."""
+        computed_by = self._answers.first_of(self._choice_idx).request.computed_by
+        return None if computed_by is None else computed_by.chosen.target.worker
+
     def start(self, status: int, headers: Headers) -> None:
         """Take note of how it begins."""
         self.status, self.headers = status, headers
@@ -126,6 +132,10 @@ class Answers:
         """Return what the next choice is."""
         self.parts.append(Part(self, len(self.parts)))
         return self.parts[-1]
+
+    def first_of(self, choice_idx: int) -> Part:
+        """Return the first answer to the prompt that this choice answers."""
+        return self.parts[choice_idx // self._num_answers * self._num_answers]
 
     @property
     def usage(self) -> ReportedUsage:

@@ -107,6 +107,16 @@ async def test_choices_and_usage_are_those_of_one_answer(fleet) -> None:
         assert counted == (2, 2 * 793, 0, 2 * 14)
 
 
+async def test_one_prefill_worker_computes_a_prompt_for_all_of_its_answers(worker, router, engines) -> None:
+    p, other = worker(models=MODELS, answer=engines.prefill), worker(models=MODELS, answer=engines.prefill)
+    d = worker(models=MODELS, answer=engines.decode)
+    async with p, other, d, router(prefill_worker_urls=(p.url, other.url), decode_worker_urls=(d.url,)) as front:
+        await front.complete([LONG, LONG[1:]], n=4, seed=1)
+        asked = [[json.loads(each.body)["prompt"] for each in who.completions] for who in (p, other)]
+        for prompt in (LONG, LONG[1:]):
+            assert sorted(prompts.count(prompt) for prompts in asked) == [0, 4]
+
+
 @pytest.mark.parametrize(
     ("failure", "is_stream", "status", "said"),
     [
