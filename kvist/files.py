@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -62,16 +62,14 @@ class AtomicFile:
         return self._file
 
 
-def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write the pieces to a file that has them all when it appears, also after a crash; return their size in bytes.
+def write_atomically(path: Path, data: bytes) -> int:
+    """Write a file that is whole when it appears, also after a crash; return its size in bytes.
 
-    What was there stays until then. Raises OSError; what was begun is removed. Pieces may come slowly: nothing waits
-    for them but the caller.
+    What was there stays until then. Raises OSError; what was begun is removed.
     """
     file = AtomicFile(path)
     try:
-        for piece in pieces:
-            file.write(piece)
+        file.write(data)
         file.commit()
     except BaseException:
         file.discard()

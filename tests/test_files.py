@@ -15,42 +15,41 @@ from kvist.errors import InvalidValueError
 from kvist.files import AtomicFile, exclusive_folder, in_thread, write_atomically
 
 
-def test_the_pieces_replace_what_was_there(tmp_path):
+def test_what_is_written_replaces_what_was_there(tmp_path):
     path = tmp_path / "state"
-    assert write_atomically(path, [b"one", b"", b"two"]) == 6
-    assert write_atomically(path, [b"three"]) == 5
+    assert write_atomically(path, b"onetwo") == 6
+    assert write_atomically(path, b"three") == 5
     assert path.read_bytes() == b"three"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_pieces_that_fail_leave_what_was_there(tmp_path):
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "state"
-    write_atomically(path, [b"old"])
+    write_atomically(path, b"old")
 
-    def pieces():
-        yield b"new"
-        raise KeyError
+    def fail(_):
+        raise OSError("full")
 
-    with pytest.raises(KeyError):
-        write_atomically(path, pieces())
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_file_appears_only_when_it_is_whole(tmp_path):
     path = tmp_path / "state"
-
-    def pieces():
-        yield b"begun"
-        assert not path.exists()
-
-    write_atomically(path, pieces())
-    assert path.read_bytes() == b"begun"
+    file = AtomicFile(path)
+    for piece in (b"one", b"", b"two"):
+        file.write(piece)
+    assert not path.exists()
+    file.commit()
+    assert (path.read_bytes(), file.size_bytes) == (b"onetwo", 6)
 
 
 def test_a_file_that_is_given_up_leaves_no_trace(tmp_path):
     path = tmp_path / "state"
-    write_atomically(path, [b"old"])
+    write_atomically(path, b"old")
     file = AtomicFile(path)
     file.write(b"new")
     file.discard()

@@ -114,4 +114,4 @@ class StateStore(ExitStack):
 
     def save(self, state: SidecarState) -> int:
         """Replace what was saved; return the size in bytes. Raises OSError, and what was saved is still there."""
-        return write_atomically(self.path, (pack(state),))
+        return write_atomically(self.path, pack(state))

@@ -139,7 +139,7 @@ class KvTransferService:
     def close(self, timeout_s: float = 2.0) -> None:
         """Serve no more, and let go of all memory; writes that are under way are ended."""
         self._is_closing = True
-        self._wake()
+        os.eventfd_write(self._wakeup, 1)
         if self._thread.ident is None:
             self._context.destroy(linger=0)
         else:
@@ -150,7 +150,7 @@ class KvTransferService:
 
     def command(self, command: commands.Command) -> None:
         self._commands.put(command)
-        self._wake()
+        os.eventfd_write(self._wakeup, 1)
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
@@ -205,25 +205,19 @@ class KvTransferService:
                 self._sender.ping(now_s)
 
     def _run_commands(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._obey(self._commands.get_nowait(), time.monotonic())
-
-    def _obey(self, command: commands.Command, now_s: float) -> None:
-        match command:
-            case commands.Offer():
-                self._sender.offer(command, now_s)
-            case commands.Computed():
-                self._sender.computed(command, now_s)
-            case commands.Fetch():
-                self._receiver.fetch(command, now_s)
-            case commands.CancelFetch(request_id):
-                self._receiver.cancel(request_id, now_s)
-            case commands.WithdrawOffer(remote_request_id):
-                self._sender.withdraw(remote_request_id, now_s)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wakeup, 1)
+        now_s = time.monotonic()
+        while not self._commands.empty():
+            match self._commands.get():
+                case commands.Offer() as offer:
+                    self._sender.offer(offer, now_s)
+                case commands.Computed() as computed:
+                    self._sender.computed(computed, now_s)
+                case commands.Fetch() as fetch:
+                    self._receiver.fetch(fetch, now_s)
+                case commands.CancelFetch(request_id):
+                    self._receiver.cancel(request_id, now_s)
+                case commands.WithdrawOffer(remote_request_id):
+                    self._sender.withdraw(remote_request_id, now_s)
 
 
 class FollowerInlet:

@@ -72,10 +72,6 @@ class BrokerPublication(ABC, Generic[ClientT]):
     async def _deliver(self, client: ClientT, messages: Sequence[Message]) -> None:
         """Send messages, in order, and return once they need not be sent again; may be called with none."""
 
-    @property
-    def problem(self) -> str | None:
-        return self._link.problem
-
     def serve_replay(self, source: ReplaySource) -> None:
         self._answers.source = source
 

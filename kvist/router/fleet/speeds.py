@@ -49,6 +49,6 @@ class Speeds:
         """Save what is on the board."""
         learnt = [LearntSpeed(*target, *speed) for target, speed in self._board.learnt().items()]
         try:
-            await asyncio.to_thread(write_atomically, self._path, [msgspec.json.encode(learnt)])
+            await asyncio.to_thread(write_atomically, self._path, msgspec.json.encode(learnt))
         except OSError as error:
             _logger.warning("learnt speeds not saved: %s path=%s", error, self._path)

@@ -18,14 +18,14 @@ SECRET = "hunter2"
 async def test_a_broker_that_is_down_at_first_is_tried_again_and_said_to_be_away(wire, until, send, take_until):
     wire.broker.kill()
     publication = wire.publish()
-    assert "Connection refused" in publication.problem
+    assert "Connection refused" in publication._link.problem
     async with wire.subscribe() as subscription:
         await until(lambda: "Connection refused" in subscription.problem)
         wire.broker.start()
         await until(lambda: subscription.problem is None and subscription.num_connects == 1)
         send(publication, 3)
         assert await take_until(subscription, 3) == [3]
-        assert publication.problem is None
+        assert publication._link.problem is None
 
 
 async def test_a_broker_killed_and_restarted_under_load_loses_no_order_and_is_found_again(wire, until, send):
@@ -68,8 +68,8 @@ async def test_a_session_that_is_taken_over_is_won_back_and_the_intruder_not_fou
         publication = await wire.publish_to(subscription)
         client_id = publication._link.client_id
         async with aiomqtt.Client("127.0.0.1", wire.broker.port, identifier=client_id) as intruder:
-            await until(lambda: publication.problem)
-            await until(lambda: publication.problem is None)
+            await until(lambda: publication._link.problem)
+            await until(lambda: publication._link.problem is None)
             with pytest.raises(aiomqtt.MqttError):
                 await anext(aiter(intruder.messages))
         send(publication, 8)
@@ -84,9 +84,9 @@ async def test_a_broker_killed_under_load_leaves_no_trace_in_the_event_loop(wire
                 send(publication, 200 * round_idx + sequence)
             await subscription.receive()
             wire.broker.kill()
-            await until(lambda: subscription.problem and publication.problem)
+            await until(lambda: subscription.problem and publication._link.problem)
             wire.broker.start()
-            await until(lambda: subscription.problem is None and publication.problem is None)
+            await until(lambda: subscription.problem is None and publication._link.problem is None)
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -109,7 +109,7 @@ async def test_wrong_credentials_are_said_and_not_tried_again_soon(
     async with wire.subscribe(wire.url(userinfo)) as subscription:
         await until(lambda: "it refuses us: " in subscription.problem)
         publication = wire.publish(wire.url(userinfo))
-        await until(lambda: "it refuses us: " in publication.problem)
+        await until(lambda: "it refuses us: " in publication._link.problem)
         assert num_tries == 0
     assert caplog.text.count("it refuses us") == 2
 
@@ -121,8 +121,8 @@ async def test_the_right_credentials_are_taken_and_shown_nowhere(start_mqtt_brok
     async with wire.subscribe(url) as subscription:
         publication = await wire.publish_to(subscription, url=url)
         wire.broker.kill()
-        await until(lambda: subscription.problem and publication.problem)
-        shown = f"{subscription.problem} {publication.problem} {publication.endpoint} {caplog.text}"
+        await until(lambda: subscription.problem and publication._link.problem)
+        shown = f"{subscription.problem} {publication._link.problem} {publication.endpoint} {caplog.text}"
     assert SECRET not in shown
     assert publication.endpoint == f"mqtt://127.0.0.1:{wire.broker.port}/org%2Fmodel/pod-1"
 

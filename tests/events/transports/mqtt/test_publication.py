@@ -111,7 +111,7 @@ async def test_what_the_broker_did_not_acknowledge_is_sent_again_in_order(wire, 
 async def test_a_publication_that_cannot_send_takes_so_much_and_no_more(wire, until):
     publication = wire.publish()
     wire.broker.kill()
-    await until(lambda: publication.problem)
+    await until(lambda: publication._link.problem)
     num_taken = 0
     with suppress(BlockingIOError):
         while num_taken < 10_000:
@@ -124,7 +124,7 @@ async def test_closing_while_the_broker_is_away_does_not_wait_for_it(wire, until
     publication = wire.publish()
     wire.broker.kill()
     send(publication, 0)
-    await until(lambda: publication.problem)
+    await until(lambda: publication._link.problem)
     async with asyncio.timeout(60):
         await asyncio.to_thread(publication.close, 600)
 
