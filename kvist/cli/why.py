@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,46 +103,19 @@ def _show(report: dict[str, Any]) -> None:
         ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
     )
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
-    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = [
-        (
-            ("tokens", "share", "which"),
-            [
-                (
-                    f"{total[name]:,}",
-                    percent(total[name], total["told_tokens"] if name == "reported" else prompt),
-                    means,
-                )
-                for name, means in steps
-            ],
-        ),
-        (
-            LOSSES,
-            [loss_row(loss, prompt) for loss in report["losses"]],
-        ),
-        *(
-            (
-                ("requests", "prompt tokens", "held", "routed", "lost", *names),
-                [
-                    (
-                        f"{row['requests']:,}",
-                        f"{row['prompt_tokens']:,}",
-                        percent(row["held"], row["prompt_tokens"]),
-                        percent(row["routed"], row["prompt_tokens"]),
-                        f"{sum(row['lost'].values()):,}",
-                        *(row[name] for name in names),
-                    )
-                    for row in rows
-                ],
-            )
-            for rows, names in ((by_tenant, ("tenant",)), (report["by"], ("model", "worker")))
-        ),
-        (
-            ("tokens lost", "times", "length", "costliest prefixes"),
-            [
-                (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
-                for each in report["costliest_prefixes"]
-            ],
-        ),
+    told = {"reported": total["told_tokens"]}
+    tokens = [(f"{total[name]:,}", percent(total[name], told.get(name, prompt)), means) for name, means in steps]
+    costliest = [
+        (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
+        for each in report["costliest_prefixes"]
+    ]
+    columns = ("requests", "prompt tokens", "held", "routed", "lost")
+    tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
+        (("tokens", "share", "which"), tokens),
+        (LOSSES, [loss_row(loss, prompt) for loss in report["losses"]]),
+        ((*columns, "tenant"), [(*_summed(row), row["tenant"]) for row in by_tenant]),
+        ((*columns, "model", "worker"), [(*_summed(row), row["model"], row["worker"]) for row in report["by"]]),
+        (("tokens lost", "times", "length", "costliest prefixes"), costliest),
     ]
     spans = (
         ("reuse_distance_blocks", "Between two uses of a block up to {:,} others were used in half of all cases"),
@@ -156,6 +130,12 @@ def _show(report: dict[str, Any]) -> None:
             if (counts := report[name])
         ),
     )
+
+
+def _summed(row: dict[str, Any]) -> tuple[str, ...]:
+    prompt, lost = row["prompt_tokens"], sum(row["lost"].values())
+    held, routed = percent(row["held"], prompt), percent(row["routed"], prompt)
+    return f"{row['requests']:,}", f"{prompt:,}", held, routed, f"{lost:,}"
 
 
 def loss_row(loss: dict[str, Any], num_tokens: int) -> tuple[str, ...]:
