@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError, only_cause
@@ -18,7 +17,7 @@ from kvist.replay.writer import RecordingWriter
 
 MAX_QUESTIONS_AT_ONCE = 8
 MAX_WAIT_S = 10.0
-_TICK_S = 0.25  # how often it is seen whether a chunk is due, or a question: well within the writer's second
+_TICK_S = 0.1  # how often it is seen whether a chunk is due, or a question: well within the writer's second
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,27 +146,20 @@ class Recorder:
                 num_connects = subscription.num_connects
                 self._write(stream, stream.recovery.on_reconnect(mono_ns * 1e-9))
             self._write(stream, stream.recovery.receive(messages, mono_ns))
-            if stream.recovery.is_waiting:
-                stream.has_questions.set()
             await asyncio.sleep(0)  # a busy source is never waited for
 
     async def _ask(self, stream: _Stream, subscription: Subscription) -> None:
         """Ask what is due, one question at a time; messages are received meanwhile."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
-                    await stream.has_questions.wait()
-            stream.has_questions.clear()
+            await asyncio.sleep(_TICK_S)
             stream.note(subscription)
-            question = stream.recovery.question(self._mono_ns() * 1e-9)
-            if question is None:
-                continue
-            try:
-                async with asyncio.timeout(MAX_WAIT_S), self._gate:
-                    messages = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                    await self._turns.run_in_turns(self._answer(stream, question, messages))
-            except TimeoutError:
-                self._write(stream, stream.recovery.give_up(self._mono_ns() * 1e-9))
+            while (question := stream.recovery.question(self._mono_ns() * 1e-9)) is not None:
+                try:
+                    async with asyncio.timeout(MAX_WAIT_S), self._gate:
+                        messages = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                        await self._turns.run_in_turns(self._answer(stream, question, messages))
+                except TimeoutError:
+                    self._write(stream, stream.recovery.give_up(self._mono_ns() * 1e-9))
 
     def _answer(self, stream: _Stream, question: Question, messages: Sequence[Message] | None) -> Iterator[None]:
         """Write an answer, in one piece with what waited for it; yields before that."""
@@ -186,7 +178,6 @@ class _Stream:
         self.spec = spec
         self.recorded = spec.recorded
         self.recovery = SourceRecovery(spec.name)
-        self.has_questions = asyncio.Event()
         self._num_connects = self._num_malformed = 0
         self._problem: str | None = None
 
@@ -204,8 +195,8 @@ class _Stream:
             num_connects=self._num_connects,
             **{name: live.total(name) for name in counted},
             num_malformed=live.num_malformed + self._num_malformed,
-            num_snapshots=recovery.num_snapshots,
-            num_recovered=recovery.num_recovered,
+            num_snapshots=recovery.total("num_snapshots"),
+            num_recovered=recovery.total("num_recovered"),
             num_unanswered=recovery.num_unanswered,
             partial=tuple(recovery.partial),
             problem=self._problem,

@@ -191,13 +191,9 @@ class SourceRecovery:
         self.num_unanswered = 0
         """Questions without an answer that could be believed."""
 
-    @property
-    def num_snapshots(self) -> int:
-        return sum(rank.session.num_snapshots for rank in self._ranks.values())
-
-    @property
-    def num_recovered(self) -> int:
-        return sum(rank.session.num_recovered for rank in self._ranks.values())
+    def total(self, name: str) -> int:
+        """Return the sum of a count that each numbering's session has."""
+        return sum(getattr(rank.session, name) for rank in self._ranks.values())
 
     @property
     def partial(self) -> list[str]:
