@@ -10,6 +10,7 @@ from functools import cache, partial
 from http import HTTPStatus
 from math import inf
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
@@ -187,7 +188,7 @@ class Routing:
         ask: Ask,
         prefix: Prefix,
         excluded: Collection[str] = (),
-        full: Mapping[str, float] | None = None,
+        full: Mapping[str, float] = MappingProxyType({}),
         local: Local | None = None,
     ) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
@@ -204,14 +205,16 @@ class Routing:
         can_pull = self._fleet.has_pulls and not self._fleet.has_roles and local is None
         holder = self._holder(path, ask, prefix, excluded) if can_pull else None
         is_priced = isinstance(self._models.policy(ask.model).policy, PriceSettings) and not self._fleet.has_roles
-        if full and not is_priced and self.has_alternative(path, ask, (others := {*excluded, *full})):
-            excluded, full = others, None
+        room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
+        left_out = full.keys() - room_s.keys()
+        if left_out and self.has_alternative(path, ask, (others := {*excluded, *left_out})):
+            excluded = others
         everyone = self._fleet.routable(ask.model, excluded)
         if not everyone:
             raise self._refusal(ask.model)
         workers = everyone if ask.worker is None else [each for each in everyone if each.url == ask.worker] or everyone
         if not self._fleet.has_roles:
-            decision = self._decide(ask, prefix, workers, holder=holder, full=full)
+            decision = self._decide(ask, prefix, workers, holder=holder, room_s=room_s)
             return self._plan_pull(ask, decision, holder)
         whole = [worker for worker in workers if self._can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
@@ -358,7 +361,7 @@ class Routing:
         workers: list[Worker],
         compute_scale: float = 1.0,
         holder: Candidate | None = None,
-        full: Mapping[str, float] | None = None,
+        room_s: Mapping[str, float] | None = None,
     ) -> Decision:
         prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
         policy, now_s = self._models.policy(ask.model).policy, self._now_s()
@@ -380,8 +383,8 @@ class Routing:
                 has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
                 token_s = np.where(has_same_blocks, ranks.fetch_token_s, inf)
                 pull = Pull(holder.overlap_blocks[0], token_s, min_tokens)
-            room_s = np.array([full.get(rank.target.worker, 0.0) for rank in ranks.statuses]) if full else 0.0
-            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull, room_s)
+            waits_s = np.array([room_s.get(rank.target.worker, 0.0) for rank in ranks.statuses]) if room_s else 0.0
+            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull, waits_s)
             chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
             chosen = _candidate(ranks.statuses[chosen_idx], prefix)
             overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)

@@ -291,9 +291,13 @@ async def test_a_full_worker_is_waited_for_by_whom_it_spares_more_than_that(work
         capacity = front.service.fleet.get(one.url).capacity
         asked = [asyncio.create_task(front.complete(long))]
         await until(lambda: len(one.completions) == 1)
-        assert (await front.explain(long))["queued"] is False  # nobody knows yet how long its requests take
+        explained = await front.explain(long)  # nobody knows yet how long its requests take
+        assert (explained["queued"], [each["worker"] for each in explained["candidates"]]) == (False, [two.url])
         capacity.ends_a_second = 2.0
-        assert (await front.explain(long))["queued"] is True
+        explained = await front.explain(long)
+        assert (explained["queued"], explained["worker"]) == (True, one.url)
+        waits_s = {each["worker"]: each["seconds"]["wait"] for each in explained["candidates"]}
+        assert waits_s[one.url] >= 0.5 > waits_s[two.url]
         asked.append(asyncio.create_task(front.complete(long)))
         await until(lambda: queued(front) == 1)
         assert (await front.complete(short)).headers["x-kvist-worker"] == two.url
