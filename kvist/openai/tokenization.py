@@ -107,10 +107,6 @@ class ChatTokenizer:
         except TypeError:
             raise RequestError(400, "the prompt has half of a surrogate pair", code="not_unicode") from None
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special tokens included."""
-        return self.text([token_id])
-
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens; ids that are no token have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -122,7 +118,7 @@ class ChatTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token by itself, also where these are a part of a character."""
-        text = self.token_text(token_id)
+        text = self.text([token_id])
         spelt = self._tokenizer.id_to_token(token_id)
         if spelt is None or REPLACEMENT not in text:
             return text.encode()

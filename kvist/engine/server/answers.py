@@ -134,7 +134,7 @@ class ChoicesShape(Shape):
         """Return how log probabilities call a token."""
         if self._job.options.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
-        return self._tokenizer.token_text(token_id)
+        return self._tokenizer.text([token_id])
 
     def _token_ids(self, output: RequestOutput) -> Body:
         """Return what a choice has of its tokens, if they are asked for."""

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -151,12 +152,15 @@ def create_app(
     grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
     intake = Intake(tokenizer, model.names, model.max_model_len, grammars)
     server = _Server(engine, intake, model, max_body_bytes, registry, Timings(registry, spans), int(time.time()))
+    answers: dict[str, tuple[ReadJob, MakeShape, str]] = {
+        "/v1/chat/completions": (intake.read_chat, ChatShape, "chatcmpl"),
+        "/v1/completions": (intake.read_completion, CompletionShape, "cmpl"),
+        "/v1/messages": (intake.read_messages, MessagesShape, "msg"),
+        "/v1/responses": (intake.read_response, ResponsesShape, "resp"),
+    }
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", server.chat, methods=["POST"]),
-            Route("/v1/completions", server.completion, methods=["POST"]),
-            Route("/v1/messages", server.message, methods=["POST"]),
-            Route("/v1/responses", server.response, methods=["POST"]),
+            *(Route(path, partial(server.answer, *how), methods=["POST"]) for path, how in answers.items()),
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/v1/models", server.models),
@@ -203,19 +207,7 @@ class _Server:
     _timings: Timings
     _created: int
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, self._intake.read_chat, ChatShape, "chatcmpl")
-
-    async def completion(self, request: Request) -> Response:
-        return await self._answer(request, self._intake.read_completion, CompletionShape, "cmpl")
-
-    async def message(self, request: Request) -> Response:
-        return await self._answer(request, self._intake.read_messages, MessagesShape, "msg")
-
-    async def response(self, request: Request) -> Response:
-        return await self._answer(request, self._intake.read_response, ResponsesShape, "resp")
-
-    async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
+    async def answer(self, read_job: ReadJob, make_shape: MakeShape, prefix: str, request: Request) -> Response:
         body = await read_body(request, self._max_body_bytes)
         tokenizer = self._intake.tokenizer
         job = await read_job(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -127,7 +128,7 @@ class GrammarCompiler:
             if grammar.is_compact and grammar.kind == "json_schema":
                 text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_flexible": False})
             elif grammar.kind == "structural_tag":
-                text = structural_tag_grammar(grammar.text, self._special_tokens())
+                text = structural_tag_grammar(grammar.text, self._special_tokens)
             else:
                 text = llguidance.grammar_from(grammar.kind, grammar.text)
             matcher = llguidance.LLMatcher(self._vocabulary, text)
@@ -139,6 +140,7 @@ class GrammarCompiler:
             raise RequestError(400, f"{grammar.field}: got {grammar.text:.100}, {reason:.300}", param=grammar.field)
         return TokenMatcher(matcher, self._vocab_size)
 
+    @cached_property
     def _special_tokens(self) -> dict[str, int]:
         """Return those tokens that no text is made of, by how they are spelt."""
         tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token

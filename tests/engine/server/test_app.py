@@ -251,7 +251,7 @@ def test_what_lm_eval_asks_ranks_continuations(post) -> None:
 def test_bytes_of_a_split_character_are_its_own() -> None:
     tokenizer = ChatTokenizer.load(bundled_model_path())
     tokens = tokenizer.tokenize_text("naïve 🌞 ﷽ text", add_special_tokens=False).tolist()
-    assert any("\ufffd" in tokenizer.token_text(token_id) for token_id in tokens)
+    assert any("\ufffd" in tokenizer.text([token_id]) for token_id in tokens)
     assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == tokenizer.text(tokens)
 
 
