@@ -47,7 +47,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import Replicas
-from kvist.router.fleet.speeds import Speeds
+from kvist.router.fleet.speeds import kept_speeds
 from kvist.router.index import FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.regret import Regret, Routed
@@ -127,7 +127,7 @@ class Keeper:
         The index lies in the file of a `descriptor`, if there is one, for other processes to read.
         """
         now_s = time.monotonic
-        self.load = load
+        self.load, self._state_dir = load, config.state_dir
         self.index = FleetIndex(config, now_s, descriptor) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
@@ -137,9 +137,6 @@ class Keeper:
         discovered = self.membership.discovery.metrics
         self._page = MetricsPage(lambda: chain(own.collect(), discovered(), gauges()), registry)
         self._counted, self._started_s = counted or gauges, started_s
-        self._speeds = None
-        if config.state_dir is not None:
-            self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board)
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_others)
         self._endpoints = {
@@ -160,8 +157,9 @@ class Keeper:
             await exits.enter_async_context(self.models)  # reads while workers are asked who they are
             if self.index is not None:
                 await exits.enter_async_context(self.index)
-            if self._speeds is not None:
-                await exits.enter_async_context(self._speeds)
+            if self._state_dir is not None:
+                path = Path(self._state_dir) / "router.speeds.json"
+                await exits.enter_async_context(kept_speeds(path, self.load.board))
             await exits.enter_async_context(self.membership)
             await self.models.configured()
             if self.replicas is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +26,6 @@ from kvist.events import WorkerRank
 from kvist.router.policy.in_flight import NUM_SLOTS, SLOT
 from kvist.router.policy.work import LEARNT, LEARNT_S, NUM_FIELDS, learnt_of
 from kvist.router.tenants.rows import ROW_WORDS as TENANT_ROW_WORDS
-
-if TYPE_CHECKING:
-    from kvist.router.fleet.speeds import LearntSpeed
 
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
@@ -118,8 +114,8 @@ class LoadBoard:
         )
         """All cells, that of the row as a whole first; `cell_floats` are the same."""
         self.cell_floats = self.cell_ints.view(float)
-        self.learnt_before: dict[WorkerRank, LearntSpeed] = {}
-        """What a rank begins with that is named from now on."""
+        self.learnt_before: dict[WorkerRank, tuple[float, float]] = {}
+        """What a rank begins with that is named from now on, as `learnt` returns it."""
         self.columns: dict[WorkerRank, int] = {}
         """Those that are named, as far as this process knows."""
         self._free: list[int] = []
@@ -174,7 +170,7 @@ class LoadBoard:
                 raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
             self.ints[0] += 1
         if (learnt := self.learnt_before.get(target)) is not None:  # no front knows of the column yet
-            self.work[0, [LEARNT_S, LEARNT], column] = learnt.seconds, learnt.work
+            self.work[0, [LEARNT_S, LEARNT], column] = learnt
         self._write_name(column, name)
         self.columns[target] = column
         return column

@@ -98,7 +98,7 @@ class LoadTracker:
         self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float, priced: Dispatched | None = None
     ) -> ActiveRequest:
         """Count a request from its dispatch on."""
-        cells = self._cells_of(target)
+        cells = self.name(target)
         assert cells is not None, target  # who is decided for was named before
         cell, floats = cells[self._front], self._floats
         uncached_tokens = max(0, prompt.num_tokens - overlap_tokens)
@@ -119,17 +119,22 @@ class LoadTracker:
         assert column is not None, target  # who is decided for was named before
         return column
 
-    def name(self, target: WorkerRank) -> None:
+    def name(self, target: WorkerRank) -> range | None:
         """Know a rank from now on, so that its worker's numbers are those of all its ranks, whoever counted them.
 
-        Raises InvalidValueError for one that has no place on the board.
+        Return its cells, None where another process is to name it first. Raises InvalidValueError for one that has no
+        place on the board.
         """
-        self._cells_of(target)
+        cells = self._cells.get(target)
+        if cells is None and (cells := self.board.cells(target)) is not None:
+            self._cells[target] = cells
+            self._workers.setdefault(target.worker, []).append(cells)
+        return cells
 
     def load(self, target: WorkerRank, now_s: float) -> Load:
         """Return what the rank has to do now."""
         ints, running, prefill, recent = self.ints, 0, 0, 0.0
-        for cell in self._cells_of(target) or ():
+        for cell in self.name(target) or ():
             running += ints[cell + _RUNNING]
             prefill += ints[cell + _PREFILL]
             recent += self._decayed(cell, now_s)
@@ -257,10 +262,3 @@ class LoadTracker:
         if recent == 0.0:
             return 0.0
         return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / RECENT_HALF_LIFE_S)
-
-    def _cells_of(self, target: WorkerRank) -> range | None:
-        cells = self._cells.get(target)
-        if cells is None and (cells := self.board.cells(target)) is not None:
-            self._cells[target] = cells
-            self._workers.setdefault(target.worker, []).append(cells)
-        return cells

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +21,7 @@ _logger = logging.getLogger(__name__)
 _Positive = Annotated[float, Meta(gt=0, lt=1e15)]
 
 
-class LearntSpeed(msgspec.Struct, frozen=True):
+class _LearntSpeed(msgspec.Struct, frozen=True):
     """What a rank computed, in units of `kvist.router.policy.work`, and in how many seconds."""
 
     worker: str
@@ -28,27 +30,21 @@ class LearntSpeed(msgspec.Struct, frozen=True):
     work: _Positive
 
 
-class Speeds:
-    """Puts on a board what was learnt before, while its context is open; a failing disk costs no more than that."""
-
-    def __init__(self, path: Path, board: LoadBoard) -> None:
-        self._path, self._board = path, board
-
-    async def __aenter__(self) -> Self:
-        """Read the file, if there is one."""
+@asynccontextmanager
+async def kept_speeds(path: Path, board: LoadBoard) -> AsyncIterator[None]:
+    """Put on a board what was learnt before, and save what is there at the end; a failing disk costs no more."""
+    try:
+        saved = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=list[_LearntSpeed])
+        board.learnt_before = {WorkerRank(each.worker, each.rank): (each.seconds, each.work) for each in saved}
+    except FileNotFoundError:
+        pass
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        _logger.warning("learnt speeds not loaded: %s path=%s", error, path)
+    try:
+        yield
+    finally:
+        learnt = [_LearntSpeed(*target, *speed) for target, speed in board.learnt().items()]
         try:
-            saved = msgspec.json.decode(await asyncio.to_thread(self._path.read_bytes), type=list[LearntSpeed])
-            self._board.learnt_before = {WorkerRank(each.worker, each.rank): each for each in saved}
-        except FileNotFoundError:
-            pass
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _logger.warning("learnt speeds not loaded: %s path=%s", error, self._path)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Save what is on the board."""
-        learnt = [LearntSpeed(*target, *speed) for target, speed in self._board.learnt().items()]
-        try:
-            await asyncio.to_thread(write_atomically, self._path, msgspec.json.encode(learnt))
+            await asyncio.to_thread(write_atomically, path, msgspec.json.encode(learnt))
         except OSError as error:
-            _logger.warning("learnt speeds not saved: %s path=%s", error, self._path)
+            _logger.warning("learnt speeds not saved: %s path=%s", error, path)
