@@ -14,9 +14,9 @@ import re
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from kvist.errors import InvalidValueError
 from kvist.http.deadline import LoopClock
@@ -132,14 +132,21 @@ class UpstreamPool:
         self._connect_more(base_url, worker)
         return exchange
 
-    def exchange(
+    @asynccontextmanager
+    async def exchange(
         self, base_url: str, method: str, target: str, headers: Headers, body: bytes = b""
-    ) -> AbstractAsyncContextManager["UpstreamResponse"]:
+    ) -> AsyncIterator["UpstreamResponse"]:
         """As `send`, for coroutines: `async with` yields the response once its head is there; raises what fails.
 
         Leaving the block before the body's end, cancellation included, closes the connection.
         """
-        return _exchange(self, UpstreamResponse(self._limits), base_url, method, target, headers, body)
+        response = UpstreamResponse(self._limits)
+        response._exchange = exchange = self.send(response, base_url, method, target, headers, body)
+        try:
+            await response._next()  # the head
+            yield response
+        finally:
+            exchange.close()
 
     def silent_s(self, base_url: str) -> float:
         """Return for how long no byte has come from a worker, in time that the loop was on time; inf if none ever."""
@@ -281,13 +288,3 @@ class UpstreamResponse:
         if self._exchange.is_paused and not self._num_unread_bytes:
             self._exchange.resume()
         return told
-
-
-@asynccontextmanager
-async def _exchange(pool: UpstreamPool, response: UpstreamResponse, *request: Any) -> AsyncIterator[UpstreamResponse]:
-    response._exchange = exchange = pool.send(response, *request)
-    try:
-        await response._next()  # the head
-        yield response
-    finally:
-        exchange.close()

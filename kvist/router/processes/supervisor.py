@@ -117,7 +117,8 @@ class Supervisor:
             code, is_ready = 0, False
             while not self._num_stops and not code:
                 self._start_due()
-                if not is_ready and self._do_all_listen():
+                fronts = self._board.wholes[: len(self._bells)]
+                if not is_ready and all(self._board.ints[front + Whole.LISTENING] for front in fronts):
                     is_ready = True
                     on_ready()
                 time.sleep(_LOOK_S)
@@ -159,9 +160,6 @@ class Supervisor:
                 process.stdin.write(msgspec.json.encode(self._recording) + b"\n")
                 process.stdin.flush()
             self._children[front] = _Child(front, process)
-
-    def _do_all_listen(self) -> bool:
-        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes[: len(self._bells)])
 
     def _look_after(self, *, may_restart: bool) -> int:
         """Have those that died started anew; return what one ended with that never could start."""
