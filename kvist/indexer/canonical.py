@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvist.errors import MalformedMessageError
@@ -49,21 +49,6 @@ class _Rank:
     """Whether its publisher itself does not know of all that the engine holds."""
     rules: tuple[GroupRule, ...] = ()
     """What hits need of this rank's blocks and of its companion's, if this is a companion."""
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What a publisher answered about one rank: a snapshot or none, and the batches behind it."""
-
-    snapshot: Snapshot | None = None
-    batches: list[Batch] = field(default_factory=list)
-
-    @property
-    def epoch(self) -> int | None:
-        """Return the epoch that it tells of, None if it is empty."""
-        if self.snapshot is not None:
-            return self.snapshot.epoch
-        return self.batches[0].epoch if self.batches else None
 
 
 class CanonicalFollower:
@@ -186,34 +171,37 @@ class CanonicalFollower:
         answer = None if messages is None else (yield from self._read(messages, question.rank))
         if self._ranks.get(question.rank) is not rank:  # and so had this one
             return
-        session = rank.session
+        session, snapshot = rank.session, None
         if answer is None:
             steps = session.on_answer(None, None, now_s)
         else:
-            epoch = session.epoch if answer.epoch is None else answer.epoch
-            frames = [(batch.sequence, batch) for batch in answer.batches if batch.epoch == epoch]
-            snapshot_sequence = None if answer.snapshot is None else answer.snapshot.sequence
+            snapshot, batches = answer
+            told = ([] if snapshot is None else [snapshot.epoch]) + [batch.epoch for batch in batches[:1]]
+            epoch = told[0] if told else session.epoch
+            frames = [(batch.sequence, batch) for batch in batches if batch.epoch == epoch]
+            snapshot_sequence = None if snapshot is None else snapshot.sequence
             steps = session.on_answer(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
         for step in steps:
             if not isinstance(step, Restore):
                 self._take(rank, step, now_s)
                 yield
                 continue
-            assert answer is not None
-            assert answer.snapshot is not None
-            if not (yield from self._restore(rank, answer.snapshot)):
+            assert snapshot is not None
+            if not (yield from self._restore(rank, snapshot)):
                 for undoing in session.on_divergence(now_s):
                     self._take(rank, undoing, now_s)
                 break
             yield
         self._note_state(rank)
 
-    def _read(self, messages: Sequence[Message], number: int) -> Generator[None, None, _Answer | None]:
+    def _read(
+        self, messages: Sequence[Message], number: int
+    ) -> Generator[None, None, tuple[Snapshot | None, list[Batch]] | None]:
         """Return what an answer says about a rank, None for one that cannot be believed; yields between messages.
 
-        Heartbeats are signs of life of a publisher that prepares a snapshot, and no more.
+        It is a snapshot or none, and the batches behind it. Heartbeats are signs of life of who prepares a snapshot.
         """
-        answer, assembly = _Answer(), None
+        batches, assembly = list[Batch](), None
         try:
             for message in messages:
                 if is_snapshot_part(message.payload):
@@ -225,13 +213,12 @@ class CanonicalFollower:
                         assembly = assembly or SnapshotAssembly(self._worker)
                         assembly.add(part)
                 elif (batch := self._decode(message)) is not None and batch.rank == number and not _is_heartbeat(batch):
-                    answer.batches.append(batch)
+                    batches.append(batch)
                 yield
-            answer.snapshot = None if assembly is None else assembly.snapshot()
+            return None if assembly is None else assembly.snapshot(), batches
         except MalformedMessageError as error:
             self._count_malformed(error)
             return None
-        return answer
 
     def _restore(self, rank: _Rank, snapshot: Snapshot) -> Generator[None, None, bool]:
         """Have the index hold of a rank what the snapshot says, and nothing else; yields between slices.

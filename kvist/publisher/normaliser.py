@@ -152,23 +152,9 @@ class Normaliser:
         released = ((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
         return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
 
-    def _is_plain(self, event: EngineStored) -> bool:
-        """Return whether all blocks are full, known by their hashes, and different: nearly always so."""
-        hashes = event.block_hashes
-        different = {*hashes, event.parent_block_hash, None}
-        num_others = 1 if event.parent_block_hash is None else 2
-        num_tokens = len(hashes) * self._block_size + event.is_eagle
-        return (
-            event.block_size == self._block_size
-            and len(different) == len(hashes) + num_others
-            and len(event.token_ids) == num_tokens
-        )
-
     def _leading_full_blocks(self, event: EngineStored) -> list[EngineHash]:
         """Return the hashes up to the first block that is a hole, partial, too long or a repetition."""
         lengths = event.block_lengths
-        if lengths is None and self._is_plain(event):
-            return list(event.block_hashes)  # type: ignore[arg-type]  # none of them is None
         if lengths is None:
             lengths = (event.block_size,) * len(event.block_hashes)
         # Cache groups that skip blocks send the tokens of the whole span: positions are lost.
@@ -201,10 +187,9 @@ class Normaliser:
     ) -> list[int] | None:
         """Return the canonical hashes of the first blocks; None when a token or image hash is out of range."""
         num_tokens = num_blocks * self._block_size + event.is_eagle
-        token_ids = event.token_ids if len(event.token_ids) == num_tokens else event.token_ids[:num_tokens]
         try:
             return chain_hashes(
-                token_ids,
+                event.token_ids[:num_tokens],
                 self._block_size,
                 parent,
                 lora_name=scope.lora_name,

@@ -67,7 +67,6 @@ class SidecarFeed:
         )
         self.on_reconnect, self.on_departure = self.feed.on_reconnect, self.feed.on_departure
         self.questions = self.feed.questions
-        self.num_resumed = 0
         self._is_taking_answer = False
         self._publisher = publisher
         self._ranks: set[int] = set()
@@ -202,7 +201,6 @@ class SidecarFeed:
             if any(state.residency.names(tier) for tier in Tier if tier is not Tier.GPU):
                 self._offloading.add(rank)
         self._publisher.resume(restored)
-        self.num_resumed += 1
         num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
         _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
 

@@ -227,10 +227,6 @@ class RadixIndex:
             size_bytes=self._sweeper.size_bytes,
         )
 
-    @property
-    def num_evicted(self) -> int:
-        return int(self._core["num_evicted"])
-
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
     def sweep(self, max_rows: int = 50_000) -> bool:

@@ -195,7 +195,7 @@ async def test_sglangs_signed_hashes_and_positional_events_are_understood(start_
         await until(lambda: observed.holding() == holding_of(2))
 
 
-@pytest.mark.parametrize("options", [{"worker": "a b"}, {"block_size": 0}, {"window": -1}])
+@pytest.mark.parametrize("options", [{"worker": "a b"}, {"block_size": 0}])
 def test_a_wrong_value_is_refused_before_the_port_is_taken(free_port, options):
     url = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(InvalidValueError):
