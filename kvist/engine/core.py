@@ -161,10 +161,8 @@ class EngineCore:
         if isinstance(handoff, RemotePrefill) and params.num_logprobs is None and params.num_prompt_logprobs is None:
             self._unreserved.append(request)
             return
-        is_next = not self._scheduler.statistics().num_waiting
         self._scheduler.add(request)
-        if isinstance(handoff, RemoteDecode) and is_next:  # it will have been asked for when it is computed
-            self._outputs += self._hand_over(request)
+        self._outputs += self._offer_next()
 
     def abort(self, request_id: str) -> None:
         """Drop a request, if there is one, and free its blocks once no other worker may write to them."""
@@ -233,7 +231,8 @@ class EngineCore:
         if chunked and logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # no token was waited for
         outputs = [output for request in chunked for output in self._hand_over(request)]
-        return outputs + [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
+        outputs += [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
+        return outputs + self._offer_next()
 
     def flush_cache(self) -> None:
         self.kv_cache.flush()
@@ -246,6 +245,13 @@ class EngineCore:
             self._num_failed_steps,
             HandoffStatistics() if self._handoffs is None else self._handoffs.statistics(),
         )
+
+    def _offer_next(self) -> list[RequestOutput]:
+        """Say where the prompt that comes next can be fetched, so that it has been asked for when it is computed."""
+        request = self._scheduler.next_waiting
+        if request is None or not isinstance(request.handoff, RemoteDecode) or request.times.remote_request_id:
+            return []
+        return self._hand_over(request)
 
     def _hand_over(self, request: Request) -> list[RequestOutput]:
         """Let another worker fetch what is computed, and say once where; where there is no room, end the request."""

@@ -71,6 +71,10 @@ class Scheduler:
         """Return whether any request is unfinished, but for those that wait to be filled."""
         return bool(self._waiting or self._running)
 
+    @property
+    def next_waiting(self) -> Request | None:
+        return self._waiting[0] if self._waiting else None
+
     def add(self, request: Request) -> None:
         """Queue a request that fits into the memory by itself."""
         self._waiting.append(request)

@@ -262,8 +262,9 @@ def test_a_prompt_that_nothing_waits_before_is_offered_before_it_is_computed(mak
     assert (told.request_id, told.token_ids, source.num_used) == ("0", (), 0)
     assert [each.block_ids_per_group for each in source.notes.chunks] == [((),)]
     source.run()
-    assert source.outputs["0"][-1].remote_request_id == told.remote_request_id
-    assert [len(source.outputs[name]) for name in ("0", "1")] == [1, 1]
+    assert [each.remote_request_id for each in source.outputs["0"]] == [told.remote_request_id]
+    first, last = source.outputs["1"]
+    assert (first.token_ids, first.remote_request_id) == ((), last.remote_request_id)
 
 
 def test_a_prompt_that_is_offered_and_waits_for_room_outlives_the_preemption_of_another(make_worker, greedy) -> None:
