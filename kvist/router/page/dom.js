@@ -58,7 +58,7 @@ function arrange(element, nodes) {
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 export const number = (value) => (value == null ? "–" : Math.round(value).toLocaleString("en"));
-export const exact = (value) => (value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: 2 }));
+export const exact = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
 export const short = (value) => (value == null ? "–" : compact.format(value));
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 export const count = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
