@@ -459,10 +459,11 @@ class Forwarding:
         """Have each of several answers made by a request of its own, that goes the usual way."""
         answers = self.attempt = Answers(self, decision)
         for number, body in enumerate(bodies_of(self.ask, self.body)):
-            part, request = answers.add(), msgspec.structs.replace(self.request, body=body)
+            part, request = Part(answers, number), msgspec.structs.replace(self.request, body=body)
             request_id, trace = b"%b-%d" % (self.request_id, number), self.trace.step("answer")
             who = self.tenant, trace, self.is_administrator, self.started_s
             part.request = Forwarding(self.router, request, part, request_id, *who)
+            answers.parts.append(part)
         one = one_answer(self.request.path, self.ask) if self.ask.num_prompts == 1 else None
         read_now = partial(self.router.reader.read_now, self.request.path)
         for part in answers.parts:

@@ -79,7 +79,8 @@ class Part(Responder):
     @property
     def prefill_worker(self) -> str | None:
         """Return who computes the prompt for its first answer; None for that one, and where it is not known yet."""
-        computed_by = self._answers.first_of(self._choice_idx).request.computed_by
+        first = self._answers.parts[self._choice_idx // self._answers.num_answers * self._answers.num_answers]
+        computed_by = first.request.computed_by
         return None if computed_by is None else computed_by.chosen.target.worker
 
     def start(self, status: int, headers: Headers) -> None:
@@ -124,24 +125,16 @@ class Answers:
         """Send the owner's client what the others are answered; the decision is one of theirs."""
         self._owner, self.decision, self.is_event_stream = owner, decision, owner.is_streamed
         self.sent_s = owner.router.now_s()
-        self._num_answers = owner.ask.fields.get("n") or 1
+        self.num_answers = owner.ask.fields.get("n") or 1
         self.parts: list[Part] = []
+        """In the order of their choices."""
         self._whole: Fields = {}
-
-    def add(self) -> Part:
-        """Return what the next choice is."""
-        self.parts.append(Part(self, len(self.parts)))
-        return self.parts[-1]
-
-    def first_of(self, choice_idx: int) -> Part:
-        """Return the first answer to the prompt that this choice answers."""
-        return self.parts[choice_idx // self._num_answers * self._num_answers]
 
     @property
     def usage(self) -> ReportedUsage:
         """Return what tenants are charged for, so far."""
         charged = [msgspec.structs.asdict(part.charged) for part in self.parts]
-        return ReportedUsage(**_added(charged, self._num_answers))
+        return ReportedUsage(**_added(charged, self.num_answers))
 
     @property
     def num_output_tokens(self) -> int:
@@ -219,7 +212,7 @@ class Answers:
             self._whole = answers[0] | {"choices": [choice for each in answers for choice in each.get("choices") or ()]}
         usages = [part.usage for part in self.parts if part.usage is not None]
         if len(usages) == len(self.parts):
-            self._whole["usage"] = _added(usages, self._num_answers)
+            self._whole["usage"] = _added(usages, self.num_answers)
         if not self.is_event_stream:
             self._end(last, msgspec.json.encode(self._whole))
         else:
