@@ -171,8 +171,8 @@ class Asking:
             async with asyncio.timeout(base.MAX_ANSWER_S):
                 while not self._is_done:
                     num_pages = self._num_pages
-                    await send(_encode(_Question(self._id, num_pages, *self._request)))
                     async with asyncio.timeout(timeout_s):
+                        await send(_encode(_Question(self._id, num_pages, *self._request)))
                         while self._num_pages == num_pages:
                             page = await self._pages.get()
                             if page is None:

@@ -213,9 +213,10 @@ class BrokerSubscription(ABC, Generic[ClientT]):
         asking = Asking(request)
         answer = self._url.name(ANSWER, asking.name)
         with suppress(TimeoutError, *self._link.failures):
-            async with asyncio.timeout(timeout_s):
-                await self._link.connected()
-            async with self._link.listening(answer, asking.receive):
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(timeout_s):
+                    await self._link.connected()
+                    await stack.enter_async_context(self._link.listening(answer, asking.receive))
                 return await asking.ask(partial(self._link.publish, self._url.name(ASK), answer=answer), timeout_s)
         return None
 
