@@ -204,11 +204,12 @@ class Routing:
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         can_pull = self._fleet.has_pulls and not self._fleet.has_roles and local is None
         holder = self._holder(path, ask, prefix, excluded) if can_pull else None
-        is_priced = isinstance(self._models.policy(ask.model).policy, PriceSettings) and not self._fleet.has_roles
-        room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
-        left_out = full.keys() - room_s.keys()
-        if left_out and self.has_alternative(path, ask, (others := {*excluded, *left_out})):
-            excluded = others
+        room_s: dict[str, float] = {}
+        if full:
+            is_priced = isinstance(self._models.policy(ask.model).policy, PriceSettings) and not self._fleet.has_roles
+            room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
+            if self.has_alternative(path, ask, (others := {*excluded, *(full.keys() - room_s.keys())})):
+                excluded = others
         everyone = self._fleet.routable(ask.model, excluded)
         if not everyone:
             raise self._refusal(ask.model)
