@@ -47,7 +47,7 @@ class PublisherLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """What a publisher did since its start. Per rank: what was filtered, left out and why, and what is held now."""
+    """What a publisher did since its start. Per rank: what was filtered, and what is held now."""
 
     num_waiting_events: int = 0
     num_lost_events: int = 0

@@ -1,4 +1,4 @@
-"""The normaliser: engine events of the published group become canonical events, or are left out and counted.
+"""The normaliser: engine events of the published group become canonical events, or are left out.
 
 Only tokens give a canonical hash; the engine's own hash is opaque and serves to find parents and removed blocks. What
 cannot be placed for certain is never guessed: a chain ends before the first block in doubt.
