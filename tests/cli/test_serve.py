@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from kvist.cli import main
+from kvist.cli.serve import listen
 from kvist.engine import bundled_model_path
 from kvist.events.codec import decode_batch
 from kvist.events.transports import Endpoint, open_subscription
@@ -127,3 +128,10 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["serve", "--model", MODEL, "--port", str(port)]) == 2
     assert f"host and port: got '127.0.0.1:{port}'" in capsys.readouterr().err
+
+
+def test_what_is_written_to_a_client_waits_for_nothing() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
