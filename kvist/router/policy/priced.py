@@ -1,6 +1,7 @@
 """The `kv` policy in seconds: what a request would wait and cost here, recomputed work at a price that load raises.
 
-    cost = wait + ((1 + κ) · e + (1 − ρ) · d + context_scale · C) · r + recent_scale · R · r̄      the lowest wins
+    cost = wait + max(p · r + s, highest s) + context_scale · C · r + recent_scale · R · r̄      the lowest wins
+    p = (1 + κ) · e + (1 − ρ) · d,  s = spread_scale · C · r
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(max_price, price_scale · ρ² / (1 − ρ))
 
@@ -16,6 +17,9 @@ everybody behind it pays: prefixes spread until caches thrash. So recomputation 
 
 What is asked for while it is computed will be asked for again. So in a fleet that idles other ranks compute it as well,
 rather than that all wait for one: as far as it idles, d counts as if nothing were in flight.
+
+A rank that runs less is worth computing for, by s, but not waiting for: it cannot spare more than p. Else all requests
+for a prompt would wait in line for its newest copy.
 
 R counts alike at all ranks: times r, a rank that seems fast by chance would get all of the next minute's requests, and
 seem faster for it (docs/decisions.md).
@@ -51,6 +55,7 @@ def weigh_ranks(
     price: float,
     idle: float,
     context_scale: float,
+    spread_scale: float,
     recent_scale: float,
     weighed: Floats,
     cached_tokens: NDArray[np.int64],
@@ -59,7 +64,7 @@ def weigh_ranks(
 
     `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
     """
-    recent_unit_s = recent_scale * work[1].mean()
+    recent_unit_s, most_s = recent_scale * work[1].mean(), spread_scale * (work[1] * work[2]).max()
     for idx in range(len(held)):
         before, saved, tokens = 0.0, 0.0, 0
         for tier in range(held.shape[1]):
@@ -71,8 +76,9 @@ def weigh_ranks(
         compute = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
         there, coming = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
         pending = max(0, coming - there) * (1.0 + half_alpha * (coming + there)) * compute_scale
-        priced = (1.0 + price) * compute + idle * pending + context_scale * context_tokens
-        weighed[:, idx] = wait_s + priced * unit_s + recent * recent_unit_s, compute, pending
+        priced_s = ((1.0 + price) * compute + idle * pending + spread_scale * context_tokens) * unit_s
+        rest_s = context_scale * context_tokens * unit_s + recent * recent_unit_s
+        weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending
         cached_tokens[idx] = tokens
 
 
@@ -114,11 +120,10 @@ class Prices(NamedTuple):
             "compute": compute_s,
             "price_of_computing": self.price * (compute_s + self.spared * unit_s),
             "in_flight": (1.0 - self.load.utilisation) * self.pending * unit_s,
-            "running": self.policy.settings.context_scale * self.load.context_tokens * unit_s,
             "fetch": self.fetch_s,
             "recent": self.policy.settings.recent_scale * self.load.recent * unit_s.mean(),
-            "cost": self.cost_s,
         }
+        terms |= {"running": self.cost_s - sum(terms.values()), "cost": self.cost_s}
         return {name: each.tolist() for name, each in terms.items()}
 
 
@@ -229,6 +234,7 @@ class PricedPolicy:
             price,
             idle,
             settings.context_scale,
+            settings.spread_scale,
             settings.recent_scale,
             weighed,
             cached_tokens,

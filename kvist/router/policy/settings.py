@@ -32,7 +32,8 @@ class PriceSettings:
     tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
     price_scale: float = 2.5
     max_price: float = 40.0
-    context_scale: float = 0.05
+    context_scale: float = 0.02
+    spread_scale: float = 0.03
     recent_scale: float = 0.03
 
     def work_of(self, num_tokens: Any) -> Any:
