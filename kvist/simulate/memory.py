@@ -22,7 +22,6 @@ MAX_RUNNING = 256
 NUM_LAYERS = 100
 """Of a simulated model, so that shares of them are exact to a hundredth."""
 
-
 Tell = Callable[[float, int, Tier, Sequence[Hashable], bool], None]
 """Hears when which group holds which blocks in a tier, or no longer."""
 

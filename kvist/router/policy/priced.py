@@ -18,8 +18,7 @@ everybody behind it pays: prefixes spread until caches thrash. So recomputation 
 What is asked for while it is computed will be asked for again. So in a fleet that idles other ranks compute it as well,
 rather than that all wait for one: as far as it idles, d counts as if nothing were in flight.
 
-A rank that runs less is worth computing for, by s, but not waiting for: it cannot spare more than p. Else all requests
-for a prompt would wait in line for its newest copy.
+By s a rank that runs less is worth computing for, not a wait in line: it spares at most p.
 
 R counts alike at all ranks: times r, a rank that seems fast by chance would get all of the next minute's requests, and
 seem faster for it (docs/decisions.md).
