@@ -641,11 +641,12 @@ class Forwarding:
     def charged(self) -> ReportedUsage | None:
         """Return what a tenant pays of an answer that has begun: as its worker says or, for want of that, is known."""
         attempt, computed_by = self.attempt, self.computed_by
-        if self.responder.status != OK or attempt is None or isinstance(attempt, PrefillAttempt):
+        if self.responder.status != OK:
             return None
         if isinstance(attempt, Answers):
             return attempt.usage
-        assert computed_by is not None
+        if not isinstance(attempt, AnswerAttempt) or computed_by is None:
+            return None
         usage = attempt.usage or ReportedUsage(self.ask.num_tokens, None)
         is_here = self.handover is None or self.pull is not None
         reported = usage.cached_tokens if is_here else None  # what was fetched was computed, too

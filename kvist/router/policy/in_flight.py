@@ -109,6 +109,8 @@ class PromptsInFlight:
 
     def depths(self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None) -> Depths:
         """Return how many leading blocks each rank holds or will have computed; `held` are those it holds by events."""
+        if not len(marks):
+            return held
         depths = held.copy()
         ranks = self._all_ranks if ranks is None else ranks
         read_depths(self._tables, marks, self._depths, now_s, self._columns, ranks, depths)
@@ -117,7 +119,8 @@ class PromptsInFlight:
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
         until_s = now_s + IN_FLIGHT_S
-        add_marks(self._own, marks, rank, until_s)
+        if len(marks):
+            add_marks(self._own, marks, rank, until_s)
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:
@@ -125,4 +128,5 @@ class PromptsInFlight:
 
         Marks that a later prompt renewed stay.
         """
-        settle_marks(self._own, marks, rank, until_s, now_s + UNTIL_INDEXED_S if is_computed else 0.0)
+        if len(marks):
+            settle_marks(self._own, marks, rank, until_s, now_s + UNTIL_INDEXED_S if is_computed else 0.0)

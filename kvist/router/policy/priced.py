@@ -238,7 +238,7 @@ class PricedPolicy:
             weighed,
             cached_tokens,
         )
-        fetched = np.zeros_like(cached_tokens), np.zeros(len(held)), np.zeros(len(held))
+        fetched = np.zeros(len(held), np.int64), np.zeros(len(held)), np.zeros(len(held))
         prices = Prices._make((*weighed, price, cached_tokens, work, num_tokens, marks, self, *fetched))
         return prices if pull is None else self._with_pull(prices, pull)
 
