@@ -66,7 +66,7 @@ def test_memory_is_split_by_the_policy_and_all_of_it_is_used(make_core) -> None:
 def test_a_cpu_computes_in_bfloat16_where_weights_are_of_it_and_products_faster(
     has_products: bool, size: int, stored: str, expected: torch.dtype, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_products)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_products})
     config = json.loads((bundled_model_path() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": size, "dtype": stored}))
     facts = loading._facts(EngineConfig(model_dir=tmp_path), rank=0)
