@@ -188,13 +188,16 @@ class EngineResidency:
         self._change(compiled.RELEASE, tier, _folded(engine_hashes))
         return []
 
+    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
+        names, places, _ = self._told_counts().T
+        self._forget_counts((places == tier) & np.isin(names, _folded(engine_hashes)))
+        return self.release(engine_hashes, tier)
+
     def empty(self, tier: Tier) -> list[int]:
         """Hold nothing in a tier, nor in other groups, which are on the GPU alone."""
-        names, places, _ = self._told_counts().T
-        is_gone = (places == tier) | (places >= GROUPS) & (places < ALIASES)
-        keys = (names ^ places * np.uint64(compiled.STEP))[is_gone]
-        self.counts.put(keys, np.zeros_like(keys))
-        self.release(self.engine_hashes(tier), tier)
+        self.drop(self.engine_hashes(tier), tier)
+        _, places, _ = self._told_counts().T
+        self._forget_counts((places >= GROUPS) & (places < ALIASES))
         self._index.clear(*self._source.companion)
         if self._rules:
             self._index.set_groups(self._source, self._rules)
@@ -321,6 +324,11 @@ class EngineResidency:
         keys, values = (np.concatenate(column) for column in zip(*rows, strict=True))
         places = values % np.uint64(1 << PLACE_BITS)
         return np.stack((keys ^ places * np.uint64(compiled.STEP), places, values >> np.uint64(PLACE_BITS)), axis=1)
+
+    def _forget_counts(self, is_gone: NDArray[np.bool_]) -> None:
+        names, places, _ = self._told_counts()[is_gone].T
+        keys = names ^ places * np.uint64(compiled.STEP)
+        self.counts.put(keys, np.zeros_like(keys))
 
     def _held_names(self, tier: Tier) -> Iterator[Names]:
         """Yield what names blocks that are held in a tier, some at a time."""

@@ -82,11 +82,8 @@ class Normaliser:
         if not self._in_doubt or not any((event.tier, name) in self._in_doubt for name in event.block_hashes):
             return ()
         names, self._in_doubt = self._in_doubt, frozenset()
-        return tuple(
-            removed
-            for tier in Tier
-            for removed in self._removed(EngineRemoved([name for of, name in names if of is tier], tier=tier))
-        )
+        dropped = ((tier, self._residency.drop([name for of, name in names if of is tier], tier)) for tier in Tier)
+        return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in dropped if block_hashes)
 
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:
         if len(event.token_ids) == 0:

@@ -78,6 +78,9 @@ class Holdings(Protocol):
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
         """Take the engine's hashes out of a tier, in any order; return what has to be published of it."""
 
+    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
+        """Release the engine's hashes with all their copies."""
+
     def engine_hashes(self, tier: Tier) -> Sequence[EngineHash]:
         """Return what the engine calls the blocks that are held in a tier."""
 
@@ -221,9 +224,13 @@ class Residency:
     def engine_hashes(self, tier: Tier) -> list[EngineHash]:
         return [*self._block_of[tier]]
 
+    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
+        for engine_hash in engine_hashes if self.copies else ():
+            self.copies.pop((engine_hash, tier), None)
+        return self.release(engine_hashes, tier)
+
     def empty(self, tier: Tier) -> list[int]:
-        self.copies = {(name, of): number for (name, of), number in self.copies.items() if of is not tier}
-        return self.release(self.engine_hashes(tier), tier)
+        return self.drop(self.engine_hashes(tier), tier)
 
     def clear(self) -> None:
         for tier in Tier:

@@ -18,6 +18,7 @@ from kvist.events.engine_events import (
     EngineStored,
     Window,
 )
+from kvist.events.types import Tier
 from kvist.publisher.filter import WindowFilter
 
 
@@ -202,6 +203,12 @@ def test_nothing_is_cleared_twice():
     window_filter = WindowFilter()
     events = (stored(group=0), stored(group=1), stored(4096, 0))
     assert admit_all(window_filter, *events) == [stored(group=0), CLEARED, stored(4096, 0)]
+
+
+def test_what_is_left_beside_the_gpu_is_cleared_for_a_larger_window():
+    window_filter, gpu_cleared = WindowFilter(), EngineCleared(tier=Tier.GPU)
+    passed = [stored(512, 0), gpu_cleared, CLEARED, stored(4096, 1)]
+    assert admit_all(window_filter, stored(512, 0), gpu_cleared, stored(4096, 1)) == passed
 
 
 def test_what_was_stored_without_window_and_group_is_cleared_when_a_second_group_shows():

@@ -17,6 +17,7 @@ from kvist.events.snapshot import block_digest
 from kvist.events.types import Cleared, Removed, Stored, Tier
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
+from kvist.publisher.residency import Residency
 
 B = 4
 TOKENS = list(range(1, 17))
@@ -179,6 +180,35 @@ def test_a_chain_of_a_hundred_thousand_blocks_needs_no_recursion():
     (event,) = normaliser.normalise(EngineRemoved(range(n - 1, -1, -1)))
     assert len(event.hashes) == 8 * n
     assert held(normaliser) == (0, 0)
+
+
+# Blocks that may have been kept beside the GPU when all on it went.
+
+
+@pytest.fixture
+def in_doubt() -> Normaliser:
+    residency = Residency()
+    residency.counts_copies = True
+    normaliser = Normaliser(B, holdings=residency)
+    offloaded = [store(101, 102, tier=Tier.HOST)] * 2
+    events = normalise_all(normaliser, store(101, 102), *offloaded, EngineCleared(tier=Tier.GPU))
+    assert events == [Stored(pack(C1, C2)), Stored(pack(C1, C2), tier=Tier.HOST), Removed(pack(C1, C2))]
+    assert normaliser.is_in_doubt
+    return normaliser
+
+
+def test_a_block_in_doubt_that_is_removed_shows_that_all_were_left(in_doubt):
+    assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == ()  # which has another copy
+    assert not in_doubt.is_in_doubt
+    assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == (Removed(pack(C1), Tier.HOST),)
+
+
+def test_a_block_in_doubt_that_is_stored_anew_shows_that_none_was_left_of_any_copy(in_doubt):
+    dropped, stored = in_doubt.normalise(store(101, tier=Tier.HOST))
+    assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2))
+    assert stored == Stored(pack(C1), tier=Tier.HOST)
+    assert held(in_doubt)[0] == 1
+    assert not in_doubt.is_in_doubt
 
 
 # What separates blocks besides tokens.

@@ -5,12 +5,14 @@ block *is* its tokens behind its prefix. What is exact for a stock engine: every
 and nothing else, for as long as its replay socket still has what the wire lost. In detail:
 
 - A store counts if it can be placed: its parent is held under the name it gives, its tokens fill its blocks, and its
-  blocks are of the index's size. Otherwise all of it is left out.
-- A rank holds a set, by engine hash and tier. A removal removes, however often a block was stored; a block with two
-  engine hashes is held until both are gone; an engine hash that is used again names the new block alone.
+  blocks are of the index's size. Otherwise all of it is left out. A chain ends before a name that it has already.
+- A rank of vLLM holds copies, by engine hash and tier: a store adds one, and a removal takes one. Others hold a set. A
+  block with two engine hashes is held until both are gone; an engine hash that is used again names the new block alone.
 - Of several cache groups the one with the largest window shown so far is published; a larger one makes the rank start
   over. The others count, by name and on the GPU, once the published one has a block: an answer is then the longest
   prefix at whose end each has the blocks of its window, in all tiers alike. A publisher of Kvist's leaves them out.
+- vLLM clears what is on the GPU. What is held beside it stays, until one of those blocks is removed, which shows that
+  all were left, or is stored again, which shows that none was.
 - An answer counts leading blocks held now. A tier counts with all that are faster; in between they may alternate.
 """
 
@@ -21,6 +23,7 @@ import hashlib
 import http.client
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
@@ -56,8 +59,11 @@ class RankTruth:
         self._window = 0
         self._group: int | None = None
         self.tells_groups = True
-        self.others: dict[int, tuple[int, set[int]]] = {}
-        """Of each other group its window, and the engine hashes that it holds."""
+        self.is_vllm = False
+        self._in_doubt: set[tuple[int, int]] = set()
+        self.others: dict[int, tuple[int, Counter[int]]] = {}
+        """Of each other group its window, and the copies of engine hashes that it holds."""
+        self._copies: Counter[tuple[int, int]] = Counter()
 
     def stored(
         self,
@@ -74,13 +80,17 @@ class RankTruth:
         """Take a chain; without tokens, blocks that another tier has and this one gets too."""
         if not self._is_published(group, window):
             if group is not None and group != self._group and self.tells_groups:
-                _, held = self.others.setdefault(group, (window, set()))
+                _, held = self.others.setdefault(group, (window, Counter()))
                 held.update(engine_hashes if tier == 0 else ())
             return
+        if not self._in_doubt.isdisjoint((tier, engine_hash) for engine_hash in engine_hashes):
+            for tier_in_doubt, engine_hash in self._in_doubt:
+                del self.tiers[tier_in_doubt][engine_hash]
+            self._in_doubt.clear()
         if not token_ids:
             for engine_hash in engine_hashes:
                 if (block := self.find(engine_hash)) is not None:
-                    self.tiers[tier][engine_hash] = block
+                    self._hold(engine_hash, block, tier)
             return
         size = self.block_size if block_size is None else block_size
         above = () if parent is None else self.find(parent)
@@ -89,19 +99,39 @@ class RankTruth:
         if above:
             scope = Scope(scope.lora_name or above[-1][0].lora_name, scope.cache_salt or above[-1][0].cache_salt)
         for idx, engine_hash in enumerate(engine_hashes):
+            if engine_hash in (parent, *engine_hashes[:idx]):
+                return
             above = (*above, (scope, tuple(token_ids[idx * size : (idx + 1) * size])))
-            self.tiers[tier][engine_hash] = above
+            self._hold(engine_hash, above, tier)
+
+    def _hold(self, engine_hash: int, block: Block, tier: int) -> None:
+        has_more = self.is_vllm and self.tiers[tier].get(engine_hash) == block
+        self._copies[tier, engine_hash] = self._copies[tier, engine_hash] + 1 if has_more else 1
+        self.tiers[tier][engine_hash] = block
 
     def removed(self, engine_hashes: Sequence[int], tier: int = 0, *, group: int | None = None) -> None:
         """Take removals; those of other cache groups are about other blocks."""
         if group is None or group == self._group:
+            if not self._in_doubt.isdisjoint((tier, engine_hash) for engine_hash in engine_hashes):
+                self._in_doubt.clear()
             for engine_hash in engine_hashes:
-                self.tiers[tier].pop(engine_hash, None)
+                self._copies[tier, engine_hash] -= 1
+                if self._copies[tier, engine_hash] <= 0:
+                    self.tiers[tier].pop(engine_hash, None)
         elif group in self.others and tier == 0:
-            self.others[group][1].difference_update(engine_hashes)
+            held = self.others[group][1]
+            held.subtract(engine_hashes)
+            self.others[group] = self.others[group][0], +held
 
     def cleared(self) -> None:
-        """Hold nothing; the cache groups stay what they were."""
+        """Hold nothing, or nothing on the GPU; the cache groups stay what they were."""
+        beside = {(tier, name) for tier, held in enumerate(self.tiers) if tier and self.is_vllm for name in held}
+        kept = [{name: held[name] for name in held if (tier, name) in beside} for tier, held in enumerate(self.tiers)]
+        self._hold_nothing()
+        self.tiers, self._in_doubt = kept, beside
+
+    def _hold_nothing(self) -> None:
+        self._in_doubt.clear()
         for held in (*self.tiers, *(names for _, names in self.others.values())):
             held.clear()
 
@@ -130,15 +160,18 @@ class RankTruth:
         named = [names[block] for block in takewhile(names.__contains__, blocks)]
         for end in range(len(named), 0, -1):
             needed = {group: -(-(window - 1) // self.block_size) for group, (window, _) in self.others.items()}
-            if all({*named[max(0, end - needed[group]) : end]} <= held for group, (_, held) in self.others.items()):
+            if all(
+                {*named[max(0, end - needed[group]) : end]} <= held.keys() for group, (_, held) in self.others.items()
+            ):
                 return end
         return 0
 
     def _is_published(self, group: int | None, window: int) -> bool:
         if window > self._window:
             if self._window:
-                others, names = {each: (size, {*held}) for each, (size, held) in self.others.items()}, {*self.tiers[0]}
-                self.cleared()
+                others = {each: (size, held.copy()) for each, (size, held) in self.others.items()}
+                names = Counter(self.tiers[0].keys())
+                self._hold_nothing()
                 self.others = others
                 if self._group is not None and self.tells_groups:
                     self.others[self._group] = self._window, names

@@ -29,6 +29,7 @@ class StockStream:
         self._start = lambda: start_vllm(port)
         self._engine = self._start()
         self._wire = wire
+        self.is_vllm = wire.engine == "vllm"
         self._block_size = block_size
         self._says_rank = says_rank
         self._pending: tuple[int, list[Any]] = (0, [])
@@ -89,6 +90,7 @@ class KvistStream:
     """One endpoint of a worker whose engine carries Kvist's publisher, which checks what it is told."""
 
     is_stock = False
+    is_vllm = False
 
     def __init__(self, port: int, block_size: int) -> None:
         self.url, self.replay_url = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
