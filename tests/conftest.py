@@ -76,8 +76,8 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _is_kept(thread: threading.Thread) -> bool:
-    """Return whether a thread is one that is started once, or of a pool that an event loop ends when it does."""
-    return thread.name == "tqdm_monitor" or thread.name.startswith(("asyncio_", "kvist-attend_"))
+    """Return whether a thread is one that is started once, waits for libzmq for ever, or is of an event loop's pool."""
+    return thread.name in ("tqdm_monitor", "kvist-zmq-end") or thread.name.startswith(("asyncio_", "kvist-attend_"))
 
 
 def _ends(thread: threading.Thread) -> bool:
