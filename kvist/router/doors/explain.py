@@ -44,7 +44,7 @@ class Condition(StrEnum):
 
 
 _REASONS = {
-    Condition.PARTIAL: "events were lost: blocks may be missing until they are reported again",
+    Condition.PARTIAL: "not all that hits need is known: events were lost, or it cannot be followed (docs/engines.md)",
     Condition.RESYNCING: "not known just now: asking, or waiting to hear that it goes on",
     Condition.UNHEARD: "nothing was received yet",
     Condition.GONE: "the publisher ended or died",
