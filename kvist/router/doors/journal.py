@@ -15,6 +15,7 @@ from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt
 from kvist.router.doors.explain import explain_choice, explain_pull
 from kvist.router.policy.decision import usable_blocks
+from kvist.router.prefill.several import Answers
 from kvist.router.prompts import KnownModels
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Journal:
             "num_attempts": len(request.tried),
             "prompt_tokens": None if ask is None else ask.num_tokens,
             "reported": None if usage is None else usage.cached_tokens,
-            "output_tokens": None if not isinstance(attempt, AnswerAttempt) else attempt.num_output_tokens,
+            "output_tokens": attempt.num_output_tokens if isinstance(attempt, AnswerAttempt | Answers) else None,
             "queue_s": round(queue_s, 4),
             "total_s": round(now_s - request.started_s, 4),
         }

@@ -105,6 +105,8 @@ async def test_choices_and_usage_are_those_of_one_answer(fleet) -> None:
         account = front.service._forwarder.accounts.of("default", "m")
         counted = (account.requests, account.prompt_tokens, account.cached_tokens, account.output_tokens)
         assert counted == (2, 2 * 793, 0, 2 * 14)
+        shown = (await front.client.get("/ui/state?view=requests&since=0")).json()["requests"]
+        assert [each["output_tokens"] for each in shown] == [14, 14]
 
 
 async def test_one_prefill_worker_computes_a_prompt_for_all_of_its_answers(worker, router, engines) -> None:
