@@ -78,8 +78,9 @@ def part_path(path: Path, part: int) -> Path:
 
 def first_part_path(path: Path, part: int) -> tuple[Path, int]:
     """Return where the first part was by what a later one says, and that number; 0 if the name is no part's."""
-    first = path.with_name(path.stem.removesuffix(f".{part}") + path.suffix)
-    return (first, part) if part_path(first, part) == path else (path, 0)
+    names = path.stem.removesuffix(f".{part}") + path.suffix, path.name.removesuffix(f".{part}")
+    firsts = (path.with_name(name) for name in names if name)
+    return next(((first, part) for first in firsts if part_path(first, part) == path), (path, 0))
 
 
 def part_numbers(path: Path) -> list[int]:

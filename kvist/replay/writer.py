@@ -73,7 +73,8 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
                 self.earlier, last = recording.part_path(path, numbers[0]), recording.part_path(path, numbers[-1])
                 stack.callback(os.close, _locked(last))
                 about = replace(about, part=numbers[-1] + 1)
-                if (before := read_about(last)) is not None:
+                told = (read_about(recording.part_path(path, number)) for number in reversed(numbers))
+                if (before := next(filter(None, told), None)) is not None:  # a crash leaves parts that say nothing
                     about = replace(about, recording=before.recording, session=before.session + 1)
             self._part = self._begin(about)
 

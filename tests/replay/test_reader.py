@@ -393,11 +393,12 @@ def test_the_sources_are_told_without_reading_what_they_said(make, tmp_path):
         assert reader.sources() == []
 
 
-def test_what_is_left_of_a_recording_is_read_from_any_of_its_parts_on(make, tmp_path):
+@pytest.mark.parametrize(("name", "later"), [("r.mcap", "r.1.mcap"), ("r", "r.1")])
+def test_what_is_left_of_a_recording_is_read_from_any_of_its_parts_on(make, tmp_path, name, later):
     records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
-    make.write(tmp_path / "r.mcap", records, rotate_bytes=4096)
-    (tmp_path / "r.mcap").unlink()
-    with RecordingReader(tmp_path / "r.1.mcap") as reader:
+    make.write(tmp_path / name, records, rotate_bytes=4096)
+    (tmp_path / name).unlink()
+    with RecordingReader(tmp_path / later) as reader:
         assert reader.sources() == [make.source]
         read = list(reader)
     assert 0 < len(read) < len(records)

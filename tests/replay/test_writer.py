@@ -109,6 +109,16 @@ def test_appending_to_what_was_cut_anywhere_changes_nothing_of_it(make, tmp_path
         assert path.read_bytes() == whole[:cut]
 
 
+def test_appending_goes_on_behind_a_part_that_a_crash_left_empty(make, tmp_path):
+    first = make.write(tmp_path / "r", make.records(make.batch(0)))
+    for number in (1, 2):
+        make.write(first, make.records(make.batch(number)), appends=True)
+        os.truncate(tmp_path / f"r.{number}", 20)
+    make.write(first, make.records(make.batch(3)), appends=True)
+    read = make.read(first)
+    assert [(record.session, record.message.sequence) for record in read] == [(0, 0), (1, 3)]
+
+
 def test_appending_goes_on_behind_the_last_part_when_the_first_were_deleted(make, tmp_path):
     records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(200)), step_ms=400)
     make.write(tmp_path / "r.mcap", records, rotate_bytes=8192)
