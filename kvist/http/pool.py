@@ -26,7 +26,8 @@ from kvist.http.limits import UpstreamLimits
 from kvist.http.upstream import Exchange, ResponseReceiver, UpstreamConnection
 
 _BASE_URL = re.compile(
-    r"(?P<scheme>https?)://(?P<authority>(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"
+    r"(?P<scheme>https?)://(?P<authority>"
+    r"(?P<host>[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"
     r"(?P<path>(?:/[A-Za-z0-9._~%-]*)*)"
 )
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
@@ -36,7 +37,7 @@ _OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class Origin:
     """Where a worker's base URL leads."""
 
     host: str
@@ -46,15 +47,16 @@ class _Origin:
     path_prefix: str
 
 
-def _parse_base_url(base_url: str) -> _Origin:
-    """Checks a worker's base URL; raises InvalidValueError."""
+def parse_base_url(base_url: str, name: str = "base_url") -> Origin:
+    """Checks a worker's base URL, which errors call `name`; raises InvalidValueError."""
     match = _BASE_URL.fullmatch(base_url)
-    if match is None:
-        raise InvalidValueError("base_url", base_url, "http(s)://host[:port][/prefix]")
-    is_tls = match["scheme"] == "https"
-    return _Origin(
+    is_tls = match is not None and match["scheme"] == "https"
+    port = 0 if match is None else int(match["port"] or (443 if is_tls else 80))
+    if match is None or not 0 < port < 1 << 16:
+        raise InvalidValueError(name, base_url, "http(s)://host[:port][/prefix]")
+    return Origin(
         host=match["host"].strip("[]"),
-        port=int(match["port"] or (443 if is_tls else 80)),
+        port=port,
         is_tls=is_tls,
         host_header=match["authority"].encode("ascii"),
         path_prefix=match["path"].rstrip("/"),
@@ -64,7 +66,7 @@ def _parse_base_url(base_url: str) -> _Origin:
 class _Worker:
     """The connections to one worker, and the exchanges that wait for one, the oldest first."""
 
-    def __init__(self, origin: _Origin) -> None:
+    def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self.connections: set[UpstreamConnection] = set()
         self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
@@ -113,7 +115,7 @@ class UpstreamPool:
         """
         worker = self._workers.get(base_url)
         if worker is None:
-            worker = self._workers[base_url] = _Worker(_parse_base_url(base_url))
+            worker = self._workers[base_url] = _Worker(parse_base_url(base_url))
         origin = worker.origin
         fields = [(b"host", origin.host_header), *end_to_end(headers, _NOT_FORWARDED)]
         if forwarded_for is not None:

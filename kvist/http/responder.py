@@ -86,10 +86,15 @@ class Responder:
         self.send(body)
         self.end()
 
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the client would take the connection's end for the response's, which has not come yet."""
+        return self._framing == "until_close" and not self.is_finished
+
     def cut(self) -> None:
         """Ends a response that cannot be whole, and the connection with it, so that the client notices."""
-        self.is_finished = True
         self._connection.cut()
+        self.is_finished = True
 
     async def write(self, chunk: bytes) -> None:
         """As `send`, for coroutines: waits while the client's buffer is over its high-water mark.

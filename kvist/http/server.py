@@ -7,7 +7,9 @@ the next request. Only a handler that is a coroutine has a task, and only that e
 
 import asyncio
 import logging
+import socket
 import ssl
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -55,6 +57,9 @@ _BACKLOG = 1 << 16
 """Connections that the system holds until they are accepted, as many as it may (`net.core.somaxconn`)."""
 _ACCEPTED_AT_ONCE = 32
 """In one turn of the loop; and asyncio logs as many lines a second while there are no descriptors left."""
+
+_RESET = struct.pack("ii", 1, 0)
+"""A connection that lingers for 0 s ends by a reset, and not as one whose bytes are all there."""
 
 _NO_PLACE = RequestRefusedError(503, "overloaded", "too many connections; try again")
 
@@ -178,7 +183,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._is_discarding:
             return
         self._parser.feed(self._state.read_buffer[:num_bytes])
-        if not self._is_busy:
+        if not (self._is_busy or self._is_write_paused):
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
             self._transport.pause_reading()
@@ -212,6 +217,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._producer is not None:
             self._producer.resume()
         elif not self._is_busy:
+            self._transport.resume_reading()
             self._advance()
 
     # What the responder calls.
@@ -238,6 +244,8 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def cut(self) -> None:
         """Closes at once, so that the client notices that its response is not whole."""
+        if self._responder is not None and self._responder.ends_with_connection:
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._transport.abort()
 
     # What the server calls.
@@ -262,7 +270,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def abort(self) -> "asyncio.Task[None] | None":
         """Closes at once and cancels a running handler, whose task is returned."""
-        self._transport.abort()
+        self.cut()
         if self._task is not None:
             self._task.cancel()
         return self._task
@@ -364,7 +372,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         elif self._transport.is_closing():
             self._on_answered()
         else:
-            self._transport.abort()
+            self.cut()
 
     def _on_handled(self, error: BaseException | None) -> None:
         """The handler is done, and so is the response unless it failed."""
@@ -374,7 +382,6 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._log_failure(error)
         elif responder is not None and (error is not None or not responder.is_finished):
             self._log_failure(error)
-            self._responder = None
             self._release_body()
             self._fail(responder)
             return
@@ -412,8 +419,9 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _fail(self, responder: Responder) -> None:
         """A response cut short ends the connection without its last chunk, so that the client notices."""
         if responder.has_started:
-            self._transport.abort()
+            self.cut()
         else:
+            self._responder = None
             self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
 
     def _cancel_handler(self) -> None:
@@ -472,7 +480,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         elif phase in ("header", "body"):
             self._refuse(RequestRefusedError(408, f"{phase}_timeout", f"the request's {phase} came too slowly"))
         else:
-            self._transport.abort()
+            self.cut()
 
     # Memory held by request bodies, over all connections.
 
@@ -543,8 +551,8 @@ class HttpServer:
             self._server.close()
             raise
         for listening in self._server.sockets:
-            with listening.dup() as socket:
-                socket.listen(_BACKLOG)
+            with listening.dup() as sock:
+                sock.listen(_BACKLOG)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

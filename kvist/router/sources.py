@@ -25,6 +25,7 @@ from msgspec.structs import force_setattr
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.transports.broker import BrokerUrl, is_broker_url
+from kvist.http.pool import parse_base_url
 from kvist.router.policy.decision import Role
 
 ROLES = frozenset(role.value for role in Role)
@@ -124,13 +125,9 @@ class SourceUrl:
 
 def check_worker_url(name: str, url: str) -> None:
     """Raise InvalidValueError unless the URL is that of a worker: no trailing slash, no user, no query."""
-    try:
-        parts = urlsplit(url)
-        has_origin = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        has_origin = False
-    if not has_origin or parts.username is not None or parts.query or parts.fragment or url.endswith("/"):
-        raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
+    parse_base_url(url, name)
+    if url.endswith("/"):
+        raise InvalidValueError(name, url, "http(s)://host[:port][/prefix] without a slash at its end")
 
 
 def check_event_source(endpoint: str, name: str = "kv_event_sources") -> None:

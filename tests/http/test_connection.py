@@ -64,6 +64,26 @@ async def test_reading_pauses_while_a_client_pipelines_more_than_it_may(
         assert (await client.answer()).status == 200
 
 
+async def test_reading_pauses_while_a_client_reads_no_answers_and_goes_on_when_it_does(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    def handler(_: Request, responder: Responder) -> None:
+        responder.answer(200, [], bytes(16 << 20))  # more than the system takes
+
+    server = await serve(handler, max_pipelined_bytes=1000)
+    client = await connect(server)
+    client.writer.transport.pause_reading()
+    client.send(GET)
+    await until(lambda: server.statistics().num_requests)
+    client.send(GET * 100_000)
+    (connection,) = server._state.connections
+    await until(lambda: not connection._transport.is_reading())
+    assert connection._parser.num_buffered_bytes <= 1000 + 2 * 256 * 1024
+    client.writer.transport.resume_reading()
+    for _ in range(3):
+        assert len((await client.answer()).body) == 16 << 20
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "is_closing", "connection"),
     [

@@ -113,7 +113,8 @@ async def test_the_request_is_framed_anew(make_pool: MakePool, worker: StartWork
 
 @pytest.mark.parametrize(
     "url",
-    ["", "a:80", "ftp://a", "http://", "http://u@a", "http://a?b", "http://a#b", "http://a b", "http://a\r\nX: y", "http://ä"],
+    ["", "a:80", "ftp://a", "http://", "http://u@a", "http://a?b", "http://a#b", "http://a b", "http://a\r\nX: y", "http://ä",
+     "http://a..b", "http://.a", "http://" + "a" * 64, "http://a:0", "http://a:65536", "http://a:99999"],
 )  # fmt: skip
 async def test_a_base_url_that_is_none_is_refused_by_name(make_pool: MakePool, url: str) -> None:
     pool = await make_pool()

@@ -180,6 +180,20 @@ async def test_a_worker_that_dies_within_a_stream_leaves_it_visibly_incomplete(
     assert not (await client.read_to_end()).endswith(b"0\r\n\r\n")
 
 
+async def test_a_client_of_http10_sees_it_as_well_though_the_end_is_all_that_ends_its_answer(
+    proxy: Any, connect: Connect, next_request: NextRequest
+) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(STREAM_HEAD + b"5\r\nhello\r\n")
+
+    server, _, _ = await proxy(script)
+    client = await connect(server)
+    client.send(b"GET / HTTP/1.0\r\nHost: a\r\n\r\n")
+    with pytest.raises(ConnectionResetError):
+        await client.reader.read()
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
 async def test_httpx_gets_through_with_every_method(proxy: Any, next_request: NextRequest, method: str) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

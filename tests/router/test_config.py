@@ -37,6 +37,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"worker_urls": ["tcp://w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": ["http://user@w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": ["http://w:99999"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
+        ({"worker_urls": ["http://w..svc:80"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": [WORKER, WORKER]}, "worker_urls", "each worker once"),
         ({"kv_event_sources": {WORKER: ["tcp://h:1"]}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
         (
