@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -100,8 +101,9 @@ class NatsSubscription(BrokerSubscription[Client]):
         super().__init__(url)
         self._num_readings = 0
         self._history_problem: str | None = None
+        self._stream_created: datetime | None = None
         self._next_sequence = 1
-        """The first message of the stream that was not read yet, with `deliver=all`."""
+        """The first message of that stream that was not read yet, with `deliver=all`."""
 
     @property
     def num_connects(self) -> int:
@@ -135,7 +137,11 @@ class NatsSubscription(BrokerSubscription[Client]):
         """Deliver what the stream has from where an earlier connection was, then what comes; waits if nobody reads."""
         stream = self._url.options["jetstream"]
         try:
-            pages = read_stream(client, stream, self._url.name(STREAM, "*"), self._next_sequence, waits=True)
+            info = await client.jsm().stream_info(stream)
+            if info.created != self._stream_created:  # a server that lost its store has another one
+                self._stream_created, self._next_sequence = info.created, 1
+            start_sequence = min(self._next_sequence, info.state.last_seq + 1)
+            pages = read_stream(client, stream, self._url.name(STREAM, "*"), start_sequence, waits=True)
             async with aclosing(pages):
                 async for page in pages:
                     if not page:

@@ -14,7 +14,7 @@ import zmq
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication, open_subscription
-from kvist.events.transports.zmtp import replay
+from kvist.events.transports.zmtp import replay, wire
 
 END = b"\xff" * 8
 
@@ -332,3 +332,32 @@ async def test_an_answer_that_never_ends_is_given_up(open_socket, monkeypatch, l
         endless = asyncio.create_task(answer_for_ever(router, b""))
         assert await asker.replay(ReplayRequest(b"", 0), timeout_s=10) is None
         endless.cancel()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [wire.frame(bytes(1 << 16), wire.MORE), wire.command(b"PING", bytes(18)) * 2000],
+    ids=["a message without end", "questions"],
+)
+async def test_who_says_on_and_on_what_is_no_answer_is_left_before_that_takes_memory(monkeypatch, said):
+    monkeypatch.setattr("kvist.events.transports.base.MAX_MESSAGE_BYTES", 1 << 20)
+    num_said, has_left = 0, asyncio.Event()
+
+    async def speak(_, writer):
+        nonlocal num_said
+        writer.write(wire.greeting() + wire.ready(b"ROUTER"))
+        with suppress(ConnectionError):
+            while num_said < 1 << 28:
+                writer.write(said)
+                await writer.drain()
+                num_said += len(said)
+        writer.close()
+        has_left.set()
+
+    server = await asyncio.start_server(speak, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with asyncio.timeout(60), open_subscription(Endpoint.parse(f"tcp://127.0.0.1:1?replay_port={port}")) as asker:
+        assert await asker.replay(ReplayRequest(b"", 0), timeout_s=0.5) is None
+        await has_left.wait()
+    assert num_said < 64 << 20
+    server.close()

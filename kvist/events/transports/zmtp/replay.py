@@ -40,7 +40,7 @@ async def ask(
             try:
                 return await _collect(_Router(reader, writer, timeout_s), request, malformed)
             finally:
-                writer.close()
+                writer.transport.abort()  # who does not read what was said to it is not waited for
                 with suppress(OSError):
                     await writer.wait_closed()
     except (OSError, PeerError):  # a timeout is an OSError
@@ -74,14 +74,18 @@ class _Router:
         """Wait for more; raises OSError at the end, or after silence."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                received = await self._reader.read(READ_BYTES)
+                received = await self._receive()
         except TimeoutError:  # it may be this event loop that was late: what is there counts
             async with asyncio.timeout(0):
-                received = await self._reader.read(READ_BYTES)
+                received = await self._receive()
         if not received:
             raise ConnectionResetError("the publisher ended the connection")
         self._received += received
         await asyncio.sleep(0)  # others have their turn, however much comes
+
+    async def _receive(self) -> bytes:
+        await self._writer.drain()  # who asks for signs of life must take them
+        return await self._reader.read(READ_BYTES)
 
     def send(self, frames: tuple[bytes, ...]) -> None:
         self._writer.writelines(wire.frame(body, MORE) for body in frames[:-1])
@@ -91,7 +95,8 @@ class _Router:
         """Yield the frames of each message that is all there; commands are answered."""
         at = 0
         while (header := wire.read_frame_header(self._received, at, len(self._received))) is not None:
-            if header.num_bytes > base.MAX_MESSAGE_BYTES or len(self._frames) > MAX_FRAMES:
+            num_bytes = header.num_bytes + sum(map(len, self._frames))
+            if num_bytes > base.MAX_MESSAGE_BYTES + len(END) or len(self._frames) > MAX_FRAMES:
                 raise PeerError("a reply is larger than any message")
             if header.end > len(self._received):
                 break

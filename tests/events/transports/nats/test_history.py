@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from contextlib import asynccontextmanager
 
@@ -184,6 +185,22 @@ async def test_everything_from_the_streams_beginning_can_be_received_then_what_c
         await until(lambda: subscription.num_connects == 2)
         wire.send(publication, 3001)
         assert await wire.take(subscription, 1) == [3001]
+
+
+@pytest.mark.parametrize("num_before", [3, 30])
+async def test_a_stream_that_a_server_lost_is_read_from_the_beginning_of_its_successor(wire, until, num_before):
+    server = wire.start_server(has_jetstream=True)
+    publication = wire.publish(wire.url(server, query=QUERY))
+    wire.send(publication, *range(num_before))
+    async with wire.subscribe(wire.url(server, query=f"{QUERY}&deliver=all")) as subscription:
+        assert await wire.take(subscription, num_before) == [*range(num_before)]
+        server.kill()
+        shutil.rmtree(server.folder / "jetstream")
+        await until(lambda: subscription.problem is not None)
+        server.start()
+        await until(lambda: publication._link.client is not None)
+        wire.send(publication, *range(100, 110))
+        assert await wire.take(subscription, 10) == [*range(100, 110)]
 
 
 async def test_a_stream_that_is_not_there_yet_is_a_problem_until_it_is(wire, until, monkeypatch):
