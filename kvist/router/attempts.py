@@ -268,9 +268,7 @@ class AnswerAttempt(_Attempt):
                 self._check_length(len(self._held))
                 return
             self._begin(is_empty=False)
-        self._usage.feed(piece)
-        if self.is_event_stream:
-            self._load.add_tokens(piece.count(b"\n\n"))
+        self._load.add_tokens(self._usage.feed(piece))
         self.owner.responder.send(piece)
 
     def on_end(self) -> None:

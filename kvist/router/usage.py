@@ -68,15 +68,18 @@ class UsageReader:
         self._is_overlong = False
         self._tail = b""
 
-    def feed(self, piece: bytes) -> None:
-        """Take the next piece of the answer's body."""
-        if self._is_overlong:
-            return
-        self._tail += piece
+    def feed(self, piece: bytes) -> int:
+        """Take the next piece of the answer's body; return how many events of a stream end in it."""
         if self._is_event_stream:
-            self._tail = self._tail[-self._num_kept :]
-        elif len(self._tail) > MAX_JSON_BYTES:
-            self._is_overlong, self._tail = True, b""
+            last = self._tail[-3:]
+            seen = last + piece
+            self._tail = (self._tail + piece)[-self._num_kept :]
+            return seen.count(b"\n\n") + seen.count(b"\r\n\r\n") - last.count(b"\n\n")
+        if not self._is_overlong:
+            self._tail += piece
+            if len(self._tail) > MAX_JSON_BYTES:
+                self._is_overlong, self._tail = True, b""
+        return 0
 
     @property
     def is_between_events(self) -> bool:

@@ -40,6 +40,18 @@ def test_only_the_tail_of_a_stream_is_kept() -> None:
     assert reader.usage() == ReportedUsage(100, 64, 3)
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_events_are_counted_where_they_end_however_they_are_cut(end: bytes) -> None:
+    whole = b"".join(b"data: %d" % number + end for number in range(4))
+    for cut in range(len(whole) + 1):
+        reader = UsageReader(is_event_stream=True)
+        assert reader.feed(whole[:cut]) == whole[:cut].count(end)
+        assert reader.feed(whole[cut:]) == 4 - whole[:cut].count(end)
+    reader = UsageReader(is_event_stream=True)
+    assert sum(reader.feed(bytes([byte])) for byte in whole) == 4
+    assert UsageReader(is_event_stream=False).feed(whole) == 0
+
+
 def test_a_whole_answer_is_read_in_pieces() -> None:
     body = json.dumps({"choices": [{"text": "x" * 10_000}], "usage": USAGE}).encode()
     assert read(body[:5000], body[5000:], is_event_stream=False) == ReportedUsage(100, 64, 3)
