@@ -8,29 +8,58 @@ import numpy as np
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.priced import PricedPolicy
+from kvist.router.policy.priced import Dispatched, PricedPolicy
+from kvist.router.policy.settings import FETCH_SCALE
 from kvist.simulate import make_driver
 
 
-def test_it_decides_as_the_policy_called_directly_does() -> None:
-    driver, policy, ties = make_driver(num_workers=4, block_size=64, seed=3), PricedPolicy.for_one(4, 64), Random(3)
-    random, running, now_s = Random(0), {}, 0.0
-    for request_id in range(300):
+@pytest.mark.parametrize("seed", range(10))
+def test_it_decides_as_the_policy_called_directly_does(seed: int) -> None:
+    """A random life: whatever a simulator tells, with workers away, tiers, and requests that begin anew or fail."""
+    random, ties, num_tiers = Random(seed), Random(seed), 1 + seed % 2
+    driver, policy = make_driver(num_workers=4, block_size=64, seed=seed), PricedPolicy.for_one(4, 64)
+    running: dict[int, Dispatched] = {}
+    now_s, is_streamed = 0.0, True
+    for _ in range(600):
         now_s += random.expovariate(10.0)
-        num_tokens = random.randrange(1, 5000)
-        hashes = [random.randrange(3) * 2**62 + idx for idx in range(num_tokens // 64)]
-        depths, held = [random.randrange(20) for _ in range(4)], [random.randrange(5) for _ in range(4)]
-        prices = policy.weigh(now_s, num_tokens, hashes, depths)
-        chosen = policy.choose(prices, held, ties)
-        assert driver.route(now_s, request_id, hashes, num_tokens, depths, held) == chosen
-        running[request_id] = policy.dispatched(now_s, chosen, prices, chosen)
-        for ended in random.sample(sorted(running), k=max(0, len(running) - 6)):
-            running[ended].answered(now_s)
-            driver.answered(now_s, ended)
-            running[ended].add_tokens(5)
-            driver.tokens(now_s, ended, 5)
-            running.pop(ended).finish(now_s)
-            driver.finished(now_s, ended)
+        known = random.choice([*running]) if running else None
+        match random.choice(
+            ("route", "route", "route", "anew", "answered", "answered", "tokens", "finished", "prefer")
+        ):
+            case "answered" if known is not None:
+                is_streamed = True
+                running[known].answered(now_s)
+                driver.answered(now_s, known)
+            case "tokens" if known is not None:
+                running[known].add_tokens(5)
+                driver.tokens(now_s, known, 5)
+            case "finished" if known is not None:
+                request = running.pop(known)
+                is_streamed = is_streamed and not request.is_waiting
+                request.finish(now_s)
+                driver.finished(now_s, known)
+            case "route" | "anew" | "prefer" as act:
+                request_id = known if act == "anew" and known is not None else random.randrange(10**6)
+                num_tokens = random.randrange(1, 5000)
+                hashes = [random.randrange(3) * 2**62 + idx for idx in range(num_tokens // 64)]
+                depths = np.sort([[random.randrange(20) for _ in range(num_tiers)] for _ in range(4)], axis=1)
+                held = [random.randrange(5) for _ in range(4)]
+                among = random.choice((None, None, sorted(random.sample(range(4), random.randint(1, 4)))))
+                here = list(range(4)) if among is None else among
+                asked = (hashes, num_tokens, depths if num_tiers > 1 else depths[:, 0], held, among)
+                is_fetched = act != "prefer" and random.randrange(5) == 0
+                if act != "prefer" and (before := running.pop(request_id, None)) is not None:
+                    is_streamed = is_streamed and not before.is_waiting
+                    before.finish(now_s)
+                scale, ranks = FETCH_SCALE if is_fetched else 1.0, None if among is None else np.array(among)
+                prices = policy.weigh(now_s, num_tokens, hashes, depths[here], ranks, scale)
+                chosen = policy.choose(prices, [held[idx] for idx in here], ties)
+                if act == "prefer":
+                    assert driver.prefer(now_s, *asked) == here[chosen]
+                    continue
+                assert driver.route(now_s, request_id, *asked, is_fetched=is_fetched) == here[chosen]
+                options = {"is_streamed": is_streamed, "computes": not is_fetched}
+                running[request_id] = policy.dispatched(now_s, here[chosen], prices, chosen, **options)
 
 
 def test_prompts_stay_where_they_are_cached_though_first_tokens_tell_of_the_asker_and_not_of_workers() -> None:
