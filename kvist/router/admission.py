@@ -112,12 +112,12 @@ class Admission:
     """So many requests the whole fleet is given at a time."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
-    on_wait: Callable[[str, float], None] = lambda *_: None
-    """Is told of each wait that ended well: for which model as metrics name it, and seconds."""
     _queues: dict[Queue, dict[str, Line]] = field(default_factory=dict)
     """By tenant; nobody's line is empty."""
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
+    can_do_all: Callable[[Worker], bool] = lambda _: True
+    """Says whether a worker needs no other to answer."""
     ring: Callable[[int], None] = lambda _: None
     """Wakes the front that has this number: what waits there may have its turn."""
     _is_due: bool = False
@@ -151,7 +151,7 @@ class Admission:
             return {}
         workers = self.fleet.routable(model, excluded)
         full = {worker.url: self._seat_s(worker, model) for worker in workers if not self.has_room(worker)}
-        return full if any(worker.url not in full for worker in _answering(workers)) else {}
+        return full if self._are_enough(workers, lambda worker: worker.url not in full) else {}
 
     def _seat_s(self, worker: Worker, model: str | None) -> float:
         capacity, num_queued = worker.capacity, self.load.num_queued(_number_of((model, worker.url)))
@@ -282,7 +282,6 @@ class Admission:
             if queue in self._queues:
                 heappush(heads, (_first(self._queues[queue]).rank, queue))
             self._mean_wait_s += (place.waited_s - self._mean_wait_s) / 16
-            self.on_wait(self.fleet.label_of(queue[0]), place.waited_s)
             try:
                 place.waiter.on_room()
             except BaseException:
@@ -345,9 +344,22 @@ class Admission:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
             return False
         model, url = queue
-        workers = _answering(self.fleet.routable(model, excluded))
-        waited_for = [worker for worker in workers if url in (None, worker.url)]
-        return not waited_for or any(map(self.has_room, waited_for))  # where there is nobody, who chooses says so
+        workers, now_s = self.fleet.routable(model, excluded), self.now_s()
+        # Whose worker has left, or asks to be spared, waits for any; where there is nobody, who chooses says so.
+        its_own = [each for each in workers if each.url == url and each.capacity.paused_until_s <= now_s]
+        return not workers or self._are_enough(its_own or workers, self.has_room)
+
+    def _are_enough(self, workers: list[Worker], has_room: Callable[[Worker], bool]) -> bool:
+        """Return whether one with room answers alone, or goes on with what another with room computes.
+
+        Prefill workers answer only where there are no others.
+        """
+        prefill = [worker for worker in workers if worker.role is Role.PREFILL]
+        answering = [worker for worker in workers if worker.role is not Role.PREFILL] or prefill
+        return any(
+            has_room(worker) and (self.can_do_all(worker) or not prefill or any(map(has_room, prefill)))
+            for worker in answering
+        )
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:
         self.leave(place)
@@ -384,16 +396,12 @@ def _number_of(queue: Queue) -> int:
     return 1 + crc32(" ".join(filter(None, queue)).encode())
 
 
-def _answering(workers: list[Worker]) -> list[Worker]:
-    """Return those that answer requests: prefill workers do only where there are no others."""
-    return [worker for worker in workers if worker.role is not Role.PREFILL] or workers
-
-
 def priority_of(fields: Fields, best: int, *, is_administrator: bool) -> int:
-    """Return how urgent a request says it is, lower first; a client may only worsen its own."""
+    """Return how urgent a request says it is, lower first, in 32 bits; a client may only worsen its own."""
     priority = fields.get("priority")
     if type(priority) is not int:
         return best
+    priority = max(-(2**31), min(priority, 2**31 - 1))
     return priority if is_administrator else max(best, priority)
 
 

@@ -136,8 +136,12 @@ class _Attempt(ResponseReceiver):
         counts["overlap_tokens", *at] += self.decision.overlap_tokens
 
     def _judge(self) -> None:
+        router = self.owner.router
+        if self.status in _BUSY_STATUSES:
+            retry_after = next((value for name, value in self.headers if name == b"retry-after"), None)
+            router.admission.pause(self._worker, retry_after)
         if self.status >= _SERVER_ERROR:
-            self._breaker.fail(self.owner.router.now_s())
+            self._breaker.fail(router.now_s())
         else:
             self._breaker.succeed()
 
@@ -247,9 +251,6 @@ class AnswerAttempt(_Attempt):
                 owner.on_transfer_failed(self.decision)
             return
         self._judge()
-        if status in _BUSY_STATUSES:
-            retry_after = next((value for name, value in headers if name == b"retry-after"), None)
-            owner.router.admission.pause(self._worker, retry_after)
         if status in RETRIED_STATUSES and owner.may_retry():
             self.exchange.close()
             self._end(status)

@@ -58,7 +58,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, Local
 from kvist.router.prefill.handover import Handover, Plan, Releases
 from kvist.router.prefill.several import Answers, Part, bodies_of, one_answer
-from kvist.router.prompts import APIS, Ask, PromptReader, with_model
+from kvist.router.prompts import APIS, COMPLETION_PATH, Ask, PromptReader, with_model
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import Known, Prefix, Routing
@@ -111,7 +111,7 @@ class Forwarder:
         self.routing = Routing(known, Random(), self.now_s)
         limits = config.max_queued, config.max_worker_prefill_tokens, config.max_fleet_requests
         self.admission = Admission(fleet, load, self.now_s, pool.clock, *limits)
-        self.admission.on_wait = lambda model, wait_s: metrics.observe(wait_s, "queue_seconds", model)
+        self.admission.can_do_all = partial(self.routing.can_do_all, COMPLETION_PATH)
         self.reader = PromptReader(
             known.models,
             has_index=lambda: index is not None and index.has_joined,
@@ -333,8 +333,8 @@ class Forwarding:
                 self.body = with_fields(self.body, {"priority": priority})
             self.spending = router.limits.enter(self.tenant)
             work = partial(router.routing.work_of, self.ask) if router.config.has_tenants else lambda: 0.0
-            asked = ask.model, priority, timeout_s, self.tenant, work, router.now_s()
-            self._enter = partial(router.admission.enter, self, *asked)
+            asked = ask.model, priority, timeout_s, self.tenant
+            self._enter = partial(router.admission.enter, self, *asked, work=work, since_s=router.now_s())
             self.place = self._enter()
         except RequestError as error:
             if error.code == LIMITED:
@@ -357,8 +357,9 @@ class Forwarding:
     # Wait and match.
 
     def on_room(self) -> None:
-        """Go on, with caches and loads as they are now."""
+        """Go on, with caches and loads as they are now; who has had its turn and waits for a worker pays no more."""
         self._waiting_step.end()
+        self._enter = partial(self._enter, work=lambda: 0.0)
         self._take(self._look, _MAX_LOOKS)
 
     def on_refused(self, error: RequestError) -> None:
@@ -405,6 +406,9 @@ class Forwarding:
         except RequestError as error:
             self._refuse(error)
             return
+        if self.place is not None and self.computed_by is None:
+            model = self.router.fleet.label_of(self.ask.model)
+            self.router.metrics.observe(self.place.waited_s, "queue_seconds", model)
         self.pull = plan if plan.pulled_tokens else None
         self.computed_by = plan.answer if self.pull is not None else plan.prefill or plan.answer
         if self.spending is not None:
@@ -443,9 +447,11 @@ class Forwarding:
         return plan, full
 
     def _choose_decode(self, prefill_worker: str) -> Decision | None:
-        """Return who goes on with the prompt that was computed, if anybody can."""
+        """Return who goes on with the prompt that was computed, if anybody can; who is full, only where all are."""
+        full = self.router.admission.full(self.ask.model, self.tried)
+        decide = partial(self.router.routing.decode_decision, self.ask, self.prefix, prefill_worker)
         with self.trace.step("choose") as choice:
-            decision = self.router.routing.decode_decision(self.ask, self.prefix, prefill_worker, self.tried)
+            decision = decide({*self.tried, *full}) or decide(self.tried)
             choice.set(spans.of_decision, decision)
         return decision
 

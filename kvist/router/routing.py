@@ -217,7 +217,7 @@ class Routing:
         if not self._fleet.has_roles:
             decision = self._decide(ask, prefix, workers, holder=holder, room_s=room_s)
             return self._plan_pull(ask, decision, holder)
-        whole = [worker for worker in workers if self._can_do_all(path, worker)]
+        whole = [worker for worker in workers if self.can_do_all(path, worker)]
         whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
         answer = self._decide(ask, prefix, whole) if whole else None
         if answer is not None and not self._fleet.has_prefill_workers:
@@ -275,7 +275,8 @@ class Routing:
             return None
         return self._decide_decode(ask, prefix, worker, self._fleet.routable(ask.model, excluded))
 
-    def _can_do_all(self, path: str, worker: Worker) -> bool:
+    def can_do_all(self, path: str, worker: Worker) -> bool:
+        """Return whether the worker needs no other for a request of this endpoint."""
         return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
 
     def _paired(self, path: str, ask: Ask, workers: list[Worker]) -> tuple[list[Worker], Local | None]:
@@ -414,7 +415,7 @@ class Routing:
     def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
         workers = self._fleet.routable(ask.model, excluded)
-        return any(self._can_do_all(path, each) for each in workers) or bool(self._paired(path, ask, workers)[0])
+        return any(self.can_do_all(path, each) for each in workers) or bool(self._paired(path, ask, workers)[0])
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""

@@ -7,8 +7,10 @@ import json
 import time
 from typing import Any
 
+import httpx
 import pytest
 
+from kvist.router.config import RouterConfig
 from kvist.router.fleet.worker import Capacity, Report, read_report
 
 
@@ -408,3 +410,46 @@ def test_routers_share_what_is_too_much() -> None:
     capacity = Capacity(fixed_requests=5)
     capacity.learn(Report(100, 112), num_in_flight=53)
     assert capacity.max_requests == 5
+
+
+async def test_who_waits_for_a_worker_that_asks_to_be_spared_goes_where_there_is_room(
+    worker, router, until, http_bytes
+) -> None:
+    long, gate = list(range(50_000)), asyncio.Event()
+
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(http_bytes.response(b"{}", status=503, extra="retry-after: 60\r\n"))
+
+    async with (
+        worker(answer=refuse) as one,
+        worker() as two,
+        router(one.url, two.url, max_worker_requests=1, block_size=16, expected_cache_tokens=0) as front,
+    ):
+        front.hold(one.url, long)
+        asked = [asyncio.create_task(front.complete(long))]
+        await until(lambda: len(one.completions) == 1)
+        front.service.fleet.get(one.url).capacity.ends_a_second = 2.0
+        asked.append(asyncio.create_task(front.complete(long, user="second")))
+        await until(lambda: queued(front) == 1)
+        gate.set()
+        assert [(await each).headers["x-kvist-worker"] for each in asked] == [two.url] * 2
+        assert len(one.completions) == 1
+
+
+async def test_a_priority_of_any_size_waits_at_one_of_several_fronts_and_holds_nobody_up(
+    worker, fronts_of, gated, until
+) -> None:
+    async with (
+        worker(answer=gated) as one,
+        fronts_of(RouterConfig(worker_urls=(one.url,), port=0, max_worker_requests=1), 2) as fronts,
+        httpx.AsyncClient(base_url=fronts[0].url, timeout=60, trust_env=False) as client,
+    ):
+        asked = []
+        for number, priority in enumerate([0, 2**63, -(2**63) - 1, 1]):
+            body = {"model": "m", "prompt": str(number), "priority": priority}
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=body)))
+            await until(lambda number=number: len(one.completions) + fronts[0].known.load.num_waiting == number + 1)
+        gated.let(4)
+        assert [(await each).status_code for each in asked] == [200] * 4
+        assert prompts_of(one) == ["0", "2", "3", "1"]

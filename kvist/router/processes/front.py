@@ -315,8 +315,9 @@ class RemoteKeeper:
         worker.wanted_by = news.wanted_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
+        paused_until_s = max(news.paused_until_s, worker.capacity.paused_until_s)  # the keeper may not know of ours yet
         worker.capacity = Capacity(
-            news.max_requests, None, news.paused_until_s, news.warms_from, ends_a_second=news.ends_a_second
+            news.max_requests, None, paused_until_s, news.warms_from, ends_a_second=news.ends_a_second
         )
         worker.identify(news.identity)
         self.fleet.put(worker)

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
+import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.router.fleet.board import MAX_NAME_BYTES, LoadBoard, board_bytes, clear_row
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.policy.decision import Load, Prompt
+from kvist.router.policy.priced import PricedPolicy
+from kvist.router.policy.settings import PriceSettings
+from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
 
-NUM_FRONTS = 3
+NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "40"))
+FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+NUM_STEPS, NUM_FRONTS, NUM_RANKS = 150, 3, 3
 WORKERS = [f"http://worker-{number}" for number in range(4)]
-FRONTS, RANKS = st.integers(0, NUM_FRONTS - 1), st.integers(0, 2)
+TENANTS = ["a", "b"]
+CHAIN = np.arange(1, 65, dtype=np.uint64)
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request, and what it should count."""
 
     active: ActiveRequest
     target: WorkerRank
     life: int
+    tenant: str
     num_uncached: int
+    num_tokens: int
+    work: int
+    is_streamed: bool
+    is_answered: bool = False
 
 
 @dataclass
@@ -37,117 +48,179 @@ class Front:
     """A process that takes requests: `lives` are the workers that it was told of, and which of their lives."""
 
     tracker: LoadTracker
+    policy: PricedPolicy
     lives: dict[str, int] = field(default_factory=dict)
     running: list[Running] = field(default_factory=list)
+    ended: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By worker and life, those that it has seen end."""
+    begun: Counter[tuple[str, int]] = field(default_factory=Counter)
+    queued: Counter[int] = field(default_factory=Counter)
 
 
-class Boards(RuleBasedStateMachine):
+class Life:
     """A keeper that names and fronts that count, each of which may die; a worker that comes back begins a new life."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
         self.memory = mmap.mmap(-1, board_bytes(NUM_FRONTS))
         self.keeper = self.new_keeper()
         self.fronts = [self.new_front(number) for number in range(NUM_FRONTS)]
         self.lives: dict[str, int] = {}
         self.num_lives = 0
+        self.now_s = 1.0
+
+    def live(self) -> None:
+        acts = {
+            self.add: 8,
+            self.remove: 3,
+            self.tell: 12,
+            self.begin: 40,
+            self.go_on: 45,
+            self.queue: 6,
+            self.kill_front: 2,
+            self.kill_keeper: 2,
+        }
+        for act in self.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
+            self.now_s += 0.01
+            act()
+            self.check()
+        for front in self.fronts:
+            while front.running:
+                self.finish(front, front.running[0])
+        self.check()
+        assert not self.fronts[0].tracker.board.work[:, [QUEUED, CONTEXT, WHOLE]].any()
+
+    # --- Processes and workers --------------------------------------------------------------------------------------
 
     def new_keeper(self) -> LoadTracker:
         return LoadTracker(LoadBoard(self.memory, num_fronts=NUM_FRONTS))
 
     def new_front(self, number: int) -> Front:
-        return Front(LoadTracker(LoadBoard(self.memory, num_fronts=NUM_FRONTS, names_columns=False), number))
+        tracker = LoadTracker(LoadBoard(self.memory, num_fronts=NUM_FRONTS, names_columns=False), number)
+        return Front(tracker, tracker.pricing(PriceSettings(), 16))
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def add(self, worker: str) -> None:
+    def add(self) -> None:
+        worker = self.random.choice(WORKERS)
         if worker not in self.lives:
             self.num_lives += 1
             self.lives[worker] = self.num_lives
-            for rank in range(3):
-                self.keeper.name(WorkerRank(worker, rank))
+            self.name(self.keeper, worker)
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def remove(self, worker: str) -> None:
+    def remove(self) -> None:
+        worker = self.random.choice(WORKERS)
         if self.lives.pop(worker, None) is not None:
             self.keeper.forget(worker)
 
-    @rule(front=FRONTS)
-    def tell(self, front: int) -> None:
-        told = self.fronts[front]
+    def name(self, tracker: LoadTracker, worker: str) -> None:
+        for rank in range(NUM_RANKS):
+            assert tracker.name(WorkerRank(worker, rank)) is not None
+
+    def tell(self, number: int | None = None) -> None:
+        told = self.fronts[self.random.randrange(NUM_FRONTS) if number is None else number]
         for worker in WORKERS:
             if told.lives.get(worker) != self.lives.get(worker):
                 told.tracker.forget(worker)
                 told.lives.pop(worker, None)
             if worker in self.lives:
                 told.lives[worker] = self.lives[worker]
-                for rank in range(3):
-                    told.tracker.name(WorkerRank(worker, rank))
+                self.name(told.tracker, worker)
 
-    @rule(
-        front=FRONTS,
-        worker=st.sampled_from(WORKERS),
-        rank=RANKS,
-        tokens=st.integers(1, 100),
-        overlap=st.integers(0, 120),
-    )
-    def begin(self, front: int, worker: str, rank: int, tokens: int, overlap: int) -> None:
-        life = self.fronts[front].lives.get(worker)
-        if life is not None and life == self.lives.get(worker):
-            target, num_uncached = WorkerRank(worker, rank), max(0, tokens - overlap)
-            active = self.fronts[front].tracker.begin(target, Prompt(tokens, 16), overlap, 0.0)
-            self.fronts[front].running.append(Running(active, target, life, num_uncached))
+    def kill_front(self) -> None:
+        number = self.random.randrange(NUM_FRONTS)
+        clear_row(self.memory, number)
+        self.fronts[number] = self.new_front(number)
+        self.tell(number)
 
-    @precondition(lambda self: any(front.running for front in self.fronts))
-    @rule(data=st.data())
-    def go_on(self, data: st.DataObject) -> None:
-        front = data.draw(st.sampled_from([front for front in self.fronts if front.running]))
-        each = data.draw(st.sampled_from(front.running))
-        match data.draw(st.sampled_from(["prefill", "tokens", "finish"])):
-            case "prefill":
-                each.active.end_prefill()
-                each.num_uncached = 0
-            case "tokens":
-                each.active.add_tokens(9)
-            case "finish":
-                each.active.finish(0.0)
-                each.active.finish(0.0)
-                front.running.remove(each)
-
-    @rule(front=FRONTS)
-    def kill_front(self, front: int) -> None:
-        clear_row(self.memory, front)
-        self.fronts[front] = self.new_front(front)
-        self.tell(front)
-
-    @rule()
     def kill_keeper(self) -> None:
         self.keeper = self.new_keeper()
         for worker in self.lives:
-            for rank in range(3):
-                self.keeper.name(WorkerRank(worker, rank))
+            self.name(self.keeper, worker)
 
-    @invariant()
-    def loads_are_those_of_all_fronts(self) -> None:
-        expected: dict[tuple[int, WorkerRank], Counter[str]] = {}
-        for each in (each for front in self.fronts for each in front.running):
-            counted = expected.setdefault((each.life, each.target), Counter())
-            counted.update(running=1, prefill=each.num_uncached)
-        for tracker, lives in [(self.keeper, self.lives), *((front.tracker, front.lives) for front in self.fronts)]:
+    # --- Requests ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        front, worker = self.random.choice(self.fronts), self.random.choice(WORKERS)
+        life = front.lives.get(worker)
+        if life is None or life != self.lives.get(worker):
+            return
+        target, tracker = WorkerRank(worker, self.random.randrange(NUM_RANKS)), front.tracker
+        num_tokens, overlap = self.random.randint(1, 1000), self.random.choice([0, 16, 1200])
+        is_streamed, column = self.random.random() < 0.7, tracker.column(target)
+        prices = front.policy.weigh(self.now_s, num_tokens, CHAIN[: num_tokens // 16], [0], np.array([column]))
+        priced = front.policy.dispatched(self.now_s, column, prices, 0, is_streamed=is_streamed)
+        active = tracker.begin(target, Prompt(num_tokens, 16), overlap, self.now_s, priced)
+        tenant, num_uncached = self.random.choice(TENANTS), max(0, num_tokens - overlap)
+        tracker.tenants.count(tenant, 1)
+        front.running.append(Running(active, target, life, tenant, num_uncached, num_tokens, priced.work, is_streamed))
+
+    def go_on(self) -> None:
+        front = self.random.choice(self.fronts)
+        if not front.running:
+            return
+        each = self.random.choice(front.running)
+        match self.random.choice(["answer", "tokens", "finish"]):
+            case "answer" if not each.is_answered:
+                each.active.end_prefill()
+                each.active.answered(self.now_s)
+                each.is_answered, each.num_uncached = True, 0
+                front.begun[each.target.worker, each.life] += 1
+            case "tokens":
+                each.active.add_tokens(9)
+                each.num_tokens += 9
+            case "finish":
+                self.finish(front, each)
+
+    def finish(self, front: Front, each: Running) -> None:
+        for _ in range(self.random.choice([1, 2])):
+            each.active.finish(self.now_s, self.random.choice([None, 20]))
+        front.tracker.tenants.count(each.tenant, -1)
+        front.ended[each.target.worker, each.life] += 1
+        front.running.remove(each)
+
+    def queue(self) -> None:
+        front, model = self.random.choice(self.fronts), self.random.randrange(1, 4)
+        number = -1 if front.queued[model] and self.random.random() < 0.6 else 1
+        front.tracker.show_queued(model, number)
+        front.queued[model] += number
+
+    # --- What must be so --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        every = [each for front in self.fronts for each in front.running]
+        counted: dict[tuple[int, WorkerRank], Counter[str]] = {}
+        for each in every:
+            counts = counted.setdefault((each.life, each.target), Counter())
+            counts.update(running=1, prefill=each.num_uncached, context=each.num_tokens)
+            counts["queued"] += each.work if each.is_streamed and not each.is_answered else 0
+            counts["whole"] += 0 if each.is_streamed else each.work
+        told = [(self.keeper, self.lives), *((front.tracker, front.lives) for front in self.fronts)]
+        for tracker, lives in told:
             for worker, life in lives.items():
                 if life != self.lives.get(worker):
                     continue  # it was not told yet
                 num_running = 0
-                for rank in range(3):
-                    target = WorkerRank(worker, rank)
-                    counted, load = expected.get((life, target), Counter()), tracker.load(target, 0.0)
-                    assert (load.running_requests, load.prefill_tokens) == (counted["running"], counted["prefill"])
-                    num_running += counted["running"]
+                for target in (WorkerRank(worker, rank) for rank in range(NUM_RANKS)):
+                    counts, load = counted.get((life, target), Counter()), tracker.load(target, 0.0)
+                    assert (load.running_requests, load.prefill_tokens) == (counts["running"], counts["prefill"])
+                    work = tracker.board.work[:, [QUEUED, CONTEXT, WHOLE], tracker.column(target)].sum(0)
+                    assert work.tolist() == [counts["queued"], counts["context"], counts["whole"]]
+                    num_running += counts["running"]
                 assert tracker.running_requests(worker) == num_running
-        assert self.keeper.num_running == sum(len(front.running) for front in self.fronts)
+                num_ended, num_begun = (
+                    sum(getattr(front, what)[worker, life] for front in self.fronts) for what in ("ended", "begun")
+                )
+                assert tracker.ended_requests(worker) == num_ended
+                assert tracker.num_steps(worker) == num_ended + num_begun
+            assert tracker.num_running == len(every)
+            for tenant in TENANTS:
+                assert tracker.tenants.num_running(tenant) == sum(each.tenant == tenant for each in every)
+            for model in range(1, 4):
+                assert tracker.num_queued(model) == sum(front.queued[model] for front in self.fronts)
 
 
-TestBoards = Boards.TestCase
-TestBoards.settings = settings(max_examples=60, stateful_step_count=40)
+@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+def test_loads_are_those_of_all_fronts_whoever_dies(seed: int) -> None:
+    Life(seed).live()
 
 
 def test_columns_are_reused_once_nothing_runs_in_them() -> None:

@@ -527,6 +527,46 @@ async def test_a_client_that_leaves_takes_both_sides_along(
         await until(lambda: {*p.released} == (held if (role, dialect) == ("decode", "kvist") else set()))
 
 
+async def test_a_decode_worker_at_its_bound_is_left_out_while_another_has_room(
+    worker, router, simulated, until
+) -> None:
+    is_free = asyncio.Event()
+
+    async def decode(received: Any, writer: asyncio.StreamWriter) -> None:
+        await is_free.wait()
+        await simulated.decode(received, writer)
+
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=decode) as holder,
+        worker(server_info=info("decode"), answer=decode) as other,
+        router(p.url, holder.url, other.url, max_worker_requests=1) as front,
+    ):
+        held, others = list(range(1000, 9000)), list(range(300))
+        front.hold(holder.url, held)
+        asked = [asyncio.create_task(front.complete([*LONG, *others]))]
+        await until(lambda: len(holder.completions) == 1)
+        asked.append(asyncio.create_task(front.complete([*held, *others])))
+        await until(lambda: len(other.completions) == 1)
+        is_free.set()
+        assert [(await each).status_code for each in asked] == [200] * 2
+
+
+async def test_a_prefill_worker_that_asks_to_be_spared_is(worker, router, simulated, http_bytes) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"{}", status=503, extra="retry-after: 60\r\n"))
+
+    async with (
+        worker(server_info=info("prefill"), answer=refuse) as busy,
+        worker(server_info=info("prefill"), answer=simulated.prefill) as idle,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(busy.url, idle.url, d.url, policy="round-robin") as front,
+    ):
+        for _ in range(6):
+            assert (await front.complete(LONG)).status_code == 200
+        assert (len(busy.completions), len(idle.completions)) == (1, 6)
+
+
 async def test_clients_cannot_name_the_place_to_fetch_from(worker, router, simulated) -> None:
     async with worker(answer=simulated.decode) as one, router(one.url) as front:
         answer = await front.complete(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_endpoint": "x"})

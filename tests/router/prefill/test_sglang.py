@@ -312,6 +312,25 @@ async def test_only_workers_whose_blocks_are_alike_meet(worker, router, rooms) -
             assert (await front.complete(SHORT)).headers["x-kvist-worker"] == d.url
 
 
+async def test_a_pair_is_waited_for_until_both_of_it_have_room(worker, router, rooms, until) -> None:
+    is_free, modes = asyncio.Event(), ("prefill", "decode", "decode")
+
+    def held(mode: str) -> Any:
+        async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
+            await is_free.wait()
+            await rooms.worker(mode)(received, writer)
+
+        return answer
+
+    p, d, e = (worker(server_info=info(mode), answer=held(mode)) for mode in modes)
+    async with p, d, e, router(p.url, d.url, e.url, max_worker_requests=1) as front:
+        asked = [asyncio.create_task(front.complete(SHORT)) for _ in range(3)]
+        await until(lambda: sum(front.service._forwarder.admission.queued.values()) == 2)
+        assert len(p.completions) == 1
+        is_free.set()
+        assert [(await each).status_code for each in asked] == [200] * 3
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, rooms, http_bytes, seed: int) -> None:
     """Answers are whole, or break off after a begin that is right."""
