@@ -277,8 +277,8 @@ class EngineCore:
         """
         if request is None:
             return
-        if first_token_id is None:
-            assert request.blocks is not None
+        assert request.blocks is not None
+        if first_token_id is None or request.blocks.num_tokens < len(request.prompt_token_ids):
             self.kv_cache.close(request.blocks)
             request.blocks = None
             self._scheduler.leave(request)

@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
@@ -296,25 +294,6 @@ def test_without_a_limit_a_request_fills_the_context(make_core, generate, tokens
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     outputs = generate(make_core("qwen3", max_model_len=32), [([3] * 20, params)])
     assert len(tokens_of(outputs["0"])) == 12
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=7),
-    chunk=st.integers(8, 40),
-)
-def test_events_always_add_up_to_what_the_pools_hold(
-    make_core, generate, greedy, new_follower, lengths: list[tuple[int, int, int]], chunk: int
-) -> None:
-    follower = new_follower()
-    core: EngineCore = make_core(
-        "gemma3", follower, max_model_len=96, num_blocks=26, max_num_batched_tokens=chunk, max_num_seqs=8
-    )
-    requests = [(make_prompt(length, seed=stem), greedy(count)) for stem, length, count in lengths]
-    generate(core, requests, every_step=lambda: follower.assert_equals(core.kv_cache))
-    core.flush_cache()
-    assert follower.num_clears == 1
-    follower.assert_equals(core.kv_cache)
 
 
 def test_a_bad_word_of_tokens_that_the_model_has_not_is_refused(make_core, greedy) -> None:

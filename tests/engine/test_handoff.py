@@ -209,6 +209,21 @@ def test_a_prefix_that_is_cached_elsewhere_is_fetched_and_the_rest_computed(
     assert hold_prefix(source, "other", make_prompt(33, 9), 100).remote_request_id is None
 
 
+def test_a_prompt_that_is_computed_elsewhere_can_begin_a_longer_one(make_worker, greedy) -> None:
+    source, target, alone = (make_worker("gemma3") for _ in range(3))
+    stem = make_prompt(22)
+    prompt = [*stem, *make_prompt(15, 1)]
+    alone.core.add_request("0", SequenceInput(prompt, greedy(12)))
+    alone.run()
+    remote = prefill(source, "0", stem, greedy(12))
+    target.core.add_request("0", SequenceInput(prompt, greedy(12), handoff=remote))
+    target.run()
+    copy(source, target, target.notes.wanted[0])
+    target.core.on_report(FetchCompleted("0", source.notes.offered[-1].first_token_id))
+    target.run()
+    assert target.tokens("0") == alone.tokens("0")
+
+
 def test_prefixes_alone_tell_how_fast_prompts_are_fetched(make_worker, greedy) -> None:
     target = make_worker("llama")
     target.core.attach(target.notes.command, tokens_per_s=1000.0)

@@ -46,7 +46,7 @@ HEAD, NUM_HEADS = GROUP.head_bytes(1), GROUP.num_kv_heads
 BLOCK = NUM_HEADS * HEAD
 NUM_PIECES = 2  # blocks of a prompt
 NUM_REGIONS, NUM_PLACES = 3, 4
-REGION_BYTES = NUM_PIECES * BLOCK
+REGION_BYTES = NUM_PIECES * BLOCK  # which a rank of several needs a part of
 BLOCKS_AT = NUM_REGIONS * REGION_BYTES  # regions lie at 0
 LAST_BYTE = 0xA5
 
@@ -63,10 +63,10 @@ def content(idx: int, piece: int, head: int) -> bytes:
 
 @dataclass(eq=False)
 class Write:
-    """A write that is under way: what is still to land, addresses here and there, and how it ends."""
+    """A write that is under way: what is still to land, from where, to where and how much, and how it ends."""
 
     peer: str
-    pieces: list[tuple[int, int]]
+    pieces: list[tuple[int, int, int]]
     is_doomed: bool
     is_ended: bool = False
 
@@ -79,16 +79,16 @@ class Write:
 
 @dataclass(eq=False)
 class Connection:
-    """The decode worker's to one rank, by the wire."""
+    """A decode rank's to a prefill rank, by the wire."""
 
     endpoint: str
-    world: World
+    rank: Decode
     inbox: list[list[bytes]] = field(default_factory=list)
     is_dead: bool = False
     used_at_s: float = 0.0
 
     def send(self, message: Message) -> None:
-        world, name, payload = self.world, self.world.decode, encode_message(message)
+        world, name, payload = self.rank.world, self.rank.name, encode_message(message)
 
         def arrive() -> None:
             rank = world.ranks.get(self.endpoint)
@@ -103,17 +103,18 @@ class Connection:
 
 
 class Decode:
-    """A worker that decodes: its connections, its memory and the regions to bounce through."""
+    """A rank of a worker that decodes: its connections, its memory and the regions to bounce through."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.memory = bytearray(BLOCKS_AT + NUM_PLACES * NUM_PIECES * BLOCK)
+    def __init__(self, world: World, name: str, part: Part) -> None:
+        self.world, self.name, self.part = world, name, part
+        self.prompt_bytes = NUM_PIECES * GROUP.slot_bytes(1, part)
+        self.memory = bytearray(BLOCKS_AT + NUM_PLACES * self.prompt_bytes)
         self.connections: dict[str, Connection] = {}
         self.free_regions, self.free_places = list(range(NUM_REGIONS)), list(range(NUM_PLACES))
         self.places: dict[int, int] = {}  # of fetches under way
         self.seen: dict[int, list[str]] = {}
         ends: Any = self
-        memory = KvMemory(hello(name, Part(), BLOCKS_AT))
+        memory = KvMemory(hello(name, part, BLOCKS_AT))
         self.receiver = Receiver(ends, memory, LIMITS, self.report, ends)
 
     def report(self, report: Report) -> None:
@@ -125,8 +126,9 @@ class Decode:
         self.world.outcomes[seen[0]] += len(seen) == 1
         place = self.places[idx]
         if seen[-1] == "Completed":
-            expected = b"".join(content(idx, piece, head) for piece in range(NUM_PIECES) for head in range(NUM_HEADS))
-            at = BLOCKS_AT + place * len(expected)
+            heads = heads_of(NUM_HEADS, self.part)
+            expected = b"".join(content(idx, piece, head) for piece in range(NUM_PIECES) for head in heads)
+            at = BLOCKS_AT + place * self.prompt_bytes
             assert self.memory[at : at + len(expected)] == expected, "complete before every byte was in its place"
         if seen[-1] != "Failed":
             self.free_places.append(self.places.pop(idx))
@@ -137,7 +139,7 @@ class Decode:
         return iter(list(self.connections.values()))
 
     def connect(self, endpoint: str, _: object, now_s: float) -> Connection:
-        connection = self.connections.setdefault(endpoint, Connection(endpoint, self.world))
+        connection = self.connections.setdefault(endpoint, Connection(endpoint, self))
         connection.used_at_s = now_s
         return connection
 
@@ -150,7 +152,7 @@ class Decode:
     # Bouncing.
 
     def reserve(self, size_bytes: int, _: int) -> int | None:
-        assert size_bytes == REGION_BYTES
+        assert size_bytes == self.prompt_bytes
         if self.world.rng.random() < 0.4 or not self.free_regions:
             return None
         return self.free_regions.pop() * REGION_BYTES
@@ -217,24 +219,25 @@ class Rank:
 
     def send_multipart(self, frames: list[bytes], _: int) -> None:
         world, name, payload = self.world, frames[0].decode(), frames[1]
-        if name != world.decode:
+        worker = world.decodes.get(name)
+        if worker is None:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         message = decode_message(payload, "")
         if isinstance(message, Result) and message.status is ResultStatus.SUCCESS and world.rng.random() < 0.03:
             # Which it has not where it has no room; where it has one, nobody may believe what is in it.
-            is_bounced = not self.has_room(message.transfer_id)
+            is_bounced = not self.has_room(worker, message.transfer_id)
             payload = encode_message(Result(message.transfer_id, ResultStatus.BOUNCED)) if is_bounced else payload
 
         def arrive() -> None:
-            connection = world.worker.connections.get(self.endpoint)
-            if connection is not None and name == world.decode:
+            connection = worker.connections.get(self.endpoint)
+            if connection is not None and name in world.decodes:
                 connection.inbox.append([payload])
-                world.worker.receiver.receive(world.now_s)
+                worker.receiver.receive(world.now_s)
 
         world.wire.append(arrive)
 
-    def has_room(self, transfer_id: int) -> bool:
-        transfer = self.world.worker.receiver._transfers.get(transfer_id)
+    def has_room(self, worker: Decode, transfer_id: int) -> bool:
+        transfer = worker.receiver._transfers.get(transfer_id)
         return transfer is None or transfer.rooms[self.part.rank] is not None
 
     # The agent, and bouncing.
@@ -258,12 +261,11 @@ class Rank:
         return self.begin(peer, ends)
 
     def begin(self, peer: str, fragments: list[tuple[int, int, int]]) -> Steps:
-        """Begin a write of which each block lands by itself; to a worker that is dead there is nothing to land."""
-        pieces = (
-            [(local + at, remote + at) for local, remote, size in fragments for at in range(0, size, self.slot_bytes)]
-            if peer == self.world.decode
-            else []
-        )
+        """Begin a write that lands in pieces of a head or more; to a worker that is dead there is nothing to land."""
+        pieces = []
+        for local, remote, size in fragments if peer in self.world.decodes else ():
+            step = max(HEAD, size // NUM_PIECES)
+            pieces += [(local + at, remote + at, step) for at in range(0, size, step)]
         self.writes.append(Write(peer, pieces, is_doomed=self.world.rng.random() < 0.1))
         return self.writes[-1].steps()
 
@@ -271,11 +273,11 @@ class Rank:
         """Let a piece of a write land, or the write end."""
         write = self.world.rng.choice(self.writes)
         if write.pieces and not (write.is_doomed and self.world.rng.random() < 0.5):
-            local, address = write.pieces.pop()
-            data = bytes(self.memory[local : local + self.slot_bytes])
+            local, address, size = write.pieces.pop()
+            data, target = bytes(self.memory[local : local + size]), self.world.decodes[write.peer]
             assert data[-1] == LAST_BYTE, "read before it was computed, or when it was free"
-            self.world.check_target(address, data)
-            self.world.worker.memory[address : address + len(data)] = data
+            self.world.check_target(target, address, data)
+            target.memory[address : address + len(data)] = data
             return
         self.writes.remove(write)
         write.is_ended = True
@@ -283,7 +285,7 @@ class Rank:
 
 
 class World:
-    """One worker that decodes and, one after the other, workers of up to four ranks that prefill; any may be killed."""
+    """Ranks of a worker that decodes and, one after the other, of workers that prefill; any may be killed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -304,8 +306,9 @@ class World:
 
     def start_decode(self) -> None:
         self.num_decodes += 1
-        self.decode = f"decode-{self.num_decodes}"
-        self.worker = Decode(self, self.decode)
+        num_ranks = self.rng.choice((1, 2))
+        names = [f"decode-{self.num_decodes}-{rank}" for rank in range(num_ranks)]
+        self.decodes = {name: Decode(self, name, Part(rank, num_ranks)) for rank, name in enumerate(names)}
 
     def held(self) -> list[tuple[Rank, str]]:
         return [(rank, name) for rank in self.ranks.values() for name in rank.tables]
@@ -313,15 +316,18 @@ class World:
     # What may happen next; each is one event of the test's.
 
     def open(self) -> None:
-        if not self.worker.free_places:
+        free_places = set.intersection(*(set(decode.free_places) for decode in self.decodes.values()))
+        if not free_places:
             return
         self.num_ids += 1
-        name, place = f"{self.num_ids}", self.worker.free_places.pop()
+        name, place = f"{self.num_ids}", min(free_places)
         for endpoint in self.prefill:
             self.ranks[endpoint].offer(name)
-        self.worker.places[self.num_ids] = place
         block_ids = tuple(range(place * NUM_PIECES, (place + 1) * NUM_PIECES))
-        self.worker.receiver.fetch(Fetch(name, self.prefill, name, NUM_PIECES, (block_ids,)), self.now_s)
+        for decode in self.decodes.values():
+            decode.free_places.remove(place)
+            decode.places[self.num_ids] = place
+            decode.receiver.fetch(Fetch(name, self.prefill, name, NUM_PIECES, (block_ids,)), self.now_s)
 
     def compute(self) -> None:
         """Fill the next block of a prompt, if one is not whole."""
@@ -347,8 +353,9 @@ class World:
             self.rng.choice(writing).advance()
 
     def cancel(self) -> None:
-        if self.worker.places:
-            self.worker.receiver.cancel(f"{self.rng.choice(list(self.worker.places))}", self.now_s)
+        decode = self.rng.choice(list(self.decodes.values()))
+        if decode.places:
+            decode.receiver.cancel(f"{self.rng.choice(list(decode.places))}", self.now_s)
 
     def withdraw(self) -> None:
         if held := self.held():
@@ -357,7 +364,8 @@ class World:
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.1, 1.0, 5.0))
-        self.worker.receiver.tick(self.now_s)
+        for decode in self.decodes.values():
+            decode.receiver.tick(self.now_s)
         for rank in self.ranks.values():
             rank.sender.tick(self.now_s)
 
@@ -375,18 +383,19 @@ class World:
             rank.sender.ping(self.now_s)
 
     def notice_the_dead(self) -> None:
-        for connection in self.worker:
-            connection.is_dead |= connection.endpoint not in self.ranks
-        self.worker.receiver.tick(self.now_s)
+        for decode in self.decodes.values():
+            for connection in decode:
+                connection.is_dead |= connection.endpoint not in self.ranks
+            decode.receiver.tick(self.now_s)
 
     # What must hold.
 
-    def check_target(self, address: int, data: bytes) -> None:
+    def check_target(self, decode: Decode, address: int, data: bytes) -> None:
         """Raise AssertionError unless these bytes are of the prompt that the memory is for."""
-        worker, transfers = self.worker, self.worker.receiver._transfers.values()
+        transfers = decode.receiver._transfers.values()
         if address >= BLOCKS_AT:
-            places = {place: idx for idx, place in worker.places.items()}
-            idx = places.get((address - BLOCKS_AT) // (NUM_PIECES * BLOCK))
+            places = {place: idx for idx, place in decode.places.items()}
+            idx = places.get((address - BLOCKS_AT) // decode.prompt_bytes)
         else:
             rooms = {each.room: int(each.fetch.request_id) for each in transfers if each.room is not None}
             idx = rooms.get(address // REGION_BYTES * REGION_BYTES)
@@ -405,10 +414,10 @@ class World:
             self.pass_time()
 
     def check_nothing_is_left(self) -> None:
-        worker = self.worker
-        assert not worker.receiver._transfers
-        assert (len(worker.free_regions), len(worker.free_places)) == (NUM_REGIONS, NUM_PLACES)
-        assert all(seen in (["Completed"], ["Failed", "Released"]) for seen in worker.seen.values())
+        for decode in self.decodes.values():
+            assert not decode.receiver._transfers
+            assert (len(decode.free_regions), len(decode.free_places)) == (NUM_REGIONS, NUM_PLACES)
+            assert all(seen in (["Completed"], ["Failed", "Released"]) for seen in decode.seen.values())
         for rank in self.ranks.values():
             assert rank.freed == dict.fromkeys(rank.tables, 1)
             assert (len(rank.sender._held), rank.sender.num_writing) == (0, 0)

@@ -28,9 +28,9 @@ class Outputs:
             yield output
 
 
-async def streamed(outputs: Any) -> AsyncIterator[tuple[int, str]]:
+async def streamed(outputs: Any, options: AnswerOptions | None = None) -> AsyncIterator[tuple[int, str]]:
     """Yield events, and how many outputs had been taken before each."""
-    job = Job(([1, 2],), api.SamplingParams(n=2), AnswerOptions(), None, None, True, api.StreamOptions())
+    job = Job(([1, 2],), api.SamplingParams(n=2), options or AnswerOptions(), None, None, True, api.StreamOptions())
     shape = ChatShape(Heading("id", 0, "m"), None, job)  # type: ignore[arg-type]
     async for event in stream_events(outputs, job, shape):
         yield outputs.num_taken, event.decode().removeprefix("data: ").strip()
@@ -49,6 +49,17 @@ async def test_nothing_is_sent_before_the_first_token_and_each_choice_opens_with
     opening = {"role": "assistant", "content": ""}
     assert told[:3] == [(1, 1, opening), (1, 1, {"content": "x"}), (2, 0, opening)]
     assert [(idx, delta["content"]) for _, idx, delta in told[3:]] == [(0, "y"), (1, "z")]
+
+
+async def test_every_token_id_that_is_asked_for_is_sent_also_of_characters_that_are_not_whole() -> None:
+    outputs = Outputs(
+        (0, RequestOutput("a", (5,))),
+        (0, RequestOutput("a", (6,), "é")),
+        (0, RequestOutput("a", (7,), finish_reason="length")),
+    )
+    *events, _ = [event async for _, event in streamed(outputs, AnswerOptions(return_token_ids=True))]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == [5, 6, 7]
 
 
 async def test_an_engine_that_fails_at_once_has_opened_nothing_and_a_stream_goes_on_to_say_so() -> None:
