@@ -47,8 +47,8 @@ class _Rank:
     topic: bytes | None = None
     is_incomplete: bool = False
     """Whether its publisher itself does not know of all that the engine holds."""
-    rules: tuple[GroupRule, ...] = ()
-    """What hits need of this rank's blocks and of its companion's, if this is a companion."""
+    rules: tuple[GroupRule, ...] | None = None
+    """What hits need of this rank's blocks and of its companion's, if this is one; None before it has said so."""
 
 
 class CanonicalFollower:
@@ -160,9 +160,11 @@ class CanonicalFollower:
                 return
             named.add(batch.rank)
         for number in self.missed(since_s):
-            if number not in named:
-                rank = self._ranks[number]
+            rank = self._ranks[number]
+            if number not in named and number < MAX_RANKS:
                 self._take_all(rank, rank.session.on_forgotten(now_s), now_s)
+            elif number not in named:  # nothing is told of other groups any more
+                self._drop(rank)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         rank = self._ranks.get(question.rank)
@@ -229,13 +231,13 @@ class CanonicalFollower:
 
         source = rank.source
         self._index.clear(*source)
+        self._set_groups(source.rank)
         for held in snapshot.slices:
             for start in range(0, len(held.hashes), NUM_BLOCKS_A_SLICE):
                 part = slice(start, start + NUM_BLOCKS_A_SLICE)
                 self._index.restore(Residencies((source,), held.hashes[part], held.depths[part], held.tiers[part]))
                 yield
         is_exact = self._index.digest(source) == snapshot.holding or self._index.evicted_from(source)
-        self._set_groups(source.rank)
         if is_exact:
             text = "rank restored worker=%s rank=%d num_blocks=%d sequence=%d"
             _logger.info(text, *source, snapshot.holding.num_blocks, snapshot.sequence)
@@ -248,6 +250,7 @@ class CanonicalFollower:
     def _add_rank(self, number: int) -> _Rank:
         session: Session[Batch] = Session(self._limits, has_snapshots=self._limits is not NO_REPLAY)
         rank = self._ranks[number] = _Rank(WorkerRank(self._worker, number), session)
+        self._set_groups(number)
         return rank
 
     def _heartbeat(self, rank: _Rank, batch: Batch, now_s: float) -> list[Step[Batch]]:
@@ -260,14 +263,17 @@ class CanonicalFollower:
         self._counters.has_upper_bounds = heartbeat.is_upper_bound
         if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
             rank.rules = heartbeat.rules
+            if not rank.rules:
+                self._index.clear(*rank.source)  # with which go the rules that there were
             self._set_groups(batch.rank)
         return rank.session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
 
     def _set_groups(self, number: int) -> None:
         """Tell the index what hits of a rank need, who or whose companion was cleared, or has other rules now."""
         companion = self._ranks.get(number % MAX_RANKS + MAX_RANKS)
-        if companion is not None and companion.rules:
-            self._index.set_groups(WorkerRank(self._worker, number % MAX_RANKS), companion.rules)
+        if companion is not None and companion.rules != ():
+            rules = companion.rules or (GroupRule(0),)  # a companion is in no answer, whatever is known of it
+            self._index.set_groups(WorkerRank(self._worker, number % MAX_RANKS), rules)
 
     def _is_short(self, rank: _Rank) -> bool:
         return rank.is_incomplete or self._index.evicted_from(rank.source)
@@ -280,7 +286,8 @@ class CanonicalFollower:
             return SourceState.RESYNCING
         is_short, companion = self._is_short(rank), self._ranks.get(rank.source.companion.rank)
         if companion is not None:  # what hits need is not known, or not wholly
-            is_short |= companion.is_incomplete or companion.session.state is not SourceState.LIVE
+            is_short |= companion.is_incomplete or companion.rules is None
+            is_short |= companion.session.state is not SourceState.LIVE
         state = rank.session.state
         return SourceState.PARTIAL if state is SourceState.LIVE and is_short else state
 
@@ -333,11 +340,15 @@ class CanonicalFollower:
             self._counters.failure = None
             return True
         self._counters.refuse(self._worker, batch.block_size, self._block_size)
-        rank = self._ranks.pop(batch.rank, None)
-        if rank is not None:
-            self._index.clear(*rank.source)
-            self._resyncing.discard(rank.source)
+        if batch.rank in self._ranks:
+            self._drop(self._ranks[batch.rank])
         return False
+
+    def _drop(self, rank: _Rank) -> None:
+        """Forget a rank of the stream, and what it holds."""
+        del self._ranks[rank.source.rank]
+        self._index.clear(*rank.source)
+        self._resyncing.discard(rank.source)
 
 
 def _is_heartbeat(batch: Batch) -> bool:

@@ -187,19 +187,17 @@ class EngineFollower:
             return
         for event in batch.events:
             self._check_block_size(event)
-            self._rank(number).admit(event)
+            rank = self._rank(number)
+            rank.admit(event)
+            # Who offloaded blocks before any were lost may have some that nobody knows of.
+            if isinstance(event, EngineCleared) and (event.tier is None or not rank.is_offloading):
+                self._whole.add(number)
+                self._note_counting()  # before what follows
         self._counters.num_unknown_events += batch.num_ignored_events
         if self._is_part:
             self._counters.num_events += len(batch.events)
         else:
             self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
-        # Who offloaded blocks before any were lost may have some that nobody knows of.
-        if any(isinstance(each, EngineCleared) and not self._hides(number, each) for each in batch.events):
-            self._whole.add(number)
-            self._note_counting()
-
-    def _hides(self, number: int, cleared: EngineCleared) -> bool:
-        return cleared.tier is not None and self._ranks[number].is_offloading
 
     def clear(self) -> None:
         self._whole.clear()

@@ -75,7 +75,7 @@ class EngineRank:
         self.residency.counts_copies &= not self.splitter.is_report(event)
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
         self.residency.counts_copies = counts_copies
-        if self._normaliser.is_in_doubt or self._has_full_reports or before != (self.filter.state, self.splitter.rules):
+        if self._normaliser.in_doubt or self._has_full_reports or before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (
             passes or group is not None or self.splitter.is_expressible
@@ -100,7 +100,7 @@ class EngineRank:
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
         is_overfull = len(self.residency.counts) >= MAX_ROWS
-        return self._normaliser.is_in_doubt or is_overfull or not self.splitter.is_expressible
+        return bool(self._normaliser.in_doubt) or is_overfull or not self.splitter.is_expressible
 
     @property
     def is_told(self) -> bool:

@@ -68,6 +68,7 @@ class GroupSplitter:
         """What each of the other groups must hold, by its key."""
         self.is_expressible = True
         """Whether these rules tell exactly what all groups must hold."""
+        self._published_size = block_size  # of what was for publishing, which may turn out to be one of the others
         self.rules: list[GroupRule] = []
         """What the published group must hold, then each of the others."""
         self.show()
@@ -83,6 +84,8 @@ class GroupSplitter:
                 publish(each)
         if self._filter.state != before:
             self.show()
+        if passed and isinstance(event, EngineStored):
+            self._published_size = max(self._published_size, event.block_size)
         if isinstance(event, EngineStored) and event.tier is Tier.GPU and event.block_size < self._block_size:
             self.is_expressible &= event.window is STATE  # what is inside a published block has no place
         is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
@@ -118,7 +121,7 @@ class GroupSplitter:
         key = group_key(event.group, event.window)
         if isinstance(event, EngineStored) and key is not None and key not in self.others:
             published = group_key(self._filter.state.group, self._filter.state.window)
-            if event.window is not UNKNOWN and published not in (None, key):
+            if event.window is not UNKNOWN and published != key:
                 self._add(key, event.window, event.block_size)
                 self.show()
         group = self._number_of(key)
@@ -138,7 +141,8 @@ class GroupSplitter:
             publish(each)
         key = group_key(before.group, before.window)
         if key is not None and before.window is not None:
-            self._add(key, before.window, self._block_size)
+            self._add(key, before.window, self._published_size)
+            self._published_size = self._block_size
             group = self._number_of(key)
             counted += [] if group is None else [(name, group, 1) for name in names]
         self._holder.count_again(counted)

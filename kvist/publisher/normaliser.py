@@ -44,7 +44,8 @@ class Normaliser:
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
         self._said: set[str] = set()
-        self._in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
+        self.in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
+        """What is held beside the GPU and may be gone, until an event of it tells."""
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
@@ -53,35 +54,24 @@ class Normaliser:
             return self._removed(event)
         if isinstance(event, EngineStored):
             return self._doubted(event) + self._stored(event)
-        self._in_doubt = frozenset()
-        if event.tier is Tier.GPU:
-            self.doubt()
-        if self.is_in_doubt:
+        tiers = () if event.tier is None else tuple(Tier)[1:]
+        self.in_doubt = frozenset((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
+        if self.in_doubt:
             dropped = self._residency.empty(Tier.GPU)
             return (Removed(_pack(dropped), Tier.GPU),) if dropped else ()
         self._residency.clear()
         return (Cleared(),)
 
-    @property
-    def is_in_doubt(self) -> bool:
-        """Return whether blocks that are held beside the GPU may be gone."""
-        return len(self._in_doubt) > 0
-
-    def doubt(self) -> None:
-        """Take what is held beside the GPU for what may be gone, until an event of it tells."""
-        tiers = (tier for tier in Tier if tier is not Tier.GPU)
-        self._in_doubt = frozenset((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
-
     def _believe(self, event: EngineRemoved) -> None:
         """Take what is in doubt for what is there, if some of it only now goes."""
-        if self._in_doubt and any((event.tier, name) in self._in_doubt for name in event.block_hashes):
-            self._in_doubt = frozenset()
+        if self.in_doubt and any((event.tier, name) in self.in_doubt for name in event.block_hashes):
+            self.in_doubt = frozenset()
 
     def _doubted(self, event: EngineStored) -> tuple[Event, ...]:
         """Drop what is in doubt if some of it is stored anew: engines store what a tier lacks."""
-        if not self._in_doubt or not any((event.tier, name) in self._in_doubt for name in event.block_hashes):
+        if not self.in_doubt or not any((event.tier, name) in self.in_doubt for name in event.block_hashes):
             return ()
-        names, self._in_doubt = self._in_doubt, frozenset()
+        names, self.in_doubt = self.in_doubt, frozenset()
         dropped = ((tier, self._residency.drop([name for of, name in names if of is tier], tier)) for tier in Tier)
         return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in dropped if block_hashes)
 

@@ -188,7 +188,7 @@ class Residency:
             old_block_hash = block_of.get(engine_hash)
             if old_block_hash == block_hash:
                 if self.counts_copies:
-                    self.add_copies(engine_hash, tier, 1)
+                    self.copies[engine_hash, tier] = self.copies.get((engine_hash, tier), 0) + 1
             else:
                 if old_block_hash is not None:
                     self.copies.pop((engine_hash, tier), None)
@@ -240,9 +240,6 @@ class Residency:
         self.copies.clear()
         self.scopes.clear()
         self.digest = 0
-
-    def add_copies(self, engine_hash: EngineHash, tier: Tier, num_copies: int) -> None:
-        self.copies[engine_hash, tier] = self.copies.get((engine_hash, tier), 0) + num_copies
 
     def _drop_copy(self, engine_hash: EngineHash, tier: Tier) -> bool:
         """Give up one copy of a hash; return whether another is left. Where they are not counted, none is."""

@@ -55,11 +55,7 @@ class SidecarFeed:
     What an earlier sidecar knew waits in here until the engine's replay proves that it is the same process.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        publisher: KvEventPublisher,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, publisher: KvEventPublisher) -> None:
         """Report to `publisher`."""
         self.endpoint = endpoint
         self.feed = EngineFeed(
@@ -114,11 +110,13 @@ class SidecarFeed:
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
         fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
         followed = self.name, session.expected_sequence, self.is_complete, fingerprints
-        return EngineProgress(*followed, tuple(sorted(self._ranks)), tuple(sorted(self._complete_ranks)))
+        ranks = (tuple(sorted(each)) for each in (self._ranks, self._complete_ranks, self._offloading))
+        return EngineProgress(*followed, *ranks)
 
     def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
         """Go on from there once that is proven; to be called before anything else."""
         self._restored = ranks
+        self._offloading = {*progress.offloading_ranks}
         self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, self._publisher.num_lost_events)
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
@@ -197,9 +195,6 @@ class SidecarFeed:
             return
         restored, self._restored = self._restored, None
         self._ranks |= restored.keys()
-        for rank, state in restored.items():
-            if any(state.residency.names(tier) for tier in Tier if tier is not Tier.GPU):
-                self._offloading.add(rank)
         self._publisher.resume(restored)
         num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
         _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)

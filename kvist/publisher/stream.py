@@ -70,7 +70,8 @@ class RankState:
     """What each of the other groups must hold for a hit, and what they were told to hold, where that is followed."""
     counted: Sequence[tuple[EngineHash, int, int]] = ()
     is_expressible: bool = True
-    is_in_doubt: bool = False
+    in_doubt: Sequence[tuple[Tier, EngineHash]] = ()
+    """What of it may be gone."""
 
 
 class Stream:
@@ -239,12 +240,13 @@ class RankStream(Stream):
     def heartbeat(self, timestamp_s: float) -> Batch:
         if self.companion is not None:
             self.companion.is_complete = self.is_complete and self.is_expressible
-        self.is_upper_bound = self.companion is None and self._filter.has_more_that_hits_need
+        else:
+            self.is_upper_bound = self._filter.has_more_that_hits_need or self._options.get("num_ahead", 0) > 0
         return super().heartbeat(timestamp_s)
 
     @property
     def is_exact(self) -> bool:
-        return self.is_complete and not self._normaliser.is_in_doubt and not self._has_full_reports
+        return self.is_complete and not self._normaliser.in_doubt and not self._has_full_reports
 
     @property
     def is_expressible(self) -> bool:
@@ -269,11 +271,11 @@ class RankStream(Stream):
 
     def state(self) -> RankState:
         """Return a copy of what is held, O(blocks), and how events are filtered."""
-        held, is_in_doubt = (self._filter.state, self.residency.copy()), self._normaliser.is_in_doubt
+        held, in_doubt = (self._filter.state, self.residency.copy()), tuple(self._normaliser.in_doubt)
         if self.companion is None or self._splitter is None:
-            return RankState(*held, is_in_doubt=is_in_doubt)
+            return RankState(*held, in_doubt=in_doubt)
         others, counted = dict(self._splitter.others), self.companion.counted()
-        return RankState(*held, others, counted, self.is_expressible, is_in_doubt)
+        return RankState(*held, others, counted, self.is_expressible, in_doubt)
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported; number 0 is left out, so that followers ask."""
@@ -281,8 +283,7 @@ class RankStream(Stream):
             return
         self._filter.resume(state.filter)
         self._hold(state.residency)
-        if state.is_in_doubt:
-            self._normaliser.doubt()
+        self._normaliser.in_doubt = frozenset(state.in_doubt)
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
             self.companion.count_again(state.counted)

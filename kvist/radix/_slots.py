@@ -88,7 +88,9 @@ class SlotTable:
             place = grouped[:count].tolist().index(slot)
             grouped[place] = grouped[count - 1]
             count -= 1
+        self._core["num_companions"] -= self._rules[slot]["role"] == COMPANION
         self._rules[slot] = rule or np.zeros((), RULE)
+        self._core["num_companions"] += self._rules[slot]["role"] == COMPANION
         if self._rules[slot]["role"] == GROUPED:
             grouped[count] = slot
             count += 1

@@ -6,12 +6,15 @@ import random
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvist.events import Batch, Heartbeat, Stored, Tier, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.snapshot import block_digest
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
+from kvist.events.types import GroupRule
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.statistics import SourceCounters
 from kvist.radix import RadixIndex
@@ -82,3 +85,44 @@ def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted(
     assert index.statistics().num_blocks > 1500
     _feed(follower, [_message(0, 0, epoch=2)], 2.0)
     assert follower.states() == {0: SourceState.LIVE}
+
+
+def test_a_rank_is_partial_until_its_companion_has_said_what_hits_need() -> None:
+    follower, index = _follower()
+    companion, block = WorkerRank("w", 0).companion.rank, struct.pack("<Q", 7)
+    holding = Heartbeat(1, block_digest(7, Tier.GPU))
+    _feed(follower, [_message(0, 0, Stored(block)), _message(0, 1, holding)], 1.0)
+    assert follower.states() == {0: SourceState.LIVE}
+    _feed(follower, [_message(companion, 0, Stored(struct.pack("<Q", 8)))], 1.0)
+    assert follower.states() == {0: SourceState.PARTIAL}
+    assert not index.match(np.array([8], np.uint64))
+    rules = Heartbeat(1, block_digest(8, Tier.GPU), rules=(GroupRule(0), GroupRule(1)))
+    _feed(follower, [_message(companion, 1, rules)], 1.0)
+    assert follower.states() == {0: SourceState.LIVE}
+    assert not index.match(np.array([7], np.uint64))
+    progress = follower.progress()
+    assert progress is not None
+    later, _ = _follower()
+    later.resume(progress)
+    _feed(later, [_message(0, 1, Stored(block)), _message(companion, 1, Stored(block))], 2.0)
+    assert later.states() == {0: SourceState.PARTIAL}
+
+
+def test_where_hits_need_no_other_groups_any_more_they_are_what_the_rank_holds() -> None:
+    companion, hashes = WorkerRank("w", 0).companion.rank, np.array([7], np.uint64)
+    rules = Heartbeat(0, 0, rules=(GroupRule(0), GroupRule(1)))
+    stored = [_message(0, 0, Stored(struct.pack("<Q", 7))), _message(companion, 0, rules)]
+    beats = [_message(rank, 0, Heartbeat(0, 0), epoch=2) for rank in (0, companion)]
+    again = _message(0, 0, Stored(struct.pack("<Q", 7)), epoch=2)
+    for is_companion_gone in (False, True):
+        follower, index = _follower()
+        _feed(follower, stored, 1.0)
+        assert not index.match(hashes)
+        if is_companion_gone:
+            _feed(follower, beats[:1], 2.0)
+            follower.take_names(beats[:1], 2.0, 2.0)
+        else:
+            _feed(follower, beats, 2.0)
+        _feed(follower, [again], 3.0)
+        assert index.match(hashes)[WorkerRank("worker", 0)].gpu == 1
+        assert follower.states() == {0: SourceState.LIVE}

@@ -204,3 +204,17 @@ def test_groups_that_are_known_by_their_windows_alone_are_told_apart_as_tensorrt
         if stream.companion.rules:
             index.set_groups(SOURCE, stream.companion.rules)
         assert index.match(hashes)[SOURCE].gpu == num_hit
+
+
+@pytest.mark.parametrize(
+    ("window", "size", "rule", "num_held"), [(STATE, SIZE, GroupRule(1), 1), (9, 2 * SIZE, GroupRule(1, 2), 0)]
+)
+def test_a_group_that_shows_before_the_published_one_is_followed_by_its_own_rule(window, size, rule, num_held):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
+    tokens = list(range(2 * SIZE))
+    stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
+    stream.admit(EngineStored([1, 2], tokens, SIZE, window=FULL, group=1))
+    assert stream.companion.rules == (GroupRule(0), rule)
+    assert stream.companion.num_blocks == num_held
+    stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
+    assert stream.companion.num_blocks == 1

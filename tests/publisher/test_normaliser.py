@@ -193,13 +193,13 @@ def in_doubt() -> Normaliser:
     offloaded = [store(101, 102, tier=Tier.HOST)] * 2
     events = normalise_all(normaliser, store(101, 102), *offloaded, EngineCleared(tier=Tier.GPU))
     assert events == [Stored(pack(C1, C2)), Stored(pack(C1, C2), tier=Tier.HOST), Removed(pack(C1, C2))]
-    assert normaliser.is_in_doubt
+    assert normaliser.in_doubt
     return normaliser
 
 
 def test_a_block_in_doubt_that_is_removed_shows_that_all_were_left(in_doubt):
     assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == ()  # which has another copy
-    assert not in_doubt.is_in_doubt
+    assert not in_doubt.in_doubt
     assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == (Removed(pack(C1), Tier.HOST),)
 
 
@@ -208,7 +208,7 @@ def test_a_block_in_doubt_that_is_stored_anew_shows_that_none_was_left_of_any_co
     assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2))
     assert stored == Stored(pack(C1), tier=Tier.HOST)
     assert held(in_doubt)[0] == 1
-    assert not in_doubt.is_in_doubt
+    assert not in_doubt.in_doubt
 
 
 # What separates blocks besides tokens.

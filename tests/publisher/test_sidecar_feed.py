@@ -493,3 +493,21 @@ def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_
     ).result(20)
     assert seen == {0: True, 1: False}
     publisher.close()
+
+
+def test_a_rank_that_once_kept_blocks_beside_the_gpu_may_have_some_that_are_not_known_also_when_it_is_saved(
+    start, publication
+):
+    engine = Engine(1, 1)
+    offloaded = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens_of(1)}
+    first = start()
+    first.receive(engine.say({**offloaded, "block_size": 4, "medium": "CPU"}), 1.0)
+    for number in (2, 3):
+        engine.change(number)  # which are lost, and so what was known of block 1
+    first.receive(engine.change(4), 1.0)
+    first.settle(engine, 1.0)
+    second = start(first.save(), 2.0)
+    second.settle(engine, 2.0)
+    second.receive(engine.say({"type": "AllBlocksCleared"}), 3.0)
+    second.publisher.close()
+    assert not publication.heartbeats()[-1].events[0].is_complete

@@ -182,3 +182,26 @@ def test_copies_are_counted_as_long_as_the_stream_is_complete():
     stream.admit(stored)
     stream.admit(removed)
     assert stream.num_blocks == 0
+
+
+@pytest.mark.parametrize(("options", "is_upper_bound"), [({}, False), ({"num_ahead": 1}, True)])
+def test_who_does_not_tell_that_hits_need_a_block_more_says_that_they_may_be_shorter(options, is_upper_bound):
+    for has_all_groups in (False, True):
+        stream = RankStream(SOURCE, 4, 0, has_all_groups=has_all_groups, **options)
+        stream.admit(stored(1, [1, 2, 3, 4]))
+        (heartbeat,) = stream.heartbeat(0.0).events
+        assert heartbeat.is_upper_bound == (is_upper_bound and not has_all_groups)
+
+
+@pytest.mark.parametrize(("told", "num_held"), [(EngineRemoved([2], rank=3, tier=Tier.HOST), 1), (None, 2)])
+def test_what_came_after_a_reset_says_nothing_of_what_was_there_before_once_it_is_restored_either(told, num_held):
+    first = RankStream(SOURCE, 4, 0, counts_copies=True)
+    offloaded = [EngineStored([name], [name] * 4, 4, rank=3, tier=Tier.HOST) for name in (1, 2)]
+    first.admit(offloaded[0])
+    first.admit(EngineCleared(3, Tier.GPU))
+    first.admit(offloaded[1])
+    second = RankStream(SOURCE, 4, 1, counts_copies=True)
+    second.resume(first.state())
+    second.admit(offloaded[1] if told is None else told)
+    assert not second.is_exact
+    assert second.num_blocks == num_held

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,15 +13,34 @@ from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.snapshot import block_digest
-from kvist.events.types import Holding
+from kvist.events.types import GroupRule, Holding
 from kvist.radix import ApplyResult, RadixIndex
 
 
+def longest_hit(
+    rules: Sequence[GroupRule], held: Sequence[Container[int]], hashes: Sequence[int], num_usable: int
+) -> int:
+    """Return the longest hit at whose end each group holds what it needs, by trying all lengths."""
+    step = math.lcm(*[rule.stride for rule in rules])
+    hashes = hashes if len(rules) > 1 else hashes[:num_usable]
+    longest = min(num_usable, len(hashes) - max(rule.num_ahead * rule.stride for rule in rules))
+    for end in range(longest // step * step, 0, -step):
+        ends = [end + rule.num_ahead * rule.stride for rule in rules]
+        needed = [
+            range(last - 1, -1, -rule.stride)[: rule.num_needed or None] for rule, last in zip(rules, ends, strict=True)
+        ]
+        if all(hashes[place] in blocks for places, blocks in zip(needed, held, strict=True) for place in places):
+            return end
+    return 0
+
+
 class Oracle:
-    """What every rank holds, as sets of (hash, tier)."""
+    """What every rank holds, as sets of (hash, tier), and what hits of those need that have several groups."""
 
     def __init__(self) -> None:
         self.held: dict[WorkerRank, set[tuple[int, int]]] = defaultdict(set)
+        self._rules: dict[WorkerRank, Sequence[GroupRule]] = {}
+        self._companions: set[WorkerRank] = set()
 
     def store(self, source: WorkerRank, tier: int, parent: int | None, hashes: list[int]) -> ApplyResult:
         chain = hashes if parent is None else [parent, *hashes]
@@ -42,18 +62,35 @@ class Oracle:
                 num_not_found += 1
         return ApplyResult(num_not_found=num_not_found)
 
-    def match(self, hashes: list[int]) -> dict[WorkerRank, tuple[int, ...]]:
-        scores = {}
-        for source, held in self.held.items():
-            depths = []
-            for widest in Tier:
-                depth = 0
-                while depth < len(hashes) and any((hashes[depth], tier) in held for tier in range(widest + 1)):
-                    depth += 1
-                depths.append(depth)
-            if depths[-1]:
-                scores[source] = tuple(depths)
-        return scores
+    def set_groups(self, source: WorkerRank, rules: Sequence[GroupRule]) -> None:
+        self._rules[source] = rules
+        self._companions.add(source.companion)
+
+    def clear(self, source: WorkerRank) -> None:
+        """Hold nothing, and be of one group; with a companion go the rules that are about it."""
+        self.held.pop(source, None)
+        self._companions.discard(source)
+        self._rules = {each: rules for each, rules in self._rules.items() if source not in (each, each.companion)}
+
+    def match(self, hashes: list[int], num_usable: int | None = None) -> dict[WorkerRank, tuple[int, ...]]:
+        num_usable, sources = len(hashes) if num_usable is None else num_usable, self.held.keys() - self._companions
+        answers = {source: self._depths(source, hashes, num_usable) for source in sources}
+        return {source: depths for source, depths in answers.items() if depths[-1]}
+
+    def _depths(self, source: WorkerRank, hashes: list[int], num_usable: int) -> tuple[int, ...]:
+        held = self.held[source]
+        if source in self._rules:
+            kinds = [{block for block, tier in self.held.get(source.companion, ()) if tier == kind} for kind in Tier]
+            groups = [{block for block, tier in held if tier == Tier.GPU}, *kinds]
+            rules = self._rules[source]
+            return (longest_hit(rules, groups[: len(rules)], hashes, num_usable),) * len(Tier)
+        depths = []
+        for widest in Tier:
+            depth = 0
+            while depth < num_usable and any((hashes[depth], tier) in held for tier in range(widest + 1)):
+                depth += 1
+            depths.append(depth)
+        return tuple(depths)
 
     def digest(self, source: WorkerRank) -> Holding:
         held = self.held.get(source, set())
@@ -67,6 +104,11 @@ class Oracle:
 @pytest.fixture
 def oracle() -> Oracle:
     return Oracle()
+
+
+@pytest.fixture(name="longest_hit", scope="session")
+def get_longest_hit() -> Callable[..., int]:
+    return longest_hit
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import numpy as np
@@ -18,27 +17,13 @@ from kvist.radix import RadixIndex
 PLAIN = WorkerRank("plain", 0)
 
 
-def longest_hit(rules: list[GroupRule], held: list[set[int]], hashes: list[int], num_usable: int) -> int:
-    step = math.lcm(*[rule.stride for rule in rules])
-    hashes = hashes if len(rules) > 1 else hashes[:num_usable]
-    longest = min(num_usable, len(hashes) - max(rule.num_ahead * rule.stride for rule in rules))
-    for end in range(longest // step * step, 0, -step):
-        ends = [end + rule.num_ahead * rule.stride for rule in rules]
-        needed = [
-            range(last - 1, -1, -rule.stride)[: rule.num_needed or None] for rule, last in zip(rules, ends, strict=True)
-        ]
-        if all(hashes[place] in blocks for places, blocks in zip(needed, held, strict=True) for place in places):
-            return end
-    return 0
-
-
 def hold(index: RadixIndex, source: WorkerRank, tier: Tier, hashes: list[int]) -> None:
     for block_hash in hashes:
         index.store(source, tier, None, np.array([block_hash], np.uint64))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_hit_is_the_longest_at_whose_end_every_group_has_what_it_needs(seed):
+def test_a_hit_is_the_longest_at_whose_end_every_group_has_what_it_needs(longest_hit, seed):
     rng, index = random.Random(seed), RadixIndex(seed=seed)
     for number in range(100):
         source = WorkerRank(f"w{number % 3}", number % 2)

@@ -4,84 +4,111 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
+from kvist.events.types import GroupRule
 from kvist.radix import ApplyResult, RadixIndex, Residencies, Snapshot, snapshot
 
-WORKERS = ["w0", "w1", "w2", "w3"]
-RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
-    WorkerRank("wide", r) for r in range(40)
-]
+NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "30"))
+FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+NUM_STEPS = 60
+PLAIN = [WorkerRank(worker, rank) for worker in ("w0", "w1", "w2") for rank in range(2)]
+WIDE = [WorkerRank("wide", rank) for rank in range(40)]
+GROUPED = [WorkerRank("w3", rank) for rank in range(3)]
+RANKS = [*PLAIN, *WIDE, *GROUPED, *(each.companion for each in GROUPED)]
+WORKERS = sorted({rank.worker for rank in RANKS})
 MULTIPLIER = 0xD6E8_FEB8_6659_FD93
 HASHES = [0, 1, 2**64 - 1, *(n * MULTIPLIER % 2**64 for n in range(2, 22)), *(7 << 32 | n for n in range(18))]
-KEYS_ARE_HASHES = (1 - 0x9E37_79B9_7F4A_7C15) % 2**64 // 2  # the seed whose multiplier is 1: many keys share a prefix
+KEYS_ARE_HASHES = (1 - 0x9E37_79B9_7F4A_7C15) % 2**64 // 2
+"""The seed whose multiplier is 1: many keys share a prefix."""
 CHAINS = [HASHES[:12], HASHES[12:30], HASHES[6:9] + HASHES[30:]]
-
-sources = st.sampled_from(RANKS)
-tiers = st.sampled_from(Tier)
-chains = st.sampled_from(CHAINS)
-some_hashes = st.lists(st.sampled_from(HASHES), max_size=12)
 
 
 def u64(hashes: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(hashes, np.uint64)
 
 
-class IndexMachine(RuleBasedStateMachine):
-    """Drives an index and the oracle side by side."""
+class Life:
+    """Drives an index and the oracle side by side, as a seed has it."""
 
-    make_oracle: Callable[[], Any]
-    blocks_of: Callable[[RadixIndex], set[int]]
-
-    @initialize(
-        segment_bits=st.sampled_from([0, 1, 3]),
-        seed=st.just(KEYS_ARE_HASHES) | st.integers(0, 2**64 - 1),
-        max_blocks=st.none() | st.sampled_from([1, 8, 30]),
-    )
-    def start(self, segment_bits: int, seed: int, max_blocks: int | None) -> None:
-        self.index = RadixIndex(max_blocks=max_blocks, segment_bits=segment_bits, seed=seed)
-        self.oracle = type(self).make_oracle()
-        self.cap = max_blocks
+    def __init__(self, seed: int, oracle: Any, blocks_of: Callable[[RadixIndex], set[int]]) -> None:
+        self.random = rng = random.Random(seed)
+        self.oracle, self.blocks_of = oracle, blocks_of
+        self.cap = rng.choice([None, None, 8, 30])
+        index_seed = rng.choice([KEYS_ARE_HASHES, rng.getrandbits(64)])
+        self.index = RadixIndex(max_blocks=self.cap, segment_bits=rng.choice([0, 1, 3]), seed=index_seed)
         self.num_evicted = 0
         self.snapshot: Snapshot | None = None
+        # Few ranks a life, so that they meet.
+        self.ranks = [*rng.sample(PLAIN, 3), *rng.sample(WIDE, rng.choice([0, 2, 20])), *GROUPED[:2]]
+        self.ranks += [each.companion for each in GROUPED[:2]]
 
-    @rule(source=sources, tier=tiers, chain=chains, start=st.integers(0, 11), length=st.integers(0, 12))
-    def store_part_of_a_chain(self, source: WorkerRank, tier: Tier, chain: list[int], start: int, length: int) -> None:
+    def live(self) -> None:
+        acts = {
+            self.store_part_of_a_chain: 10,
+            self.store_a_prefix_on_many_ranks: 4,
+            self.store_nonsense: 3,
+            self.remove_in_any_order: 8,
+            self.apply_a_batch: 4,
+            self.set_groups: 4,
+            self.clear_a_rank: 2,
+            self.lose_a_worker: 1,
+            self.touch: 1,
+            self.sweep_a_slice: 4,
+            self.sweep_everything: 1,
+            self.begin_a_snapshot: 2,
+            self.read_some_of_the_snapshot: 3,
+            self.end_the_snapshot: 2,
+            self.restore_the_index_onto_itself: 1,
+        }
+        for act in self.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
+            act()
+            self.agree()
+
+    # --- What is told -----------------------------------------------------------------------------------------------
+
+    def store(self, source: WorkerRank, tier: Tier, parent: int | None, hashes: list[int]) -> None:
+        assert self.index.store(source, tier, parent, u64(hashes)) == self.oracle.store(source, tier, parent, hashes)
+        self.forget_what_was_evicted()
+
+    def some_hashes(self) -> list[int]:
+        return self.random.choices(HASHES, k=self.random.randint(0, 8))
+
+    def tier(self) -> Tier:
+        return self.random.choice([Tier.GPU, *Tier])
+
+    def store_part_of_a_chain(self) -> None:
+        chain, start = self.random.choice(CHAINS), self.random.choice([0, 0, *range(12)])
         parent = chain[start - 1] if start else None
-        hashes = chain[start : start + length]
-        result = self.index.store(source, tier, parent, u64(hashes))
-        assert result == self.oracle.store(source, tier, parent, hashes)
+        end = start + self.random.randint(0, 12)
+        self.store(self.random.choice(self.ranks), self.tier(), parent, chain[start:end])
 
-    @rule(tier=tiers, chain=chains, data=st.data())
-    def store_a_prefix_on_many_ranks(self, tier: Tier, chain: list[int], data: st.DataObject) -> None:
-        for source in data.draw(st.lists(sources, max_size=40, unique=True)):
-            hashes = chain[: data.draw(st.integers(1, len(chain)))]
-            result = self.index.store(source, tier, None, u64(hashes))
-            assert result == self.oracle.store(source, tier, None, hashes)
-            self.forget_what_was_evicted()
+    def store_a_prefix_on_many_ranks(self) -> None:
+        chain, tier = self.random.choice(CHAINS), self.tier()
+        for source in self.random.sample(self.ranks, self.random.randint(1, len(self.ranks))):
+            self.store(source, tier, None, chain[: self.random.randint(1, len(chain))])
 
-    @rule(source=sources, tier=tiers, parent=st.none() | st.sampled_from(HASHES), hashes=some_hashes)
-    def store_nonsense(self, source: WorkerRank, tier: Tier, parent: int | None, hashes: list[int]) -> None:
-        result = self.index.store(source, tier, parent, u64(hashes))
-        assert result == self.oracle.store(source, tier, parent, hashes)
+    def store_nonsense(self) -> None:
+        parent = self.random.choice([None, self.random.choice(HASHES)])
+        self.store(self.random.choice(self.ranks), self.tier(), parent, self.some_hashes())
 
-    @rule(source=sources, tier=tiers, hashes=some_hashes)
-    def remove_in_any_order(self, source: WorkerRank, tier: Tier, hashes: list[int]) -> None:
+    def remove_in_any_order(self) -> None:
+        source, tier = self.random.choice(self.ranks), self.tier()
+        held = sorted(block for block, each in self.oracle.held.get(source, ()) if each == tier)
+        hashes = self.random.sample(held, min(len(held), self.random.randint(0, 4))) + self.some_hashes()[:2]
         assert self.index.remove(source, tier, u64(hashes)) == self.oracle.remove(source, tier, hashes)
 
-    @rule(source=sources, first=some_hashes, chain=chains, removed=some_hashes, tier=tiers, is_cleared=st.booleans())
-    def apply_a_batch(
-        self, source: WorkerRank, first: list[int], chain: list[int], removed: list[int], tier: Tier, is_cleared: bool
-    ) -> None:
+    def apply_a_batch(self) -> None:
+        source, tier, is_cleared = self.random.choice(self.ranks), self.tier(), self.random.random() < 0.3
+        first, chain, removed = self.some_hashes(), self.random.choice(CHAINS), self.some_hashes()
         batch = [
             Stored(u64(first).tobytes(), None, tier),
             *([Cleared()] if is_cleared else []),
@@ -92,28 +119,44 @@ class IndexMachine(RuleBasedStateMachine):
         result = self.index.apply(source, batch)
         outcomes = [self.oracle.store(source, tier, None, first)]
         if is_cleared:
-            self.oracle.held.pop(source, None)
+            self.oracle.clear(source)
         outcomes.append(self.oracle.store(source, tier, None, chain))
         outcomes.append(self.oracle.remove(source, tier, removed))
         outcomes.append(self.oracle.store(source, tier, chain[3], removed))
         assert result == ApplyResult(*map(sum, zip(*outcomes, strict=True)))
 
-    @rule(source=sources)
-    def clear_a_rank(self, source: WorkerRank) -> None:
+    def set_groups(self) -> None:
+        """Let a rank have other groups, which hold some of what it holds; one kind is a tier of its companion."""
+        rng, source = self.random, self.random.choice(GROUPED[:2])
+        has_ahead, chain = rng.choice([0, 0, 1]), rng.choice(CHAINS)
+        rules = [GroupRule(rng.choice([0, 0, 2, 3]), 1, has_ahead)]
+        for kind in range(rng.randint(0, 4)):
+            rules.append(GroupRule(rng.randint(1, 4), rng.choice([1, 1, 2, 3]), rng.randint(0, has_ahead)))
+            self.store(source.companion, Tier(kind), None, chain[: rng.randint(1, len(chain))])
+        self.store(source, Tier.GPU, None, chain[: rng.randint(1, len(chain))])
+        self.index.set_groups(source, rules)
+        self.oracle.set_groups(source, rules)
+
+    def clear_a_rank(self) -> None:
+        source = self.random.choice(self.ranks)
         self.index.clear(source.worker, source.rank)
-        self.oracle.held.pop(source, None)
+        self.oracle.clear(source)
 
-    @rule(worker=st.sampled_from([*WORKERS, "wide"]), is_forgotten=st.booleans())
-    def lose_a_worker(self, worker: str, is_forgotten: bool) -> None:
-        (self.index.remove_worker if is_forgotten else self.index.clear)(worker)
-        for source in [source for source in self.oracle.held if source.worker == worker]:
-            del self.oracle.held[source]
+    def lose_a_worker(self) -> None:
+        worker = self.random.choice(WORKERS)
+        self.random.choice([self.index.remove_worker, self.index.clear])(worker)
+        for source in RANKS:
+            if source.worker == worker:
+                self.oracle.clear(source)
 
-    @rule(max_rows=st.integers(1, 500))
-    def sweep_a_slice(self, max_rows: int) -> None:
-        self.index.sweep(max_rows)
+    def touch(self) -> None:
+        self.index.touch(u64(self.random.choice(CHAINS)))
 
-    @rule()
+    # --- Housekeeping -----------------------------------------------------------------------------------------------
+
+    def sweep_a_slice(self) -> None:
+        self.index.sweep(self.random.choice([1, 5, 50, 500]))
+
     def sweep_everything(self) -> None:
         while self.index.sweep():
             pass
@@ -121,24 +164,21 @@ class IndexMachine(RuleBasedStateMachine):
         assert statistics.num_blocks == self.oracle.num_blocks
         assert statistics.num_retired == 0
 
-    @rule(max_blocks=st.integers(1, 30))
-    def begin_a_snapshot(self, max_blocks: int) -> None:
+    def begin_a_snapshot(self) -> None:
         if self.snapshot is None:
-            self.snapshot = self.index.snapshot(max_blocks)
+            self.max_blocks = self.random.choice([1, 4, 30])
+            self.snapshot = self.index.snapshot(self.max_blocks)
             self.chunks: list[Residencies] = []
             self.was = copy.deepcopy(self.oracle)
-            self.max_blocks = max_blocks
 
-    @rule(num_chunks=st.integers(1, 5))
-    def read_some_of_the_snapshot(self, num_chunks: int) -> None:
+    def read_some_of_the_snapshot(self) -> None:
         if self.snapshot is not None:
-            self.chunks += itertools.islice(self.snapshot, num_chunks)
+            self.chunks += itertools.islice(self.snapshot, self.random.randint(1, 5))
 
-    @rule(is_abandoned=st.booleans())
-    def end_the_snapshot(self, is_abandoned: bool) -> None:
+    def end_the_snapshot(self) -> None:
         if self.snapshot is None:
             return
-        if is_abandoned:
+        if self.random.random() < 0.2:
             self.snapshot.close()
         else:
             self.chunks += self.snapshot
@@ -155,20 +195,20 @@ class IndexMachine(RuleBasedStateMachine):
         for chunk in self.chunks:
             blocks = set(chunk.hashes.tolist())
             assert len(blocks) <= self.max_blocks
-            for block in blocks:
-                assert block not in seen
-                seen.add(block)
+            assert seen.isdisjoint(blocks)
+            seen |= blocks
         assert seen == hashes
         check_invariants(restored)
         for source in RANKS:
             assert restored.digest(source) == self.was.digest(source)
 
-    @rule()
     def restore_the_index_onto_itself(self) -> None:
         if self.snapshot is None:
             for chunk in self.index.snapshot(7):
                 self.index.restore(chunk)
                 check_invariants(self.index)
+
+    # --- What is asked ----------------------------------------------------------------------------------------------
 
     def forget_what_was_evicted(self) -> None:
         """Blocks go only beyond the cap; nobody holds them then, and all who held them say so."""
@@ -184,27 +224,24 @@ class IndexMachine(RuleBasedStateMachine):
             held -= lost
         self.num_evicted = num_evicted
 
-    @invariant()
-    def index_and_oracle_agree(self) -> None:
+    def agree(self) -> None:
         self.forget_what_was_evicted()
         check_invariants(self.index)
         for source in RANKS:
             assert self.index.digest(source) == self.oracle.digest(source)
         for hashes in [*CHAINS, CHAINS[0][:3], HASHES[::-1], CHAINS[0][:6] + CHAINS[1][:6]]:
-            match = self.index.match(u64(hashes))
-            assert dict(match) == self.oracle.match(hashes)
+            num_usable = max(0, len(hashes) - self.random.choice([0, 0, 1, 2]))
+            match = self.index.match(u64(hashes), num_usable)
+            assert dict(match) == self.oracle.match(hashes, num_usable)
             assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
 
 
+@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
 def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(
-    make_oracle: Callable[[], Any], blocks_of: Callable[[RadixIndex], set[int]], monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    make_oracle: Callable[[], Any],
+    blocks_of: Callable[[RadixIndex], set[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    IndexMachine.make_oracle = staticmethod(make_oracle)
-    IndexMachine.blocks_of = staticmethod(blocks_of)
     monkeypatch.setattr(snapshot, "_MAX_VISITS", 3)  # many steps
-    run_state_machine_as_test(
-        IndexMachine,
-        settings=settings(
-            max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    Life(seed, make_oracle(), blocks_of).live()

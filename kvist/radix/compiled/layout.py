@@ -127,6 +127,7 @@ CORE = np.dtype(
         ("end_of_words", "i8"),
         ("num_buckets", "i8"),
         ("num_grouped", "i8"),  # slots with a rule
+        ("num_companions", "i8"),
         ("grouped", "u4", (MAX_SLOTS,)),
         ("slots", SLOT, (MAX_SLOTS,)),
         ("rules", RULE, (MAX_SLOTS,)),

@@ -230,7 +230,8 @@ def match(core: Records, segments: Records, queries: Records, hashes: Words, num
         last = set_id
     if query.num_left:
         _narrow(index, query, _0, num_usable)
-    return _keep_to_rules(index, segments, query, hashes, num_usable) if index.num_grouped else query.num_holders
+    has_groups = index.num_grouped + index.num_companions > 0
+    return _keep_to_rules(index, segments, query, hashes, num_usable) if has_groups else query.num_holders
 
 
 @jit((*layout.INDEX_TYPES, layout.HASHES_TYPE))

@@ -24,8 +24,8 @@ import http.client
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -34,8 +34,8 @@ from kvist.indexer.service import IndexConfig
 from kvist.indexer.service.service import IndexService
 
 NUM_TIERS = 4
-FULL = 1 << 62
-"""The window of full attention: larger than any other."""
+FULL, STATE = 1 << 62, 0
+"""The window of full attention, larger than any other, and that of a group of states, smaller than any."""
 
 
 class Scope(NamedTuple):
@@ -60,9 +60,12 @@ class RankTruth:
         self._group: int | None = None
         self.tells_groups = True
         self.is_vllm = False
+        self._size = block_size
+        self.num_ahead = 0
+        """How many blocks of each group the engine needs behind a hit, and computes again."""
         self._in_doubt: set[tuple[int, int]] = set()
-        self.others: dict[int, tuple[int, Counter[int]]] = {}
-        """Of each other group its window, and the copies of engine hashes that it holds."""
+        self.others: dict[int, tuple[int, int, Counter[int]]] = {}
+        """Of each other group its window, its block size, and the copies of engine hashes that it holds."""
         self._copies: Counter[tuple[int, int]] = Counter()
 
     def stored(
@@ -76,11 +79,16 @@ class RankTruth:
         scope: Scope = BASE,
         group: int | None = None,
         window: int = FULL,
+        lookahead: Sequence[int] = (),
     ) -> None:
-        """Take a chain; without tokens, blocks that another tier has and this one gets too."""
+        """Take a chain; without tokens, blocks that another tier has and this one gets too.
+
+        What a block is named by may be a token more, the one behind it.
+        """
+        size = self.block_size if block_size is None else block_size
         if not self._is_published(group, window):
             if group is not None and group != self._group and self.tells_groups:
-                _, held = self.others.setdefault(group, (window, Counter()))
+                _, _, held = self.others.setdefault(group, (window, size, Counter()))
                 held.update(engine_hashes if tier == 0 else ())
             return
         if not self._in_doubt.isdisjoint((tier, engine_hash) for engine_hash in engine_hashes):
@@ -92,7 +100,7 @@ class RankTruth:
                 if (block := self.find(engine_hash)) is not None:
                     self._hold(engine_hash, block, tier)
             return
-        size = self.block_size if block_size is None else block_size
+        self._size = size
         above = () if parent is None else self.find(parent)
         if above is None or size != self.block_size or len(token_ids) != size * len(engine_hashes):
             return
@@ -101,7 +109,8 @@ class RankTruth:
         for idx, engine_hash in enumerate(engine_hashes):
             if engine_hash in (parent, *engine_hashes[:idx]):
                 return
-            above = (*above, (scope, tuple(token_ids[idx * size : (idx + 1) * size])))
+            tokens = (*token_ids[idx * size : (idx + 1) * size], *lookahead[idx : idx + 1])
+            above = (*above, (scope, tokens))
             self._hold(engine_hash, above, tier)
 
     def _hold(self, engine_hash: int, block: Block, tier: int) -> None:
@@ -119,9 +128,9 @@ class RankTruth:
                 if self._copies[tier, engine_hash] <= 0:
                     self.tiers[tier].pop(engine_hash, None)
         elif group in self.others and tier == 0:
-            held = self.others[group][1]
+            window, size, held = self.others[group]
             held.subtract(engine_hashes)
-            self.others[group] = self.others[group][0], +held
+            self.others[group] = window, size, +held
 
     def cleared(self) -> None:
         """Hold nothing, or nothing on the GPU; the cache groups stay what they were."""
@@ -132,8 +141,13 @@ class RankTruth:
 
     def _hold_nothing(self) -> None:
         self._in_doubt.clear()
-        for held in (*self.tiers, *(names for _, names in self.others.values())):
+        for held in (*self.tiers, *(names for *_, names in self.others.values())):
             held.clear()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Return whether blocks beside the GPU may be gone."""
+        return bool(self._in_doubt)
 
     @property
     def full_group(self) -> int:
@@ -145,9 +159,12 @@ class RankTruth:
         return next((held[engine_hash] for held in self.tiers if engine_hash in held), None)
 
     def depths(self, blocks: Sequence[Block]) -> list[int]:
-        """Return how many leading blocks are held, for each tier with all faster ones."""
-        if self.others:
-            return [self._hit(blocks)] * NUM_TIERS
+        """Return how many leading blocks a hit has, for each tier with all faster ones."""
+        is_plain = not self.others and self._window in (0, FULL) and not self.num_ahead
+        return self.leading(blocks) if is_plain or not self.tells_groups else [self._hit(blocks)] * NUM_TIERS
+
+    def leading(self, blocks: Sequence[Block]) -> list[int]:
+        """Return how many leading blocks are held of the group that counts, for each tier with all faster ones."""
         depths = []
         held: set[Block] = set()
         for tier in self.tiers:
@@ -157,24 +174,31 @@ class RankTruth:
 
     def _hit(self, blocks: Sequence[Block]) -> int:
         names = {block: name for name, block in self.tiers[0].items()}
-        named = [names[block] for block in takewhile(names.__contains__, blocks)]
-        for end in range(len(named), 0, -1):
-            needed = {group: -(-(window - 1) // self.block_size) for group, (window, _) in self.others.items()}
-            if all(
-                {*named[max(0, end - needed[group]) : end]} <= held.keys() for group, (_, held) in self.others.items()
-            ):
-                return end
-        return 0
+        named = [names.get(block) for block in blocks]
+        groups = [(self._window, self.block_size, self.tiers[0]), *self.others.values()]
+        ends = (end for end in range(len(blocks), 0, -1) if all(self._reaches(end, named, *each) for each in groups))
+        return next(ends, 0)
+
+    def _reaches(self, end: int, named: Sequence[int | None], window: int, size: int, held: Container[int]) -> bool:
+        """Return whether a group holds what a hit needs that ends there."""
+        if window == STATE:
+            return named[end - 1] in held
+        stride = size // self.block_size
+        last = end + self.num_ahead * stride
+        num_needed = len(named) if window == FULL else -(-(window - 1) // size) + self.num_ahead
+        if end % stride or last > len(named):
+            return False
+        return all(named[place] in held for place in range(last - 1, -1, -stride)[:num_needed])
 
     def _is_published(self, group: int | None, window: int) -> bool:
         if window > self._window:
             if self._window:
-                others = {each: (size, held.copy()) for each, (size, held) in self.others.items()}
+                others = {each: (*sizes, held.copy()) for each, (*sizes, held) in self.others.items()}
                 names = Counter(self.tiers[0].keys())
                 self._hold_nothing()
                 self.others = others
                 if self._group is not None and self.tells_groups:
-                    self.others[self._group] = self._window, names
+                    self.others[self._group] = self._window, self._size, names
             self._window, self._group = window, group
         return window == self._window and group == self._group
 
@@ -226,8 +250,16 @@ class FleetTruth:
 
 
 @pytest.fixture(scope="session")
+def make_rank_truth() -> Callable[[int], RankTruth]:
+    return RankTruth
+
+
+@pytest.fixture(scope="session")
 def make_fleet_truth() -> Callable[[dict[str, int]], FleetTruth]:
     return FleetTruth
+
+
+_KINDS = {FULL: "full_attention", STATE: "mamba"}
 
 
 class Wire(NamedTuple):
@@ -253,8 +285,10 @@ class Wire(NamedTuple):
         scope: Scope = BASE,
         group: int | None = None,
         window: int = FULL,
+        lookahead: Sequence[int] = (),
+        session_id: str | None = None,
     ) -> dict[str, Any] | list[Any]:
-        """Return the event as msgpack will carry it; groups are vLLM's."""
+        """Return the event as msgpack will carry it; groups are vLLM's, and what maps alone have of its maps."""
         fields = {
             "type": "BlockStored",
             "block_hashes": [self._hash(engine_hash) for engine_hash in engine_hashes],
@@ -265,6 +299,7 @@ class Wire(NamedTuple):
             "medium": self._medium(tier),
         }
         if self.engine == "sglang":
+            fields |= {"token_ids": [*pairwise([*token_ids, lookahead[-1]])]} if lookahead else {}
             fields |= {"cache_salt": scope.cache_salt, "session_id": None, "lora_name": scope.lora_name}
             return fields if self.is_map else list(fields.values())
         keys = [key for key in (scope.lora_name, scope.cache_salt if parent is None else None) if key]
@@ -273,11 +308,14 @@ class Wire(NamedTuple):
             "lora_name": scope.lora_name,
             "extra_keys": [keys, *[later_keys] * (len(engine_hashes) - 1)] if keys and token_ids else None,
             "group_idx": group,
-            "kv_cache_spec_kind": None if group is None else "full_attention" if window == FULL else "sliding_window",
-            "kv_cache_spec_sliding_window": None if group is None or window == FULL else window,
+            "kv_cache_spec_kind": None if group is None else _KINDS.get(window, "sliding_window"),
+            "kv_cache_spec_sliding_window": None if group is None or window in _KINDS else window,
             "locality": "REMOTE" if tier == 3 else None,
         }
-        return fields if self.is_map else list(fields.values())
+        if not self.is_map:
+            return list(fields.values())
+        fields |= {"lookahead_token_ids": [[token] for token in lookahead]} if lookahead else {}
+        return fields | ({} if session_id is None else {"session_id": session_id})
 
     def removed(
         self, engine_hashes: Sequence[int], tier: int = 0, *, group: int | None = None
