@@ -135,8 +135,10 @@ class BlockPool:
         self._fresh.clear()
 
     def revoke(self) -> None:
-        """Forget the blocks cached since `settle`, and report them removed."""
+        """Forget the blocks cached since `settle`, which nobody holds any more, and report them removed."""
         self._forget(self._fresh)
+        for block_id in self._fresh:
+            self._free.move_to_end(block_id, last=False)
         self._fresh.clear()
 
     def forget_free(self) -> None:

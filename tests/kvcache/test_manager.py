@@ -123,6 +123,16 @@ def test_what_a_failed_step_should_have_filled_is_forgotten(make_groups, run_seq
     check_memory(manager, [])
 
 
+def test_the_slots_of_a_failed_step_are_used_before_anything_that_is_cached(make_groups, run_sequence) -> None:
+    manager = KvCacheManager(make_groups(FULL), [6], 4)
+    tokens = list(range(9))
+    run_sequence(manager, tokens)
+    manager.close(admit(manager, list(range(100, 112))))
+    manager.revoke()
+    admit(manager, list(range(200, 216)))
+    assert manager.match(BlockHashChain(4), tokens).num_tokens == 8
+
+
 def test_leaf_blocks_go_before_their_parents(make_groups, run_sequence) -> None:
     manager = KvCacheManager(make_groups(FULL), [6], 4)
     run_sequence(manager, list(range(17)))

@@ -256,6 +256,7 @@ class Life:
         self.reached["grow"] += 1
         if self.manager.grow(sequence.blocks, sequence.token_ids, end):
             assert self.has_room(needed, before)
+            self.check_evicted(needed, before)
             self.note(sequence)
             return True
         assert self.state() == before
@@ -276,6 +277,7 @@ class Life:
             assert self.state() == before
             self.reached["no room to open"] += 1
             return False
+        self.check_evicted(needed, before)
         self.reached["open"] += 1
         self.reached["hit"] += hit.num_tokens > 0
         self.num_queried += len(token_ids)
@@ -318,6 +320,7 @@ class Life:
             assert list(table.block_ids[first : first + len(ids)]) == ids
             assert table.adopted == list(range(first, first + len(ids)))
             assert len(table.block_ids) == num_blocks
+        self.check_evicted(needed, before)
         self.reached["reserve"] += 1
         sequence.blocks = blocks
         self.reserved.append(sequence)
@@ -504,8 +507,8 @@ class Life:
     def state(self) -> list[Any]:
         """Return what a call that fails must leave alone."""
         return [
-            (list(pool._free), dict(pool._cached), bytes(pool._num_references), self.manager.statistics())
-            for pool in self.manager.pools
+            (list(pool._free), dict(pool._cached), bytes(pool._num_references), len(removed), self.manager.statistics())
+            for pool, removed in zip(self.manager.pools, self.events.removed_of.values(), strict=True)
         ]
 
     def free_digests(self, group_id: int) -> set[bytes]:
@@ -520,6 +523,13 @@ class Life:
         """Note what is held now: it is freed anew when it is."""
         for touched, pool, table in zip(self.touched, self.manager.pools, blocks.tables, strict=True):
             touched |= {digest for block_id in table.held() if (digest := pool._digests[block_id]) is not None}
+
+    def check_evicted(self, needed: list[int], before: list[Any]) -> None:
+        """Assert that no more was evicted than slots were needed beyond those that were free and empty."""
+        if self.policy is None or not self.policy.max_rewind_tokens:  # with which a step may give some back first
+            for count, (free, cached, _, num_removed, _), after in zip(needed, before, self.state(), strict=True):
+                num_empty = len(set(free) - set(cached.values()))
+                assert after[3] - num_removed == max(0, count - num_empty), "evicted while slots were empty"
 
     def check_order(self, group_id: int, was_free: set[bytes], removed: set[int], is_forgetting: bool) -> None:
         """Assert that what was evicted had been free for at least as long as anything that was not."""

@@ -29,7 +29,7 @@ class MessagesShape(TypedShape):
             message = self._message(counter.usage() | {"completion_tokens": 0})
             yield {"type": "message_start", "message": message | {"stop_reason": None, "stop_sequence": None}}
         text, calls, _ = self._read(index, output)
-        if text:
+        if text or (output.is_last and not calls and not self._num_blocks):
             if self._block != "text":
                 yield from self._open_block("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": text})

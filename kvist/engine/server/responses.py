@@ -35,7 +35,7 @@ class ResponsesShape(TypedShape):
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response({"status": "in_progress"}, [], None)}
         text, calls, _ = self._read(index, output)
-        if text:
+        if text or (output.is_last and not calls and not self._items and self._block is None):
             if self._block != "text":
                 yield from self._open_block("text", self._text_item("") | {"content": [], "status": "in_progress"})
                 yield self._of_text("response.content_part.added") | {"part": _text_part("")}

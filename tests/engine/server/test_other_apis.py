@@ -68,6 +68,18 @@ def test_a_message_ends_at_its_stop_sequence_and_says_at_which(claude, chat) -> 
     assert message.content[0].text == text[: text.index(stop)]
 
 
+def test_an_answer_without_any_text_has_an_empty_one_whole_and_streamed(claude, gpt) -> None:
+    at_once = {"temperature": 0, "stop_token_ids": [*range(3072)]}
+    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "max_tokens": 10, "extra_body": at_once}
+    with claude.messages.stream(**asked) as stream:
+        messages = [claude.messages.create(**asked), stream.get_final_message()]
+    assert [[block.text for block in message.content] for message in messages] == [[""], [""]]
+    asked = {"model": "tiny", "input": QUESTION, "extra_body": at_once}
+    *_, ended = gpt.responses.create(**asked, stream=True)
+    responses = [gpt.responses.create(**asked), ended.response]
+    assert [[part.text for item in each.output for part in item.content] for each in responses] == [[""], [""]]
+
+
 def test_a_message_calls_the_tool_it_has_to(claude) -> None:
     asked: dict[str, Any] = {**BEST, "messages": QUESTION, "max_tokens": 60}
     asked["tools"] = [WEATHER | {"input_schema": CITY}]

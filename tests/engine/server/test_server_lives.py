@@ -36,6 +36,7 @@ SHARED = (
     "seed",
     "top_k",
     "ignore_eos",
+    "stop_token_ids",
     "logit_bias",
     "presence_penalty",
     "repetition_penalty",
@@ -147,6 +148,7 @@ class Client:
             {"stop": rng.sample(STOPS, 3)},
             {"stop": "s", "include_stop_str_in_output": True, "min_tokens": 1},
             {"ignore_eos": True},
+            {"stop_token_ids": [*range(0, 3072, 3)]},
             {"logit_bias": {str(rng.randrange(3, 3000)): 4.0, "4": -100}},
             {"presence_penalty": 1.0, "repetition_penalty": 1.2},
             rng.choice(
