@@ -178,6 +178,14 @@ class _Client(Client):
                 _logger.warning("unreadable message skipped, further ones are only counted subject=%s", ascii(subject))
             self.num_unreadable += 1
 
+    async def _process_op_err(self, e: Exception) -> None:
+        """Drop what was not sent: nats-py fails to close over it, and would tell nobody that the connection is lost."""
+        self._pending, self._pending_data_size = [], 0
+        try:
+            await super()._process_op_err(e)
+        finally:
+            self.is_over.set()
+
     def _connect_command(self) -> bytes:
         if self._must_encrypt and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError

@@ -52,6 +52,21 @@ async def test_a_server_killed_and_restarted_is_found_again_by_both_ends(wire, u
         assert (await wire.take(subscription, 1))[-1:] in ([2], [3])
 
 
+async def test_a_connection_that_is_reset_with_something_left_to_send_is_replaced(wire, until):
+    """As under a publisher whose server is killed: that happens between its sending and the sockets' own."""
+    server = wire.start_server()
+    async with wire.subscribe(wire.url(server)) as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        client = subscription._link.client
+        client._pending.append(b"PING\r\n")
+        client._pending_data_size = 6
+        client._transport._io_reader.set_exception(ConnectionResetError())
+        await until(lambda: subscription.num_connects == 2)
+        publication = wire.publish(wire.url(server))
+        wire.send(publication, 5)
+        assert await wire.take(subscription, 1) == [5]
+
+
 async def test_a_server_that_comes_later_gets_what_was_sent_before_it_came(wire, until):
     server = wire.start_server()
     server.kill()
