@@ -356,10 +356,11 @@ class Admission:
         """
         prefill = [worker for worker in workers if worker.role is Role.PREFILL]
         answering = [worker for worker in workers if worker.role is not Role.PREFILL] or prefill
-        return any(
-            has_room(worker) and (self.can_do_all(worker) or not prefill or any(map(has_room, prefill)))
-            for worker in answering
-        )
+
+        def can_begin() -> bool:
+            return any(map(has_room, prefill)) if prefill else not any(map(self.can_do_all, answering))
+
+        return any(has_room(worker) and (self.can_do_all(worker) or can_begin()) for worker in answering)
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:
         self.leave(place)

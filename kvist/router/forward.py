@@ -519,8 +519,9 @@ class Forwarding:
         logger.warning("prefill failed worker=%s reason=%s", worker, reason)
         self.tried.add(worker)
         self._note_retry(attempt.decision, reason)
-        # Without a prefix a request can be answered; and the last attempt is for who answers.
-        if self.pull is not None or len(self.tried) + 1 >= self.router.config.max_attempts:
+        # Without a prefix a request can be answered; and the last attempt is for who answers, but that is of a pair.
+        num_tried = len(self.tried) + (self.beside is None)
+        if self.pull is not None or num_tried >= self.router.config.max_attempts:
             self._fall_back(Local.PREFILL_FAILED)
         self._ask_next()
 

@@ -167,6 +167,7 @@ class Life:
         self.told = Counter[str]()
         choose = self.random.choice
         self.has_tenants, self.has_leavers, self.num_fronts = choose([False, True]), choose([False, True]), 1
+        self.has_reports = choose([False, True])
         self.options: dict[str, Any] = {
             "policy": choose(["kv", "kv", "kv", "least-loaded", "round-robin", "power-of-two", "random"]),
             "max_worker_requests": choose([None, 1, 2, 4]),
@@ -208,8 +209,9 @@ class Life:
         run = Run(next(self.numbers), worker, asked.fates[len(runs) % len(asked.fates)])
         runs.append(run)
         worker.running.add(run)
+        self.report(worker)
         try:
-            assert body["model"] in {each["id"] for each in worker.models}
+            assert self.serves(worker, asked)
             await self.act(asked, run, body, writer)
         except Exception as error:
             if not isinstance(error, ConnectionError):
@@ -217,6 +219,14 @@ class Life:
             raise
         finally:
             worker.running.discard(run)
+            self.report(worker)
+
+    def report(self, worker: Any) -> None:
+        """Have the worker say that it runs two at a time."""
+        if self.has_reports:
+            number = len(worker.running)
+            worker.metrics = f"vllm:num_requests_running {min(2, number)}\n"
+            worker.metrics += f"vllm:num_requests_waiting {max(0, number - 2)}\n"
 
     async def act(self, asked: Asked, run: Run, body: Any, writer: asyncio.StreamWriter) -> None:
         fate = run.fate
@@ -501,6 +511,7 @@ class Life:
                 life.note(life.check_order, admission, place)
             leave(admission, place, is_served=is_served)
 
+        monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
         monkeypatch.setattr(Forwarding, "_answer_by", answer)
         monkeypatch.setattr(Admission, "leave", served)
 
@@ -531,7 +542,7 @@ class Life:
             assert admission.max_requests is None or router.load.num_running < admission.max_requests
 
     def check_order(self, admission: Admission, place: Place) -> None:
-        self.told["served from a queue"] += 1
+        self.told["served from a seat" if place.queue[1] else "served from a queue"] += 1
         waiting = [each for line in admission._queues[place.queue].values() for each in line.places]
         if self.has_tenants:
             assert place.priority == min(each.priority for each in waiting)
@@ -585,6 +596,15 @@ class Life:
                 assert status in CODES[error["code"]], error
                 ends = [run for run in runs if run.is_done and not run.is_prefill and not run.was_killed]
                 assert not ends or is_late or any(asked.runs.keys() - {""})
+                was_alone = any(run.worker.role == "both" for run in runs)  # then no pair is tried again
+                if error["code"] == "no_pair" and self.is_plain(asked) and not was_alone:
+                    for side in ("prefill", "decode"):
+                        able = {each.url for each in self.workers if each.role == side and self.serves(each, asked)}
+                        tried = [run.worker.url for run in runs if run.worker.role == side]
+                        if len(tried) >= self.options["max_attempts"] or able <= {*tried}:
+                            break
+                    else:
+                        raise AssertionError("another pair is left")
                 assert error["code"] != "no_healthy_worker" or self.has_faults or self.options["breaker_failures"] < 9
             return
         if not is_all and not is_stream:
@@ -613,6 +633,13 @@ class Life:
             assert error is not None or not is_all
             was_cut = any(run.fate.kind in ("cut", "head", "reset", "refuse") or run.was_killed for run in runs)
             assert was_cut or is_late or self.has_faults
+
+    def serves(self, worker: Any, asked: Asked) -> bool:
+        return asked.body["model"] in {each["id"] for each in worker.models}
+
+    def is_plain(self, asked: Asked) -> bool:
+        """Return whether nothing but its fates kept a request of one answer from any worker."""
+        return asked.num_choices == 1 and not self.has_faults and self.options["breaker_failures"] > 9
 
     def check_nothing_is_left(self, service: RouterService) -> None:
         load, admission = service.known.load, service._forwarder.admission

@@ -312,6 +312,20 @@ async def test_only_workers_whose_blocks_are_alike_meet(worker, router, rooms) -
             assert (await front.complete(SHORT)).headers["x-kvist-worker"] == d.url
 
 
+async def test_as_many_pairs_are_tried_as_there_may_be_attempts(worker, router, rooms, http_bytes) -> None:
+    async def fail(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"{}", status=500))
+
+    answers = [fail, fail, rooms.worker("prefill"), rooms.worker("decode")]
+    modes = ["prefill"] * 3 + ["decode"]
+    async with AsyncExitStack() as exits:
+        made = [worker(server_info=info(mode), answer=each) for mode, each in zip(modes, answers, strict=True)]
+        urls = [(await exits.enter_async_context(each)).url for each in made]
+        front = await exits.enter_async_context(router(*urls, breaker_failures=1000, policy="random"))
+        assert [(await front.complete(SHORT)).status_code for _ in range(12)] == [200] * 12
+        assert all(each.completions for each in made)
+
+
 async def test_a_pair_is_waited_for_until_both_of_it_have_room(worker, router, rooms, until) -> None:
     is_free, modes = asyncio.Event(), ("prefill", "decode", "decode")
 
