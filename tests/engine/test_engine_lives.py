@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, reduce
+from itertools import takewhile
 from operator import add
 from typing import Any
 from unittest.mock import patch
@@ -126,8 +127,18 @@ class Life:
             self.reached["failed by a grammar"] += expected.output.error is not None
             self.reached["log probabilities of a prompt"] += bool(expected.output.prompt_logprobs)
             assert output.num_cached_tokens % 4 == 0
-            assert output.num_cached_tokens < len(ask.prompt)
+            assert output.num_cached_tokens <= min(len(ask.prompt) - 1, self.num_shared(name))
             expected.check(output, is_whole=name not in self.dropped and not has_failed)
+
+    def num_shared(self, name: str) -> int:
+        """Return how many first tokens of a prompt another text of the same salt has, at most."""
+        ask, shared = self.asked[name], [0]
+        for other, outputs in self.outputs.items():
+            if other != name and self.asked[other].cache_salt == ask.cache_salt:
+                text = self.asked[other].prompt + [token_id for each in outputs for token_id in each.token_ids]
+                pairs = zip(ask.prompt, text, strict=False)
+                shared.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return max(shared)
 
 
 def test_whatever_else_is_asked_each_request_is_answered_as_if_it_were_alone(make_core, new_follower) -> None:

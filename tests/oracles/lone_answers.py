@@ -55,7 +55,7 @@ class Turns:
     def accept(self, token_id: int) -> bool:
         assert self.allowed()[token_id], "a token that the grammar does not allow"
         self._num_tokens += 1
-        self.error = "too much" if token_id % 40 == 39 else ""
+        self.error = "too much" if token_id % 15 == 14 else ""
         return self._num_tokens == 9
 
 
@@ -127,7 +127,8 @@ class Asker:
             {"echo": True, "logprobs": 1},
         ]
         if not has_grammar:
-            options.append({"allowed_token_ids": self._tokens(80)})
+            few = {"allowed_token_ids": self._tokens(4), "presence_penalty": 1.5, "frequency_penalty": 0.7}
+            options += [few, {"allowed_token_ids": self._tokens(80)}]
         if rng.random() < 0.5:
             asked |= {"temperature": rng.choice((0.5, 1.0, 3.0)), "seed": rng.randrange(1000)}
             asked |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.9}))

@@ -217,9 +217,40 @@ async def opened(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Asyn
             yield client, engine
 
 
+async def one_by_one(
+    alone: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[dict[int, Choice], tuple[int, int]]:
+    """Return what a request is answered whole, if it asks for several choices then each by a request of its own."""
+    num_choices, expected, num_prompt, num_output = body.get("n", 1), {}, 0, 0
+    for number in range(num_choices):
+        of_choice = {"n": 1, "seed": body["seed"] + number} if num_choices > 1 else {}
+        answer = await alone.post(path, json=body | {"stream": False, "stream_options": None} | of_choice)
+        choices, usage = read(answer)
+        assert usage is not None
+        num_prompt, num_output = usage[0], num_output + usage[1]
+        for index, choice in choices.items():
+            expected[index * num_choices + number] = choice
+    return expected, (num_prompt, num_output)
+
+
+def check_text(tokenizer: ChatTokenizer, body: dict[str, Any], choice: Choice) -> None:
+    """Raise AssertionError unless a text is that of its tokens, up to what has stopped it."""
+    if not choice.token_ids or body.get("echo"):
+        return
+    reason, stopped_by = choice.ends
+    stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
+    is_kept = body.get("include_stop_str_in_output", False)
+    is_silent = isinstance(stopped_by, int) and not is_kept
+    text = tokenizer.text(choice.token_ids[: len(choice.token_ids) - is_silent], skip_special_tokens=True)
+    if isinstance(stopped_by, str):
+        text = text[: text.index(stopped_by) + (len(stopped_by) if is_kept else 0)]
+    assert (choice.text, reason in ("stop", "length")) == (text, True), body
+    assert is_kept or not any(stop in choice.text for stop in stops), body
+
+
 @pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
 async def test_among_others_whole_or_in_pieces_each_request_is_answered_as_alone(seed: int, until) -> None:
-    client, reached = Client(seed), Counter[str]()
+    client, reached, tokenizer = Client(seed), Counter[str](), ChatTokenizer.load(bundled_model_path())
     asked = [client.ask() for _ in range(NUM_REQUESTS)]
     async with opened(**TIGHT) as (crowded, engine):
         tasks = []
@@ -240,9 +271,8 @@ async def test_among_others_whole_or_in_pieces_each_request_is_answered_as_alone
             assert isinstance(answer, httpx.Response), answer
             doubts = Doubts()
             with patch.object(engine_core, "sample", doubts.sample):
-                lone = await alone.post(path, json=body | {"stream": False, "stream_options": None})
+                expected, expected_usage = await one_by_one(alone, path, body)
             choices, usage = read(answer)
-            expected, expected_usage = read(lone)
             if doubts.first_unsure:
                 continue
             reached["compared"] += 1
@@ -251,5 +281,6 @@ async def test_among_others_whole_or_in_pieces_each_request_is_answered_as_alone
                 assert got.logprobs == pytest.approx(choice.logprobs, abs=1e-3), body
                 got.logprobs = choice.logprobs
                 assert got == choice, body
+                check_text(tokenizer, body, got)
             assert usage in (expected_usage, None if "stream_options" in body else expected_usage), body
     assert reached["compared"] > NUM_REQUESTS // 2
