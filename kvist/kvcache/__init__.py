@@ -15,8 +15,8 @@ from kvist.kvcache.budget import (
     split_memory,
 )
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
-from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, LayerPlace, SharedKv, WindowPlan, plan_windows
-from kvist.kvcache.pool import BlockPool, PoolStatistics
+from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, SharedKv, WindowPlan, plan_windows
+from kvist.kvcache.pool import BlockPool
 from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy
 from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
@@ -32,8 +32,6 @@ __all__ = [
     "KvDtype",
     "KvGroup",
     "LayerKv",
-    "LayerPlace",
-    "PoolStatistics",
     "PrefixHit",
     "ScratchBlocks",
     "ScratchPolicy",

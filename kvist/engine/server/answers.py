@@ -90,8 +90,7 @@ class ChoicesShape(Shape):
             if output.remote_request_id is not None:
                 yield self._body(self.kind_of_chunk, []) | self._remote(output)
             yield from self._opening(index)
-        has_ids = self._job.options.return_token_ids and output.token_ids
-        if output.text or output.logprobs or has_ids or output.is_last:
+        if output.text or output.logprobs or output.is_last or any(self._token_ids(output).values()):
             usage = counter.usage() if self._job.stream_options.continuous_usage_stats else None
             yield self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
 
