@@ -116,13 +116,16 @@ def _turns(requests: Sequence[Request]) -> Iterator[tuple[Request, Request | Non
         seen.update(request.blocks)
 
 
+NumTokens = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Turn(msgspec.Struct, frozen=True):
     """A turn in aiperf's input files, of which all are in the prompts of those behind; times in milliseconds."""
 
     text: str
     timestamp: float | None = None
     delay: float = 0.0
-    output_length: int | None = None
+    output_length: NumTokens | None = None
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -138,8 +141,8 @@ class Payload(msgspec.Struct, frozen=True):
     messages: list[Message] = []
     prompt: str = ""
     tools: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
 
     @property
     def text(self) -> str:
@@ -158,8 +161,8 @@ class TraceLine(msgspec.Struct, frozen=True):
     """A line of a trace. Times are in seconds, but for `timestamp`, which is in milliseconds."""
 
     timestamp: float | None = None
-    input_length: int | None = None
-    output_length: int | None = None
+    input_length: NumTokens | None = None
+    output_length: NumTokens | None = None
     hash_ids: list[int] | None = None
     # What `kvist route --record-requests` adds.
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
@@ -183,7 +186,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     tenant: str | None = None
     # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
     prompt: str | None = None
-    output_tokens: int | None = None
+    output_tokens: NumTokens | None = None
     text: str | None = None
     text_input: str | None = None
     turns: list[Turn] = []

@@ -220,12 +220,12 @@ class Life:
         recorded = self.expected(first)
         for _ in range(6):
             workers = self.random.choice(((), ("v",), ("w", "a"), ("b/ö",), ("nobody",)))
-            moments = sorted(self.random.uniform(-1, (self.now_ns - self.make.time_ns) / S + 1) for _ in range(2))
-            since, until = (max(0.0, self.random.choice((moment, float(int(moment))))) for moment in moments)
+            begins_ns = recorded[0].time_ns if recorded else 0
+            moments = [(record.time_ns - begins_ns) / S for record in recorded] + [0.0, 0.5, 1e6]
+            since, until = sorted(self.random.choices(moments, k=2))
             selection = Selection(frozenset(workers), Moment(since, False), Moment(until, False))
             script = Script(lambda: RecordingReader(self.parts[first].path), selection=selection)
             played = [line for lines in script.lines() for line in lines or ()]
-            begins_ns = recorded[0].time_ns if recorded else 0
             meant = [record for record in recorded if record.time_ns < begins_ns + int(until * 1e9)]
             meant = [record for record in meant if not workers or self.worker_of(record) in workers]
             assert [line.record for line in played] == meant, self.told

@@ -423,7 +423,8 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     assert trace.requests[0] == Request(0, 0.0, (1, 2), 1100, 7)
     assert len(trace.requests) == 2
     assert len(read_trace(path, 1).requests) == 1
-    for bad in ('{"timestamp": 1}', "[]", "x", good.replace("1100", "0"), good.replace("[1, 2, 3]", "5")):
+    others = (good.replace(*each) for each in (("1100", "0"), ("1100", "-5"), ("7", "-1"), ("[1, 2, 3]", "5")))
+    for bad in ('{"timestamp": 1}', "[]", "x", *others):
         path.write_text(good + bad + "\n")
         with pytest.raises(InvalidValueError, match="line 2"):
             read_trace(path)

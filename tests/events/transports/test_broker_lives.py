@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -145,6 +146,8 @@ class Life:
         if self.random.choice((True, False)):
             await self.until(lambda: all(each.subscription.problem for each in self.listeners))
         await saying
+        if "jetstream" in self.url and self.random.randrange(3) == 0:
+            shutil.rmtree(self.broker.folder / "jetstream")
         await asyncio.to_thread(self.broker.start)
 
     async def begin_anew(self) -> None:
