@@ -135,9 +135,9 @@ class BlockPool:
         self._fresh.clear()
 
     def revoke(self) -> None:
-        """Forget the blocks cached since `settle`, which nobody holds any more, and report them removed."""
+        """Forget the blocks cached since `settle`, and report them removed; those that are free are used first."""
         self._forget(self._fresh)
-        for block_id in self._fresh:
+        for block_id in filter(self.is_free, self._fresh):
             self._free.move_to_end(block_id, last=False)
         self._fresh.clear()
 

@@ -123,6 +123,19 @@ def test_what_a_failed_step_should_have_filled_is_forgotten(make_groups, run_seq
     check_memory(manager, [])
 
 
+def test_a_block_that_is_kept_outlives_the_failed_step_that_filled_it(make_groups) -> None:
+    manager = KvCacheManager(make_groups(FULL), [6], 4)
+    sequence = admit(manager, tokens := list(range(6)))
+    manager.settle()
+    kept = manager.keep_nothing(sequence.chain, 6)
+    manager.keep(kept, sequence, 2)
+    assert manager.grow(sequence, [*tokens, 6, 7], 8)
+    manager.close(sequence)
+    manager.revoke()
+    check_memory(manager, [], [kept])
+    assert manager.match(BlockHashChain(4), [*range(9)]).num_tokens == 4
+
+
 def test_the_slots_of_a_failed_step_are_used_before_anything_that_is_cached(make_groups, run_sequence) -> None:
     manager = KvCacheManager(make_groups(FULL), [6], 4)
     tokens = list(range(9))
