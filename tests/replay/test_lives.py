@@ -20,7 +20,7 @@ from kvist.replay import Record, RecordedSource, RecordingReader, RecordingWrite
 from kvist.replay.recording import part_path
 from kvist.replay.script import Moment, Script, Selection
 
-NUM_LIVES = int(os.environ.get("KVIST_RECORDING_LIVES", "12"))
+NUM_LIVES = int(os.environ.get("KVIST_RECORDING_LIVES", "8"))
 FIRST_LIFE = int(os.environ.get("KVIST_RECORDING_FIRST_LIFE", "0"))
 SOURCES = [RecordedSource(name, f"tcp://{name}:1", engine) for name, engine in (("a", "vllm"), ("b/ö", "sglang"))]
 S = 1_000_000_000

@@ -25,9 +25,9 @@ from kvist.events.transports import (
     open_subscription,
 )
 
-NUM_LIVES = int(os.environ.get("KVIST_BROKER_LIVES", "4"))
+NUM_LIVES = int(os.environ.get("KVIST_BROKER_LIVES", "2"))
 FIRST_LIFE = int(os.environ.get("KVIST_BROKER_FIRST_LIFE", "0"))
-NUM_ACTS = 14
+NUM_ACTS = 12
 TOPICS = [b"kv/worker/0", b"kv/worker/1", b"kv/worker/12", b"other \xff"]
 MARK = b"mark"
 

@@ -15,7 +15,7 @@ from kvist.events.transports import Message
 from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.wire import COMMAND, LONG, MORE, PeerError
 
-NUM_LIVES = int(os.environ.get("KVIST_ZMTP_LIVES", "60"))
+NUM_LIVES = int(os.environ.get("KVIST_ZMTP_LIVES", "40"))
 FIRST_LIFE = int(os.environ.get("KVIST_ZMTP_FIRST_LIFE", "0"))
 
 
