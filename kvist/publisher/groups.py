@@ -68,7 +68,6 @@ class GroupSplitter:
         """What each of the other groups must hold, by its key."""
         self.is_expressible = True
         """Whether these rules tell exactly what all groups must hold."""
-        self._published_size = block_size  # of what was for publishing, which may turn out to be one of the others
         self.rules: list[GroupRule] = []
         """What the published group must hold, then each of the others."""
         self.show()
@@ -76,6 +75,9 @@ class GroupSplitter:
     def admit(self, event: EngineEvent, publish: Callable[[PassedEvent], object]) -> tuple[bool, int | None]:
         """Take one event: return whether it was for publishing, and else of which of the other groups it is."""
         before = self._filter.state
+        if isinstance(event, EngineRemoved) and event.group in self.others and event.group != before.group:
+            self._filter.num_filtered += 1
+            return False, self._count(event)  # also before anything is published, when a filter passes what is unknown
         passed = self._filter.admit(event)
         if any(isinstance(each, EngineCleared) and each is not event for each in passed):
             self._publish_another(before, passed, publish)
@@ -84,8 +86,6 @@ class GroupSplitter:
                 publish(each)
         if self._filter.state != before:
             self.show()
-        if passed and isinstance(event, EngineStored):
-            self._published_size = max(self._published_size, event.block_size)
         if isinstance(event, EngineStored) and event.tier is Tier.GPU and event.block_size < self._block_size:
             self.is_expressible &= event.window is STATE  # what is inside a published block has no place
         is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
@@ -119,9 +119,11 @@ class GroupSplitter:
     def _count(self, event: EngineStored | EngineRemoved) -> int | None:
         """Count an event of one of the other groups; return which that is, None if it is none of them."""
         key = group_key(event.group, event.window)
-        if isinstance(event, EngineStored) and key is not None and key not in self.others:
-            published = group_key(self._filter.state.group, self._filter.state.window)
-            if event.window is not UNKNOWN and published != key:
+        if isinstance(event, EngineStored) and key is not None and event.window is not UNKNOWN:
+            state, known = self._filter.state, self.others.get(key)
+            # Larger blocks than it is known by may have been published in its place.
+            is_larger = known and event.window is not STATE and event.block_size > known.stride * self._block_size
+            if (known is None or is_larger) and group_key(state.group, state.window) != key:
                 self._add(key, event.window, event.block_size)
                 self.show()
         group = self._number_of(key)
@@ -141,8 +143,7 @@ class GroupSplitter:
             publish(each)
         key = group_key(before.group, before.window)
         if key is not None and before.window is not None:
-            self._add(key, before.window, self._published_size)
-            self._published_size = self._block_size
+            self._add(key, before.window, self._block_size)
             group = self._number_of(key)
             counted += [] if group is None else [(name, group, 1) for name in names]
         self._holder.count_again(counted)

@@ -214,7 +214,16 @@ def test_a_group_that_shows_before_the_published_one_is_followed_by_its_own_rule
     tokens = list(range(2 * SIZE))
     stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
     stream.admit(EngineStored([1, 2], tokens, SIZE, window=FULL, group=1))
-    assert stream.companion.rules == (GroupRule(0), rule)
     assert stream.companion.num_blocks == num_held
     stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
+    assert stream.companion.rules == (GroupRule(0), rule)
     assert stream.companion.num_blocks == 1
+
+
+def test_what_leaves_a_group_before_the_published_one_shows_is_gone():
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=STATE, group=0))
+    stream.admit(EngineRemoved([1], group=0))
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=1))
+    assert stream.companion.rules == (GroupRule(0), GroupRule(1))
+    assert stream.companion.num_blocks == 0

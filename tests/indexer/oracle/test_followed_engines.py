@@ -35,10 +35,10 @@ from kvist.publisher.sidecar import SidecarFeed
 from kvist.publisher.state import SidecarState, pack, unpack
 from kvist.radix import RadixIndex
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "60"))
+NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "80"))
 FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
 NUM_STEPS = 80
-SIZE = 4
+SIZE, MAX_DEPTH = 4, 4
 FULL, STATE = 1 << 62, 0
 GROUPS = {0: (FULL, SIZE), 1: (9, SIZE), 2: (FULL, SIZE), 3: (STATE, SIZE), 4: (17, 2 * SIZE)}
 DIRECT, BESIDE = "direct", "beside"
@@ -205,7 +205,8 @@ class Life:
         self.num_ahead = int(self.is_vllm and not self.has_lookahead and rng.random() < 0.3)
         self.has_tiers = rng.random() < 0.6
         self.has_all_groups = rng.random() < 0.7
-        self.num_kept = rng.choice([1000, 1000, 4, None])
+        self.is_lossy = rng.random() < 0.4
+        self.num_kept = rng.choice([1000, 4, None]) if self.is_lossy else 1000
         self.num_kept_beside = rng.choice([1000, 3])
         self.ranks = rng.choice([(0,), (0,), (0, 3)])
         self.has_endpoint_a_rank = rng.random() < 0.5
@@ -236,18 +237,18 @@ class Life:
             self.offload_by_hash_alone: 4 * self.has_tiers,
             self.report: 5 * (self.is_vllm and self.wire.is_map),
             self.remove: 14,
-            self.clear: 1.5,
-            self.lose: 1.5,
+            self.clear: 2.5,
+            self.lose: 2 * self.is_lossy,
             self.say_nothing_new: 1,
             self.save_sidecar: 3,
-            self.restart_sidecar: 2,
+            self.restart_sidecar: 3,
             self.save_index: 3,
-            self.restart_index: 1.5,
-            self.take_over_index: 1.5,
-            self.restart_engine: 0.7,
-            self.reconnect: 1,
-            self.settle: 2,
-            self.agree: 2,
+            self.restart_index: 2,
+            self.take_over_index: 2,
+            self.restart_engine: 0.5,
+            self.reconnect: 0.5,
+            self.settle: 3,
+            self.agree: 4,
         }
         for act in self.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
             self.told.append(act.__name__)
@@ -388,18 +389,20 @@ class Life:
 
     def store(self) -> None:
         rank = self.random.choice(self.ranks)
-        names = sorted({name for held in self.truths[rank].tiers for name in held})
+        truth = self.truths[rank]
+        names = sorted({name for held in truth.tiers for name, block in held.items() if len(block) < MAX_DEPTH})
         above = self.random.choice(names) if names and self.random.randrange(3) else None
         block = () if above is None else self.truths[rank].find(above)
-        scopes = [(), (), (), ("adapter",), (None, "salt")]
+        scopes = [(), (), (), (), (), ("adapter",), (None, "salt")]
         scope = self.make_scope(*self.random.choice(scopes)) if above is None else block[-1][0]
         start = len(block)
         tier = self.random.choice([0, 0, 0, 1, 2, 3]) if self.has_tiers else 0
         alias = 0 if self.is_hybrid else self.random.choice([0, 0, 0, 1])
-        self.tell_block(rank, above, self.grown(block, scope, self.random.randint(1, 4)), start, tier, alias)
+        num_blocks = self.random.randint(1, MAX_DEPTH - start)
+        self.tell_block(rank, above, self.grown(block, scope, num_blocks), start, tier, alias)
 
     def grown(self, block: Any, scope: Any, num_blocks: int) -> Any:
-        firsts = self.random.choices([0, 0, 1, 2], k=num_blocks + 1)
+        firsts = self.random.choices([0, 0, 0, 1, 2], k=num_blocks + 1)
         if block and self.has_lookahead:
             firsts[0] = LETTERS.index(block[-1][1][-1])
         for letter, following in pairwise(firsts):
@@ -448,7 +451,7 @@ class Life:
             return
         for group in self.groups:
             window, size = GROUPS[group or 0]
-            if self.is_hybrid and group not in truth.others and (window != FULL or truth.full_group != group):
+            if group not in truth.others and group != truth._group:
                 continue
             places = [*range(size // SIZE - 1, num_hit, size // SIZE)]
             num_needed = {FULL: num_hit, STATE: 1}.get(window, -(-(window - 1) // size))
@@ -530,9 +533,14 @@ class Life:
 
     def check(self, name: str, rank: int, state: SourceState | None) -> None:
         truth = self.truths[rank]
-        has_heard_all = self.has_heard_all(name, rank)
-        is_whole = state is SourceState.LIVE and self.knows_groups(name, rank) and not self.has_tiers
-        is_exact = is_whole or (has_heard_all and (state is SourceState.LIVE or truth.is_in_doubt))
+        endpoint = self.endpoint_ranks.index(rank if self.has_endpoint_a_rank else self.ranks[0])
+        session = self.sessions(name)[endpoint]
+        is_in_doubt = truth.is_in_doubt and session is not None and session.state is SourceState.LIVE
+        # Who has lost something does not know of blocks beside the GPU, nor of groups, that it has not heard of since.
+        is_sure = (name, endpoint) not in self.lossy or (self.knows_groups(name, rank) and not self.has_tiers)
+        is_exact = is_sure and (state is SourceState.LIVE or is_in_doubt)
+        if name == BESIDE and (name, endpoint) not in self.lossy and not truth.is_in_doubt:
+            assert state is not SourceState.PARTIAL, (rank, self.told)
         self.tally[f"{name} {state} {'exact' if is_exact else 'at most'}"] += 1
         for block in sorted((each for some in self.prompts.values() for each in some), key=repr):
             blocks = [block[: end + 1] for end in range(len(block))]
@@ -554,16 +562,6 @@ class Life:
         assert all(each.rank in self.ranks for each in found if each not in self.index.resyncing)
         source = WorkerRank(name, rank)
         yield from found.get(source, (0, 0, 0, 0))
-
-    def has_heard_all(self, name: str, rank: int) -> bool:
-        """Return whether nothing was lost on the way to a follower, or what was lost went when the rank was cleared.
-
-        Blocks beside the GPU may be left then of which it has never heard.
-        """
-        endpoint = self.endpoint_ranks.index(rank if self.has_endpoint_a_rank else self.ranks[0])
-        session = self.sessions(name)[endpoint]
-        is_sure = not self.has_tiers or (name, endpoint) not in self.lossy
-        return is_sure and session is not None and session.state is SourceState.LIVE
 
     def sessions(self, name: str) -> list[Any]:
         """Return who judges each endpoint of the engine for a follower, None where nobody does."""

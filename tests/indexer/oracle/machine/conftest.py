@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,10 @@ from kvist.events.engine_events import UNKNOWN
 from kvist.events.transports import Endpoint, Message
 from kvist.events.transports.zmq import ZmqPublication
 from kvist.publisher import KvEventPublisher, PublisherLimits
+from kvist.publisher.sidecar import Sidecar
 
 FULL = 1 << 62
+LIMITS = PublisherLimits(coalesce_s=0.001, heartbeat_s=0.1, close_timeout_s=0.01)
 
 
 class StockStream:
@@ -146,11 +152,77 @@ class KvistStream:
         if hasattr(self, "_publisher"):
             self._publisher.close()
         self._publication = FaultyPublication(Endpoint.parse(self.url))
-        limits = PublisherLimits(coalesce_s=0.001, heartbeat_s=0.1, close_timeout_s=0.01)
-        self._publisher = KvEventPublisher(self._publication, worker="w", block_size=self._block_size, limits=limits)
+        self._publisher = KvEventPublisher(self._publication, worker="w", block_size=self._block_size, limits=LIMITS)
 
     def close(self) -> None:
         self._publisher.close()
+
+
+class SidecarStream:
+    """A stock endpoint behind a sidecar, either of which may end alone; the sidecar keeps its state in a folder."""
+
+    def __init__(self, engine: StockStream, port: int, block_size: int, state_dir: Path) -> None:
+        self.url, self.replay_url = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
+        self.engine = engine
+        options: dict[str, Any] = {"to": self.url, "worker": "w", "block_size": block_size, "has_all_groups": True}
+        self._new_sidecar = lambda: Sidecar([Endpoint.parse(engine.url)], limits=LIMITS, state_dir=state_dir, **options)
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    @property
+    def num_to_lose(self) -> int:
+        return self.engine.num_to_lose
+
+    @num_to_lose.setter
+    def num_to_lose(self, number: int) -> None:
+        self.engine.num_to_lose = number
+
+    def restart_sidecar(self) -> None:
+        self._stop()
+        self._start()
+
+    def close(self) -> None:
+        self._stop()
+        self.engine.close()
+
+    def _start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._sidecar = self._new_sidecar()
+        self._running = self._loop.create_task(self._sidecar.run())
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._running)
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _stop(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._running.cancel)
+        self._thread.join()
+        self._sidecar.close()
+
+
+@pytest.fixture
+def make_sidecar_stream(
+    make_stock_stream: Callable[..., StockStream],
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., SidecarStream]:
+    """Return a function of the block size and the wire's number."""
+    monkeypatch.setattr("kvist.publisher.sidecar.SAVE_INTERVAL_S", 0.05)
+
+    def make(block_size: int, wire: int) -> SidecarStream:
+        port = free_port()
+        return SidecarStream(make_stock_stream(block_size, wire, True), port, block_size, tmp_path / str(port))
+
+    return make
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class Life:
     def __init__(self, seed: int, service: Any, streams: Sequence[Callable[..., Any]], truth: Any, scope: Any) -> None:
         self.random = random.Random(seed)
         self.service = service
-        self.make_stock_stream, self.make_kvist_stream = streams
+        self.make_stock_stream, self.make_kvist_stream, self.make_sidecar_stream = streams
         self.truth = truth
         self.make_scope = scope
         self.workers: list[Worker] = []
@@ -54,6 +54,7 @@ class Life:
             self.leave: 1,
             self.leave_and_come_back: 1,
             self.restart: 1,
+            self.restart_a_sidecar: 1,
             self.put_a_publisher_before_the_engine_or_take_it_away: 1,
             self.store: 12,
             self.store_again: 6,
@@ -84,12 +85,15 @@ class Life:
         ranks = self.random.choice([(0,), (0,), (0, 3)])
         has_stream_a_rank, says_rank = self.random.choice([True, False]), self.random.choice([True, False])
         can_be_hybrid = wire is None or wire in VLLM_WIRES
+        has_sidecar = wire is not None and not self.random.randrange(3)
         streams: dict[int, Any] = {}
         for rank in ranks:
             if streams and not has_stream_a_rank:
                 streams[rank] = streams[ranks[0]]
             elif wire is None:
                 streams[rank] = self.make_kvist_stream(BLOCK_SIZES[model])
+            elif has_sidecar:
+                streams[rank] = self.make_sidecar_stream(BLOCK_SIZES[model], wire)
             else:
                 must_say_rank = len(ranks) > 1 and not has_stream_a_rank
                 streams[rank] = self.make_stock_stream(BLOCK_SIZES[model], wire, says_rank or must_say_rank)
@@ -135,11 +139,16 @@ class Life:
         stream.restart()
         self.truth.restarted(worker.model, worker.number, [r for r in worker.streams if worker.streams[r] is stream])
 
+    def restart_a_sidecar(self) -> None:
+        streams = [each for worker in self.workers for each in worker.streams.values() if hasattr(each, "engine")]
+        if streams:
+            self.random.choice(streams).restart_sidecar()
+
     def put_a_publisher_before_the_engine_or_take_it_away(self) -> None:
         """Restart at the same endpoint as the other kind: the registration stays what it is."""
         worker, _, old, _ = self.pick()
         size, wire = BLOCK_SIZES[worker.model], self.random.choice(VLLM_WIRES)
-        if "engine=" in old.url:
+        if "engine=" in old.url or hasattr(old, "engine"):
             return
         old.close()
         new = (
@@ -341,10 +350,12 @@ def test_a_random_life_of_a_fleet_is_answered_as_the_oracle_says(
     service: Any,
     make_stock_stream: Callable[..., Any],
     make_kvist_stream: Callable[..., Any],
+    make_sidecar_stream: Callable[..., Any],
     make_fleet_truth: Callable[[dict[str, int]], Any],
     make_scope: Callable[..., Any],
 ) -> None:
-    life = Life(seed, service, (make_stock_stream, make_kvist_stream), make_fleet_truth(BLOCK_SIZES), make_scope)
+    streams = make_stock_stream, make_kvist_stream, make_sidecar_stream
+    life = Life(seed, service, streams, make_fleet_truth(BLOCK_SIZES), make_scope)
     try:
         life.live()
     finally:
