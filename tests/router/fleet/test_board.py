@@ -105,6 +105,10 @@ class Life:
             self.num_lives += 1
             self.lives[worker] = self.num_lives
             self.name(self.keeper, worker)
+            board = self.keeper.board
+            for column in (board.columns[WorkerRank(worker, rank)] for rank in range(NUM_RANKS)):
+                assert not board.work[:, :, column].any(), "of whoever had the column before"
+                assert not board.in_flight["until_s"][board.in_flight["rank"] == column].any()
 
     def remove(self) -> None:
         worker = self.random.choice(WORKERS)
