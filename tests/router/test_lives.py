@@ -161,6 +161,7 @@ class Life:
         self.held: dict[str, tuple[Asked, Run, Any]] = {}
         self.rooms: dict[str, dict[str, asyncio.Event]] = {}
         self.was_removed: set[str] = set()
+        self.was_killed: set[str] = set()
         self.has_faults = False
         self.num_firsts = self.num_attempts = 0
         self.failures: list[BaseException] = []
@@ -403,6 +404,7 @@ class Life:
         for _ in range(4):
             await asyncio.sleep(0)
         worker.kill()
+        self.was_killed.add(worker.url)
         for run in worker.running:
             run.was_killed = True
 
@@ -713,7 +715,7 @@ class Life:
                 if run.is_done
                 and not (run.was_killed or asked.has_left)
                 and self.options["request_timeout_s"] is None
-                and not self.has_faults
+                and run.worker.url not in self.was_removed | self.was_killed
                 and name not in released()
             ]
 
