@@ -24,6 +24,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist.events import Tier, WorkerRank
+from kvist.events.hashing import block_hashes
 from kvist.router.admission import Admission, Place
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
@@ -37,10 +39,12 @@ from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES
 from kvist.router.prefill.several import Part
 from kvist.router.tenants import rows
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "6"))
+NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "3"))
 FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
 NUM_STEPS = 60
 DIALECTS = (None, "kvist", "vllm", "sglang", "tensorrt_llm")
+HELD = [7] * 20_000
+"""One worker has this in its cache, and it takes others so long that it is worth a wait."""
 ADMIN = {"authorization": "Bearer root"}
 CODES = {
     "queue_full": {429},
@@ -180,6 +184,7 @@ class Life:
             "max_attempts": choose([1, 2, 3, 3, 5]),
             "breaker_failures": choose([2, 1000, 1000]),
             "max_local_prefill_tokens": 64,
+            "expected_cache_tokens": choose([0, 100_000]),
         }
 
     # --- What workers do --------------------------------------------------------------------------------------------
@@ -338,6 +343,8 @@ class Life:
         for _ in range(random.choice([1, 1, 3, 8])):
             length = random.choice([4, 40, 400, 400])
             prompt: Any = [random.randrange(3)] * length + [random.randrange(9)]
+            if random.random() < 0.2:
+                prompt = [*HELD, *prompt]
             if random.random() < 0.1:
                 prompt = [prompt, [7] * random.choice([5, 300])]
             body = {"model": random.choice("mmmmn"), "prompt": prompt, "max_tokens": 8}
@@ -437,6 +444,7 @@ class Life:
         for idx in range(num_workers):
             await self.join(exits, idx)
         config = self.config(tmp_path)
+        monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
         self.services: list[RouterService] = await start(exits, config)
         url = self.services[0].url
         self.operator = await exits.enter_async_context(
@@ -444,6 +452,11 @@ class Life:
         )
         self.watch(monkeypatch)
         await self.settled()
+        if self.num_fronts == 1 and self.options["policy"] == "kv":
+            rank = WorkerRank(self.workers[-1].url, 0)
+            self.services[0].known.index.radix.store(rank, Tier.GPU, None, block_hashes(HELD, 16))
+            for worker in self.services[0].fleet.workers:  # without reports nobody knows how fast requests end
+                worker.capacity.ends_a_second = 50.0
         acts: dict[Callable[[], Any], int] = {
             self.ask: 40,
             self.rest: 25,
@@ -513,7 +526,6 @@ class Life:
                 life.note(life.check_order, admission, place)
             leave(admission, place, is_served=is_served)
 
-        monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
         monkeypatch.setattr(Forwarding, "_answer_by", answer)
         monkeypatch.setattr(Admission, "leave", served)
 

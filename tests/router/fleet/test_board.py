@@ -20,7 +20,7 @@ from kvist.router.policy.priced import PricedPolicy
 from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "40"))
+NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "30"))
 FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
 NUM_STEPS, NUM_FRONTS, NUM_RANKS = 150, 3, 3
 WORKERS = [f"http://worker-{number}" for number in range(4)]
