@@ -190,3 +190,45 @@ async def test_a_flood_holds_another_tenant_up_by_no_more_than_its_share(
     names = ["vip" if each in (19, 21) else "paying" if 13 <= each < 19 else "flood" for each in numbers]
     # The first was begun at once; then the vip; then six of 50 tokens by a share of 3 for each of 100.
     assert names == ["flood", "vip", "flood", *["paying"] * 6, *["flood"] * 12, "vip"]
+
+
+async def test_who_waits_for_room_and_then_for_one_worker_pays_and_counts_once(
+    worker, router, tenants, bearing, http_bytes, until
+) -> None:
+    gates = [asyncio.Semaphore(0), asyncio.Semaphore(0)]
+
+    def gated(gate: asyncio.Semaphore) -> Any:
+        async def answer(_: Any, writer: asyncio.StreamWriter) -> None:
+            await gate.acquire()
+            writer.write(http_bytes.response(http_bytes.completion()))
+
+        return answer
+
+    long, options = list(range(50_000)), {"max_worker_requests": 1, "block_size": 16, "expected_cache_tokens": 0}
+    one, two = (worker(answer=gated(gate)) for gate in gates)
+    async with one, two, router(one.url, two.url, tenants=tenants("a"), admin_key="x", ready=False, **options) as front:
+        front.hold(one.url, long)
+        admission = front.service._forwarder.admission
+
+        def ask(prompt: list[int]) -> asyncio.Task[Any]:
+            body = {"model": "m", "prompt": prompt}
+            return asyncio.create_task(front.client.post("/v1/completions", json=body, headers=bearing("a")))
+
+        await until(lambda: len(front.service.fleet.routable("m")) == 2)
+        asked = [ask(long)]
+        await until(lambda: len(one.completions) == 1)
+        asked.append(ask([7] * 16))
+        await until(lambda: len(two.completions) == 1)
+        asked.append(ask([*long, 7]))
+        await until(lambda: sum(admission.queued.values()) == 1)
+        front.service.fleet.get(one.url).capacity.ends_a_second = 2.0
+        gates[1].release()
+        await until(lambda: list(admission._queues) == [("m", one.url)])
+        paid = admission.load.tenants.read("a")[-1]
+        gates[0].release()
+        gates[0].release()
+        assert {(await each).status_code for each in asked} == {200}
+        assert len(one.completions) == 2
+        assert admission.load.tenants.read("a")[-1] == paid > 0
+        metrics = (await front.client.get("/metrics", headers=bearing("x"))).text
+        assert 'kvist_router_queue_seconds_count{model="m"} 1.0' in metrics
