@@ -401,14 +401,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         if (responder is None or responder.keep_alive) and not self._state.is_closing:
             self._transport.resume_reading()
             return True
-        self._end()
-        return False
-
-    def _end(self) -> None:
         if self._parser.num_buffered_bytes:
             self._linger()
         else:
             self._close()
+        return False
 
     def _log_failure(self, error: BaseException | None) -> None:
         if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, and known to the handler

@@ -101,11 +101,10 @@ class Connection:
 
     def _take_command(self, at: int, header: FrameHeader) -> bool:
         """Do what a command says, if it is all there; the frames before it move up to those behind it."""
-        body = self._command_body(header)
-        if body is None:
-            return False
-        self._on_command(*wire.read_command(body))
         inbox, num_bytes = self._inbox, header.end - at
+        if header.end > inbox.end:
+            return False
+        self._on_command(*wire.read_command(inbox.buffer[header.start : header.end]))
         self._num_commands_within += at > inbox.begin
         if self._num_commands_within > MAX_COMMANDS_WITHIN:
             raise PeerError(f"a message has more than {MAX_COMMANDS_WITHIN} commands between its frames")
@@ -125,11 +124,6 @@ class Connection:
         self._num_skip_bytes = header.num_bytes
         if not header.flags & MORE:
             self._num_refused_frames = 0
-
-    def _command_body(self, header: FrameHeader) -> bytes | None:
-        """Return a command's body, None while it is not whole."""
-        inbox = self._inbox
-        return inbox.buffer[header.start : header.end] if header.end <= inbox.end else None
 
     def _on_command(self, name: bytes, body: bytes) -> None:
         """Do what a command says; one that nobody knows says nothing."""
