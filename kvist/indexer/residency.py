@@ -231,7 +231,8 @@ class EngineResidency:
     def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
         names = _folded(name for name in engine_hashes if name is not None).tolist()
         if group < 0:
-            return all(self.find(name) is not None for name in names)
+            blocks = np.array([*map(self.names.get, names)], np.uint64)
+            return bool(self._are_held(Tier.GPU, blocks).all())
         return all(self.counts.get(_key(name, GROUPS + group)) for name in names)
 
     def counted(self) -> list[tuple[int, int, int]]:

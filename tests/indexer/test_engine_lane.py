@@ -180,7 +180,9 @@ class Engine:
         """Return one event, in one of its forms."""
         rng = self.rng
         choice = rng.random()
-        if choice < 0.6:
+        if choice < 0.1:
+            event = self.reported()
+        elif choice < 0.6:
             event = self.stored()
         elif choice < 0.99:
             event = self.removed()
@@ -240,6 +242,13 @@ class Engine:
                 ]
             )
         return event
+
+    def reported(self):
+        """Return a chain reported anew from its root, of which all may be held."""
+        tokens, hashes = self.rng.choice(self.chains[-8:])
+        fields = {"parent_block_hash": None, "token_ids": list(tokens), "block_size": BLOCK_SIZE, "medium": "GPU"}
+        event = {"type": "BlockStored", "block_hashes": hashes, "session_id": REPORT_SESSION, **fields}
+        return event | ({"group_idx": 0, "kv_cache_spec_kind": "full_attention"} if self.has_groups else {})
 
     def removed(self):
         """Return a removal of what was stored some time, mostly."""
@@ -623,3 +632,9 @@ def test_a_stream_that_has_used_up_its_numbers_is_taken_as_far_as_they_go(pair):
     for sequence in (0, MAX_SEQUENCE, MAX_SEQUENCE + 1, 2 * MAX_SEQUENCE):
         pair.sequence = sequence
         pair.take([stored([2], [1, 3])])
+
+
+def test_what_is_loaded_from_the_host_again_is_no_report_of_what_the_gpu_holds(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4], medium="CPU")], [removed(2)])
+    pair.take([stored([1, 2], [1, 2, 3, 4], session_id=REPORT_SESSION)], [removed(1)], [removed(1, medium="CPU")])
+    assert len(pair.lane.held()) == 2
