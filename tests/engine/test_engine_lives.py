@@ -3,7 +3,6 @@ answer is the one that a request gets alone."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from operator import add
 from typing import Any
 from unittest.mock import patch
 
+from lives import seeds
 from lone_answers import Ask, Asker, LoneEngine
 from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
 from kvist.engine.request import RequestOutput
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "6"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(6)
 NUM_ACTS = 60
 MAX_LEN, VOCAB_SIZE = 96, 512
 FAMILIES = ("llama", "qwen3-sliding", "gemma3")  # nothing slides, every other layer, five of six
@@ -146,7 +145,7 @@ def test_whatever_else_is_asked_each_request_is_answered_as_if_it_were_alone(mak
     lone = cache(
         lambda family: LoneEngine(make_core(family, max_model_len=MAX_LEN, num_blocks=64, has_prefix_cache=False))
     )
-    for seed in range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES):
+    for seed in LIVES:
         life = Life(seed, make_core, new_follower(), reached)
         try:
             life.live()
@@ -154,4 +153,4 @@ def test_whatever_else_is_asked_each_request_is_answered_as_if_it_were_alone(mak
         except BaseException as error:
             error.add_note(f"life {seed}")
             raise
-    assert min(reached[each] for each in REACHED) >= NUM_LIVES // 6, reached
+    assert min(reached[each] for each in REACHED) >= len(LIVES) // 6, reached

@@ -4,7 +4,6 @@ reorders, with writes that are slow or fail and workers that die, each answer is
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from lives import seeds
 from lone_answers import Ask, Asker, LoneEngine
 from memory_invariants import check_engine
 
@@ -44,8 +44,7 @@ from kvist.transfer.receiver import Receiver
 from kvist.transfer.sender import Sender
 from kvist.transfer.service import make_hello
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "6"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(6)
 NUM_ACTS = 500
 MAX_LEN, VOCAB_SIZE, B = 96, 512, 4
 FAMILIES = ("gemma3", "llama")
@@ -482,7 +481,7 @@ def test_whoever_computes_a_prompt_and_whatever_is_lost_each_answer_is_that_of_o
     lone = cache(
         lambda family: LoneEngine(make_core(family, max_model_len=MAX_LEN, num_blocks=64, has_prefix_cache=False))
     )
-    for seed in range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES):
+    for seed in LIVES:
         world = World(seed, open_worker, new_follower, reached)
         try:
             world.live()
@@ -490,4 +489,4 @@ def test_whoever_computes_a_prompt_and_whatever_is_lost_each_answer_is_that_of_o
         except BaseException as error:
             error.add_note(f"life {seed}")
             raise
-    assert min(reached[each] for each in REACHED) >= NUM_LIVES // 6, reached
+    assert min(reached[each] for each in REACHED) >= len(LIVES) // 6, reached

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from typing import Any
 
 import h11
 import pytest
+from lives import seeds
 
-NUM_LIVES = int(os.environ.get("KVIST_HTTP_LIVES", "8"))
-FIRST_LIFE = int(os.environ.get("KVIST_HTTP_FIRST_LIFE", "0"))
+LIVES = seeds(8)
 NUM_TURNS = 25
 POST = b"POST /smuggled HTTP/1.1\r\nHost: a\r\n"
 AMBIGUOUS = {
@@ -339,7 +338,7 @@ class Client:
         return True
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 async def test_a_random_life_of_clients_and_workers(
     seed: int, serve: Any, worker: Any, make_pool: Any, forward_to: Any
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 
 import msgspec
 import pytest
 from index_invariants import check_invariants
+from lives import seeds
 
 from kvist.events import EngineStored, Tier, WorkerRank
 from kvist.events.dialects.block_events import FIELD_ORDERS, REPORT_SESSION
@@ -24,8 +24,7 @@ from kvist.indexer.statistics import SourceCounters
 from kvist.publisher.stream import RankStream
 from kvist.radix import RadixIndex
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "25"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(25)
 BLOCK_SIZE = 2
 encode = msgspec.msgpack.encode
 
@@ -330,7 +329,7 @@ def assert_equal(lane: Side, plain: Side) -> None:
 
 @pytest.mark.parametrize("form", ["map", "array"])
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_a_stream_leaves_the_same_behind_by_either_way(seed, dialect, form):
     engine, rng = Engine(seed, dialect, form), random.Random(seed)
     options = {"has_full_reports": rng.random() < 0.2, "num_ahead": rng.choice([0, 0, 1])}

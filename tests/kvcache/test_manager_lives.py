@@ -3,13 +3,13 @@ what events say of it and what is forgotten first are as an oracle in plain Pyth
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from lives import seeds
 from memory_invariants import check_memory
 
 from kvist.events import FULL, Window
@@ -27,8 +27,7 @@ from kvist.kvcache import (
 )
 from kvist.kvcache.sequences import event_hash
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "30"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(30)
 NUM_ACTS = 100
 
 Scope: TypeAlias = tuple[str | None, str | None]  # adapter and salt
@@ -591,10 +590,10 @@ class Life:
 
 def test_whatever_happens_memory_holds_what_was_computed_and_events_say_what_is_reused() -> None:
     reached: Counter[str] = Counter()
-    for seed in range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES):
+    for seed in LIVES:
         try:
             Life(seed, reached).live()
         except BaseException as error:
             error.add_note(f"life {seed}")
             raise
-    assert min(reached[each] for each in REACHED) > NUM_LIVES // 4, reached
+    assert min(reached[each] for each in REACHED) > len(LIVES) // 4, reached

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from index_invariants import check_invariants
+from lives import seeds
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule
 from kvist.radix import ApplyResult, RadixIndex, Residencies, Snapshot, snapshot
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "30"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(30)
 NUM_STEPS = 60
 PLAIN = [WorkerRank(worker, rank) for worker in ("w0", "w1", "w2") for rank in range(2)]
 WIDE = [WorkerRank("wide", rank) for rank in range(40)]
@@ -236,7 +235,7 @@ class Life:
             assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(
     seed: int,
     make_oracle: Callable[[], Any],

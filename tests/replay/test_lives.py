@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lives import seeds
 from mcap.data_stream import ReadDataStream
 from mcap.reader import make_reader
 from mcap.records import Chunk
@@ -20,8 +21,7 @@ from kvist.replay import Record, RecordedSource, RecordingReader, RecordingWrite
 from kvist.replay.recording import part_path
 from kvist.replay.script import Moment, Script, Selection
 
-NUM_LIVES = int(os.environ.get("KVIST_RECORDING_LIVES", "8"))
-FIRST_LIFE = int(os.environ.get("KVIST_RECORDING_FIRST_LIFE", "0"))
+LIVES = seeds(8)
 SOURCES = [RecordedSource(name, f"tcp://{name}:1", engine) for name, engine in (("a", "vllm"), ("b/ö", "sglang"))]
 S = 1_000_000_000
 
@@ -242,7 +242,7 @@ class Life:
             self.follower.close()
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_a_random_life_of_a_recording(seed: int, make: Any, tmp_path: Path) -> None:
     life = Life(seed, tmp_path, make)
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+from lives import seeds
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
@@ -39,8 +39,7 @@ from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES
 from kvist.router.prefill.several import Part
 from kvist.router.tenants import rows
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "3"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(3)
 NUM_STEPS = 60
 DIALECTS = (None, "kvist", "vllm", "sglang", "tensorrt_llm")
 HELD = [7] * 20_000
@@ -737,7 +736,7 @@ class Life:
             pytest.fail(f"held for nobody: {left()}")
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_life_of_one_process(dialect, seed, worker, http_bytes, until, tmp_path, monkeypatch) -> None:
     async def start(exits: AsyncExitStack, config: RouterConfig) -> list[RouterService]:
@@ -748,7 +747,7 @@ async def test_a_life_of_one_process(dialect, seed, worker, http_bytes, until, t
         await life.live(exits, start, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 async def test_a_life_of_two_fronts(seed, worker, http_bytes, until, tmp_path, monkeypatch, fronts_of) -> None:
     async def start(exits: AsyncExitStack, config: RouterConfig) -> list[RouterService]:
         return await exits.enter_async_context(fronts_of(config, 2))

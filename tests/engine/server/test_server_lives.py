@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from unittest.mock import patch
 
 import httpx
 import pytest
+from lives import seeds
 from lone_answers import Doubts
 
 from kvist.engine import bundled_model_path
@@ -26,8 +26,7 @@ from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, create_app
 from kvist.openai.tokenization import ChatTokenizer
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "2"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(2)
 NUM_REQUESTS = 14
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -240,7 +239,7 @@ def check_text(tokenizer: ChatTokenizer, body: dict[str, Any], choice: Choice) -
     assert is_kept or not any(stop in choice.text for stop in stops), body
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 async def test_among_others_whole_or_in_pieces_each_request_is_answered_as_alone(seed: int, until) -> None:
     client, reached, tokenizer = Client(seed), Counter[str](), ChatTokenizer.load(bundled_model_path())
     asked = [client.ask() for _ in range(NUM_REQUESTS)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import time
@@ -14,6 +13,7 @@ from itertools import count, pairwise
 from typing import Any
 
 import pytest
+from lives import seeds
 
 from kvist.events.transports import (
     Endpoint,
@@ -25,8 +25,7 @@ from kvist.events.transports import (
     open_subscription,
 )
 
-NUM_LIVES = int(os.environ.get("KVIST_BROKER_LIVES", "2"))
-FIRST_LIFE = int(os.environ.get("KVIST_BROKER_FIRST_LIFE", "0"))
+LIVES = seeds(2)
 NUM_ACTS = 12
 TOPICS = [b"kv/worker/0", b"kv/worker/1", b"kv/worker/12", b"other \xff"]
 MARK = b"mark"
@@ -256,7 +255,7 @@ def broker(
     return server, f"{scheme}://127.0.0.1:{server.port}/org%2Fm/worker{options}"
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 async def test_a_random_life_on_a_broker(
     seed: int, broker: tuple[Any, str], until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from index_invariants import check_invariants
+from lives import seeds
 
 from kvist.events import WorkerRank
 from kvist.events.dialects.block_events import REPORT_SESSION
@@ -35,8 +35,7 @@ from kvist.publisher.sidecar import SidecarFeed
 from kvist.publisher.state import SidecarState, pack, unpack
 from kvist.radix import RadixIndex
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "80"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(80)
 NUM_STEPS = 80
 SIZE, MAX_DEPTH = 4, 4
 FULL, STATE = 1 << 62, 0
@@ -618,11 +617,11 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES, 10))
+@pytest.mark.parametrize("first", LIVES[::10])
 def test_a_followed_engine_is_answered_for_as_the_oracle_says(
     first: int, make_rank_truth: Callable[[], Any], wires: Sequence[Any], make_scope: Any
 ) -> None:
-    for seed in range(first, min(first + 10, FIRST_LIFE + NUM_LIVES)):
+    for seed in range(first, min(first + 10, LIVES.stop)):
         life = Life(seed, lambda: make_rank_truth(SIZE), wires, make_scope)
         try:
             life.live()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 import pytest
+from lives import seeds
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
@@ -20,8 +20,7 @@ from kvist.router.policy.priced import PricedPolicy
 from kvist.router.policy.settings import PriceSettings
 from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "30"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(30)
 NUM_STEPS, NUM_FRONTS, NUM_RANKS = 150, 3, 3
 WORKERS = [f"http://worker-{number}" for number in range(4)]
 TENANTS = ["a", "b"]
@@ -222,7 +221,7 @@ class Life:
                 assert tracker.num_queued(model) == sum(front.queued[model] for front in self.fronts)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_loads_are_those_of_all_fronts_whoever_dies(seed: int) -> None:
     Life(seed).live()
 

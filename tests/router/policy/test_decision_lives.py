@@ -6,7 +6,6 @@ The oracle keeps a log of what happened, and counts all of it anew for each deci
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lives import seeds
 
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
@@ -30,8 +30,7 @@ from kvist.router.index import Overlaps, RankStatus
 from kvist.router.prompts import COMPLETION_PATH, Ask
 from kvist.router.routing import Routing
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "12"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(12)
 NUM_STEPS = 120
 BLOCK, STRIDE, LONGEST = 16, 16, 6000
 ALPHA, CREDITS = 2.9e-5, (1.0, 0.75, 0.25, 0.0)
@@ -454,6 +453,6 @@ class Life:
         return found
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_each_decision_is_the_cheapest_of_those_that_may(seed: int) -> None:
     Life(seed).live()

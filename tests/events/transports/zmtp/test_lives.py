@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from contextlib import suppress
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import zmq
+from lives import seeds
 
 from kvist.events.transports import Message
 from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.wire import COMMAND, LONG, MORE, PeerError
 
-NUM_LIVES = int(os.environ.get("KVIST_ZMTP_LIVES", "40"))
-FIRST_LIFE = int(os.environ.get("KVIST_ZMTP_FIRST_LIFE", "0"))
+LIVES = seeds(40)
 
 
 def frame(rng: random.Random, body: bytes, flags: int) -> bytes:
@@ -105,7 +104,7 @@ def libzmq() -> Any:
 
 def test_random_publishers_are_heard_as_libzmq_hears_them(libzmq: Libzmq, new_fed: Any) -> None:
     """Of one that is left as it breaks the protocol, which libzmq may not do, all that came before it."""
-    for seed in range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES):
+    for seed in LIVES:
         rng = random.Random(seed)
         said = life(rng)
         fed, has_left = new_fed(), False

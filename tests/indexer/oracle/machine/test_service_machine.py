@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +10,9 @@ from itertools import count
 from typing import Any
 
 import pytest
+from lives import seeds
 
-NUM_LIVES = int(os.environ.get("KVIST_ORACLE_LIVES", "20"))
-FIRST_LIFE = int(os.environ.get("KVIST_ORACLE_FIRST_LIFE", "0"))
+LIVES = seeds(20)
 NUM_STEPS = 60
 DEADLINE_S = 180.0
 BLOCK_SIZES = {"four": 4, "sixteen": 16}
@@ -344,7 +343,7 @@ class Life:
                 stream.close()
 
 
-@pytest.mark.parametrize("seed", range(FIRST_LIFE, FIRST_LIFE + NUM_LIVES))
+@pytest.mark.parametrize("seed", LIVES)
 def test_a_random_life_of_a_fleet_is_answered_as_the_oracle_says(
     seed: int,
     service: Any,
