@@ -36,7 +36,7 @@ from kvist.indexer.compiled.json_tokens import read_token_ids
 from kvist.indexer.engine_lane import EngineLane
 from kvist.radix import RadixIndex
 
-ROUND = 4096
+ROUND = 2048
 """Cases that begin with a new reader: what one of them does depends on none but those before it."""
 CAPACITY_BYTES = 1 << 16
 KEY = b"token_ids"

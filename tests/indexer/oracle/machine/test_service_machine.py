@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lives import seeds
 
-LIVES = seeds(20)
+LIVES = seeds(12)
 NUM_STEPS = 60
 DEADLINE_S = 180.0
 BLOCK_SIZES = {"four": 4, "sixteen": 16}
