@@ -201,9 +201,12 @@ def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -
 
 
 def _print_end(file: Path, script: Script) -> None:
-    """Say what is torn off the recording's end, and that there is nothing in it."""
+    """Say what is torn off the recording's end, or missing there, and that there is nothing in it."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
+    if script.missing is not None:
+        text = "may be missing: the part before it has no mark of a recorder's end"
+        print(f"kvist replay: {script.missing}: {text}", file=sys.stderr)
     if script.num_recorded == 0:
         print(f"kvist replay: {file}: no message in it", file=sys.stderr)
 

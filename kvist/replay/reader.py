@@ -7,6 +7,7 @@ is in them is the library's to read.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import zlib
@@ -33,6 +34,8 @@ from kvist.replay import recording
 
 MAX_RECORDS_AT_ONCE = 8192
 """Records that are read at a time, of a chunk that has more."""
+
+_logger = logging.getLogger(__name__)
 
 _RECORD_START = struct.Struct("<BQ")
 _MAX_RECORD_BYTES = recording.MAX_CHUNK_BYTES + 4096
@@ -227,7 +230,8 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
     """Reads a recording's messages in order; memory for one chunk, however large the files are.
 
     Everything up to the last whole chunk of each part is read. What is left behind it is `torn`; if more is written to
-    the last part, `read` goes on. Whatever else is wrong raises RecordingError, after everything before it was read.
+    the last part, `read` goes on. A part that is missing between others is logged. Whatever else is wrong raises
+    RecordingError, after everything before it was read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -237,7 +241,8 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         self._part = _Part(path)
         self.num_bytes_read = 0
         self._about: recording.About | None = None
-        self._was_closed = False
+        self._before: _Part | None = None
+        self._next_number: int | None = None
         self._torn: list[Torn] = []
 
     def __exit__(self, *_: object) -> None:
@@ -253,9 +258,6 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
     def read(self) -> list[recording.Record] | None:
         """Return the next messages, None while there are no whole ones."""
         while True:
-            # Looked at before the rest is read: once there is another part, this one does not grow any more.
-            next_path = recording.part_path(self._first_path, self._number + 1)
-            is_last = not next_path.exists()
             is_begun = self._part.about is not None
             offset = self._part.offset
             records = self._part.read()
@@ -265,31 +267,37 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
             if records:
                 return records
             if records is None:
-                if is_last:
+                if self._next_number is not None:
+                    self._enter(self._next_number)
+                # Once there is another part, this one does not grow any more: what came meanwhile is read, then that.
+                elif (number := min(self._later_numbers, default=None)) is not None:
+                    self._next_number = number
+                else:
                     return None
-                self._enter(next_path)
+
+    @property
+    def _later_numbers(self) -> list[int]:
+        return [number for number in recording.part_numbers(self._first_path, "read") if number > self._number]
 
     @property
     def num_bytes_left(self) -> int:
         """Return how much of all parts that there are now was not read."""
-        num_bytes, number = self._part.size_bytes - self._part.offset, self._number + 1
-        while (path := recording.part_path(self._first_path, number)).exists():
-            num_bytes, number = num_bytes + path.stat().st_size, number + 1
+        num_bytes = self._part.size_bytes - self._part.offset
+        for number in self._later_numbers:
+            with suppress(FileNotFoundError):  # parts may be deleted at any time
+                num_bytes += recording.part_path(self._first_path, number).stat().st_size
         return num_bytes
 
     def sources(self) -> list[recording.RecordedSource]:
         """Return whoever is recorded from here on, in order of appearance, as the parts say at their beginnings."""
         found: dict[recording.RecordedSource, None] = {}
-        path = first_path = self._path
-        number = 0
+        first_path, first_number = self._path, 0
         with suppress(recording.RecordingError):
-            while path.exists():
-                if (about := read_about(path)) is not None:
-                    found.update(dict.fromkeys(about.sources))
-                    if number == 0:
-                        first_path, number = recording.first_part_path(path, about.part)
-                number += 1
-                path = recording.part_path(first_path, number)
+            if (about := read_about(self._path)) is not None:
+                first_path, first_number = recording.first_part_path(self._path, about.part)
+            for number in recording.part_numbers(first_path, "read"):
+                about = read_about(recording.part_path(first_path, number)) if number >= first_number else None
+                found.update(dict.fromkeys(about.sources if about is not None else ()))
         return list(found)
 
     @property
@@ -302,12 +310,21 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         """Return whether the recorder ended on purpose where the reader is: nothing more will come of its session."""
         return self._part.is_closed and self._part.is_end
 
-    def _enter(self, path: Path) -> None:
+    @property
+    def missing(self) -> Path | None:
+        """Return the part that may be missing behind the last one, which has no mark of a recorder's end."""
+        is_cut_off = self._part.is_closed and not self._part.is_end
+        return recording.part_path(self._first_path, self._number + 1) if is_cut_off else None
+
+    def _enter(self, number: int) -> None:
+        missing, path = (recording.part_path(self._first_path, each) for each in (self._number + 1, number))
         part = _Part(path)
+        if missing != path:
+            _logger.warning("part missing, all messages up to %s are lost path=%s", path.name, missing)
         self._torn += self._part.torn
         self._part.close()
-        self._was_closed, self._part = self._part.is_closed, part
-        self._number += 1
+        self._before, self._part = self._part, part
+        self._number, self._next_number = number, None
 
     def _begin(self, about: recording.About) -> None:
         """Check that a part is the one that was expected."""
@@ -317,11 +334,10 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         if about.part != self._number or (before is not None and about.recording != before.recording):
             expected = f"part {self._number}" + ("" if before is None else f" of recording {before.recording}")
             raise recording.RecordingError(path, 0, f"part {about.part} of recording {about.recording}", expected)
-        if before is not None and before.session == about.session and not self._was_closed:
-            cut = recording.part_path(self._first_path, about.part - 1)
-            raise recording.RecordingError(
-                cut, cut.stat().st_size, "the end of the file", f"more of it: {path} follows"
-            )
+        cut = self._before
+        if before is not None and cut is not None and before.session == about.session and not cut.is_closed:
+            found, expected = "the end of the file", f"more of it: {path} follows"
+            raise recording.RecordingError(cut.path, cut.size_bytes, found, expected)
         self._about = about
 
 

@@ -83,7 +83,7 @@ def first_part_path(path: Path, part: int) -> tuple[Path, int]:
     return next(((first, part) for first in firsts if part_path(first, part) == path), (path, 0))
 
 
-def part_numbers(path: Path) -> list[int]:
+def part_numbers(path: Path, done: str) -> list[int]:
     """Return the numbers of a recording's parts that exist, ascending; raises InvalidValueError without a folder."""
     if not path.name:
         raise InvalidValueError("recording", str(path), "the name of a file")
@@ -96,7 +96,7 @@ def part_numbers(path: Path) -> list[int]:
             elif number.isascii() and number.isdecimal() and part_path(path, int(number)).name == name:
                 numbers.append(int(number))
     except OSError as error:
-        raise impossible(path, "created", error) from None
+        raise impossible(path, done, error) from None
     return sorted(numbers)
 
 

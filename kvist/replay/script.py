@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -141,6 +142,8 @@ class Script:
         """Messages read, in all rounds, of which some may not have been meant."""
         self.torn: Sequence[Torn] = ()
         """What was left at the end of the recording's parts, once it was read."""
+        self.missing: Path | None = None
+        """The part that may be missing behind the last, likewise."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -165,7 +168,7 @@ class Script:
                     elif self._follows and not reader.is_ended:
                         yield None
                     else:
-                        self.torn, is_over = reader.torn, True
+                        self.torn, self.missing, is_over = reader.torn, reader.missing, True
 
     def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
         """Return the lines of some records, and whether the selection ends with them."""

@@ -65,7 +65,7 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         """The first of the parts that were there before."""
         self._num_bytes_of_parts_before = 0
         about = recording.About(recording.VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
-        numbers = recording.part_numbers(path)
+        numbers = recording.part_numbers(path, "created")
         with ExitStack() as stack:
             if numbers and not appends:
                 raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)")

@@ -98,7 +98,7 @@ class Records:
     """A recording of these records."""
 
     num_bytes_read = num_bytes_left = 0
-    torn = ()
+    torn, missing = (), None
     is_ended = True
 
     def __init__(self, records):

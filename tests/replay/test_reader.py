@@ -21,7 +21,7 @@ from mcap.records import Channel, Chunk
 from mcap.stream_reader import StreamReader
 from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 
-from kvist.replay import RecordingError, RecordingReader, RecordingWriter
+from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
 from kvist.replay.recording import ABOUT
 
 
@@ -411,3 +411,41 @@ def test_a_part_under_another_name_is_read_alone(make, tmp_path):
     (tmp_path / "r.2.mcap").rename(tmp_path / "cut-out.mcap")
     with RecordingReader(tmp_path / "cut-out.mcap") as reader, pytest.raises(RecordingError, match="found part 2 of"):
         list(reader)
+
+
+def test_a_missing_part_is_named_and_all_others_are_read(make, tmp_path, logged):
+    records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
+    path = make.write(tmp_path / "r.mcap", records, rotate_bytes=4096)
+    with RecordingReader(path) as reader:
+        for number in (1, 2):
+            (tmp_path / f"r.{number}.mcap").unlink()
+        num_bytes = sum(part.stat().st_size for part in tmp_path.iterdir())
+        assert reader.num_bytes_left == num_bytes
+        read = list(reader)
+        assert (reader.num_bytes_read, reader.num_bytes_left, reader.missing) == (num_bytes, 0, None)
+        assert reader.is_ended
+    num_before = next(idx for idx, (one, other) in enumerate(zip(read, records, strict=False)) if one != other)
+    assert num_before < len(read) < 300
+    assert read == records[:num_before] + records[num_before - len(read) :]
+    (told,) = logged("kvist.replay.reader")
+    assert told.endswith(f"all messages up to r.3.mcap are lost path={tmp_path / 'r.1.mcap'}")
+
+
+def test_a_part_that_is_missing_at_the_end_is_told(make, tmp_path):
+    records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
+    path = make.write(tmp_path / "r.mcap", records, rotate_bytes=4096)
+    last = max(tmp_path.glob("r.*.mcap"), key=lambda part: int(part.suffixes[0][1:]))
+    last.unlink()
+    with RecordingReader(path) as reader:
+        assert len(list(reader)) < 300
+        assert reader.missing == last
+
+
+def test_sources_of_parts_behind_a_missing_one_are_found(make, tmp_path):
+    path = make.write(tmp_path / "r", make.records(make.batch(0)))
+    for number in (1, 2):
+        source = RecordedSource(f"pod-{number + 1}", "tcp://h:1")
+        make.write(path, make.records(make.batch(0), source=source), appends=True)
+    (tmp_path / "r.1").unlink()
+    with RecordingReader(path) as reader:
+        assert [source.name for source in reader.sources()] == ["pod-1", "pod-3"]
