@@ -22,7 +22,7 @@ from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
 from kvist.replay.script import Line, Pace, Script
-from kvist.replay.statistics import StatisticsCollector, charts, statistics_json, statistics_tables
+from kvist.replay.statistics import StatisticsCollector, charts, iso_time, statistics_json, statistics_tables
 
 if TYPE_CHECKING:
     from kvist.replay.indexing import IndexPlayer
@@ -201,14 +201,15 @@ def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -
 
 
 def _print_end(file: Path, script: Script) -> None:
-    """Say what is torn off the recording's end, or missing there, and that there is nothing in it."""
+    """Say what is torn off the recording's end, or missing there, and that nothing in it is meant."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.missing is not None:
         text = "may be missing: the part before it has no mark of a recorder's end"
         print(f"kvist replay: {script.missing}: {text}", file=sys.stderr)
-    if script.num_recorded == 0:
-        print(f"kvist replay: {file}: no message in it", file=sys.stderr)
+    if script.is_over and script.num_chosen == 0:
+        began = "" if script.first_ns is None else f" that is meant: the first came at {iso_time(script.first_ns)}"
+        print(f"kvist replay: {file}: no message in it{began}", file=sys.stderr)
 
 
 async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:

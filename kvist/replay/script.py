@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
-_MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
+_MAX_WAIT_NS = 25_000_000_000  # for so long a recorder may hold messages back, which is for two answers, and some
 _EPOCH_IDX: Final = 3  # the field of a canonical batch, and of a part of a snapshot
 _TIMESTAMP_IDX: Final = 0  # of an engine's batch
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 _MAX_U64 = (1 << 64) - 1
+
+_logger = logging.getLogger(__name__)
 
 _decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -137,9 +140,13 @@ class Script:
         self._follows = follows
         self._round_idx = 0
         self._reader: RecordingReader | None = None
-        self._first_ns: int | None = None
-        self.num_recorded = 0
-        """Messages read, in all rounds, of which some may not have been meant."""
+        self.first_ns: int | None = None
+        """When the first message came, which need not be meant."""
+        self._session: int | None = None
+        self._latest_ns = self._set_back_ns = 0
+        self.num_recorded = self.num_chosen = 0
+        """Messages read, in all rounds, and those of them that are meant to be played."""
+        self.is_over = False
         self.torn: Sequence[Torn] = ()
         """What was left at the end of the recording's parts, once it was read."""
         self.missing: Path | None = None
@@ -157,7 +164,8 @@ class Script:
         """Yield lines to play, None where more is yet to be written; raises RecordingError where there is damage."""
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader = round_idx, reader
+                self._round_idx, self._reader, self._session = round_idx, reader, None
+                self._latest_ns = 0
                 is_over = False
                 while not is_over:
                     records = reader.read()
@@ -169,21 +177,35 @@ class Script:
                         yield None
                     else:
                         self.torn, self.missing, is_over = reader.torn, reader.missing, True
+        self.is_over = True
 
     def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
         """Return the lines of some records, and whether the selection ends with them."""
-        if self._first_ns is None:
-            self._first_ns = records[0].time_ns
-        since_ns, until_ns = self.selection.times_ns(self._first_ns)
-        lines = list[Line]()
-        for record in records:
-            if record.time_ns >= until_ns + _MAX_WAIT_NS:
-                return lines, True
-            if record.time_ns >= until_ns or not self.selection.has_worker(record):
-                continue
-            of_round = record._replace(message=self._of_round(record.message))
-            lines.append(Line(self._round_idx, of_round, is_early=record.time_ns < since_ns))
-        return lines, False
+        if self.first_ns is None:
+            self.first_ns = records[0].time_ns
+        since_ns, until_ns = self.selection.times_ns(self.first_ns)
+        lines, is_over = list[Line](), False
+        for record in map(self._in_order, records):
+            if is_over := record.time_ns >= until_ns + _MAX_WAIT_NS:
+                break
+            if record.time_ns < until_ns and self.selection.has_worker(record):
+                of_round = record._replace(message=self._of_round(record.message))
+                lines.append(Line(self._round_idx, of_round, is_early=record.time_ns < since_ns))
+        self.num_chosen += sum(not line.is_early for line in lines)
+        return lines, is_over
+
+    def _in_order(self, record: Record) -> Record:
+        """Return the record with a time that follows on the session before, also if the clock was set back meanwhile."""
+        if record.session != self._session:
+            self._session = record.session
+            self._set_back_ns = max(0, self._latest_ns - record.time_ns)
+            if self._set_back_ns and self._round_idx == 0:
+                text = "the recorder's clock was set back: from here on times count from the end of what stands before"
+                _logger.warning("%s session=%d back_s=%.3f", text, record.session, self._set_back_ns * 1e-9)
+        if self._set_back_ns:
+            record = record._replace(time_ns=record.time_ns + self._set_back_ns)
+        self._latest_ns = max(self._latest_ns, record.time_ns)
+        return record
 
     def _of_round(self, message: Message) -> Message:
         """Return what makes a message news to who heard the rounds before; in the first it is as it was recorded.

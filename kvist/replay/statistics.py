@@ -329,7 +329,7 @@ def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequenc
     overview = _counts(statistics) | {
         "events/s": f"{statistics.num_events / max(statistics.duration_s, 1e-9):,.0f}",
         "seconds": f"{statistics.duration_s:.1f}",
-        "from": datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds"),
+        "from": iso_time(statistics.first_ns),
     }
     yield [*overview], [[*overview.values()]]
     for rows in ([*map(_source_row, statistics.sources)], [*starmap(_rank_row, statistics.ranks.items())]):
@@ -349,6 +349,10 @@ def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequenc
             ("stored again after a removal", f"{again:,} ({again / (stored or 1):.1%})"),
         ],
     )
+
+
+def iso_time(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns * 1e-9, UTC).isoformat(timespec="seconds")
 
 
 def _counts(told: RecordingStatistics | SourceStatistics | RankStatistics) -> dict[str, str]:

@@ -290,3 +290,10 @@ async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recor
     state.write_bytes(dump[:-5])
     assert await asyncio.to_thread(main, ["replay", str(recorded), "--diff", str(state)]) == 1
     assert "dump: cut short" in capsys.readouterr().err
+
+
+def test_that_nothing_of_a_recording_is_meant_is_said(recorded, capsys):
+    for flags in (["--worker", "gpu-9"], ["--since", "3600"], ["--until", "2001-01-01T00:00Z", "--since", "1e9"]):
+        code, _, err = run(capsys, recorded, "--stats", *flags)
+        told = "no message in it that is meant: the first came at 1970-01-01T00:00:00+00:00"
+        assert (code, err) == (0, f"kvist replay: {recorded}: {told}\n")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.replay import RecordedSource
-from kvist.replay.script import Moment, Selection, worker_of
+from kvist.replay import RecordedSource, RecordingReader
+from kvist.replay.script import Moment, Script, Selection, worker_of
+from kvist.replay.statistics import StatisticsCollector
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,48 @@ def test_a_worker_is_whom_the_batch_names_else_the_source(make):
     assert [worker_of(record) for record in (ours, theirs, broken)] == ["gpu-0", "pod-9", "pod-9"]
     assert [Selection({"pod-9"}).has_worker(record) for record in (ours, theirs, broken)] == [False, True, True]
     assert all(Selection().has_worker(record) for record in (ours, theirs, broken))
+
+
+def sequences_of(script):
+    return [(line.record.message.sequence, line.is_early) for lines in script.lines() for line in lines]
+
+
+@pytest.fixture
+def set_back(make, tmp_path):
+    """Return a script of ten seconds, and ten more of a session whose clock had been set back by an hour."""
+    path = tmp_path / "r"
+    make.write(path, make.records(*(make.batch(i) for i in range(10)), step_ms=1000))
+    later = make.records(*(make.batch(i) for i in range(10, 20)), step_ms=1000)
+    make.write(path, [each._replace(time_ns=each.time_ns - 3_600_000_000_000) for each in later], appends=True)
+    return lambda **options: Script(lambda: RecordingReader(path), **options)
+
+
+@pytest.mark.parametrize(("since", "until"), [(None, 3), (None, 12), (4, 12), (11, None), (12, 15)])
+def test_where_the_clock_was_set_back_times_count_from_what_stands_before(make, set_back, since, until, logged):
+    # The second session's first message is at 9 s, as the last of the first: a message of number 10 + n is at 9 + n.
+    chosen = [(i, i - (i > 9)) for i in range(20) if until is None or i - (i > 9) < until]
+    expected = [(number, since is not None and at_s < since) for number, at_s in chosen]
+    for is_unix in (False, True):
+        first_s = make.time_ns / 1e9 if is_unix else 0
+        moments = [None if at is None else Moment(first_s + at, is_unix) for at in (since, until)]
+        script = set_back(selection=Selection(since=moments[0], until=moments[1]), num_rounds=2)
+        assert sequences_of(script) == 2 * expected
+        assert script.num_chosen == 2 * sum(not is_early for _, is_early in expected)
+    assert len(logged("kvist.replay.script")) == 2  # once for each script
+
+
+def test_statistics_go_on_where_the_clock_was_set_back(set_back):
+    collector = StatisticsCollector()
+    for lines in set_back().lines():
+        for line in lines:
+            collector.add(line.record)
+    assert collector.result().duration_s == 18.0
+
+
+def test_a_message_that_was_held_back_for_two_answers_is_not_behind_the_end(make, tmp_path):
+    records = make.records(*(make.batch(i) for i in range(3)))
+    times_s = (0, 30, 9)  # as the recorder writes what waited for 20 s and more
+    timed = [each._replace(time_ns=make.time_ns + s * 10**9) for each, s in zip(records, times_s, strict=True)]
+    path = make.write(tmp_path / "r", timed)
+    script = Script(lambda: RecordingReader(path), selection=Selection(until=Moment(10, False)))
+    assert sequences_of(script) == [(0, False), (2, False)]
