@@ -195,7 +195,7 @@ class Script:
         return lines, is_over
 
     def _in_order(self, record: Record) -> Record:
-        """Return the record with a time that follows on the session before, also if the clock was set back meanwhile."""
+        """Return the record with a time that follows on the session before, even if the clock was set back."""
         if record.session != self._session:
             self._session = record.session
             self._set_back_ns = max(0, self._latest_ns - record.time_ns)
