@@ -47,7 +47,10 @@ _MAX_RETRIES = 100.0
 
 
 Queue: TypeAlias = tuple[str | None, str | None]
-"""A model's, or of its requests those that wait for one worker."""
+"""A model's, or of its requests those that wait for one worker, or for any that needs no other."""
+
+ALONE = "alone"
+"""Stands for workers that need no other to answer, in the place of one's URL."""
 
 
 class Waiter(Protocol):
@@ -347,6 +350,7 @@ class Admission:
         workers, now_s = self.fleet.routable(model, excluded), self.now_s()
         # Whose worker has left, or asks to be spared, waits for any; where there is nobody, who chooses says so.
         its_own = [each for each in workers if each.url == url and each.capacity.paused_until_s <= now_s]
+        its_own = [*filter(self.can_do_all, workers)] if url == ALONE else its_own
         return not workers or self._are_enough(its_own or workers, self.has_room)
 
     def _are_enough(self, workers: list[Worker], has_room: Callable[[Worker], bool]) -> bool:

@@ -26,7 +26,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ from kvist.openai.errors import RequestError
 from kvist.openai.requests import with_fields, without_field
 from kvist.router import spans
 from kvist.router.access_log import MAX_CHARS, AccessLog
-from kvist.router.admission import Admission, Place, priority_of, timeout_of
+from kvist.router.admission import ALONE, Admission, Place, priority_of, timeout_of
 from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.load import ActiveRequest
@@ -400,8 +399,10 @@ class Forwarding:
                     return
             plan, full = self._plan()
             may_wait = not self.tried and not isinstance(self.responder, Part)
-            if may_wait and full.get(worker := plan.answer.chosen.target.worker, inf) < inf:
-                self.place, self._waiting_step = self._enter(worker=worker), self.trace.step("queue")
+            worker = plan.answer.chosen.target.worker
+            if may_wait and worker in full and plan.dialect.works_alone:
+                seat = ALONE if self.router.fleet.has_roles else worker
+                self.place, self._waiting_step = self._enter(worker=seat), self.trace.step("queue")
                 return
         except RequestError as error:
             self._refuse(error)
@@ -444,6 +445,7 @@ class Forwarding:
             elif self.local is None:  # so those that were tried are prefill workers, or of pairs
                 is_decoding = plan.local is Local.NO_DECODE_WORKER
                 self._fall_back(Local.DECODE_FAILED if is_decoding else Local.PREFILL_FAILED)
+                self.local = plan.local  # pairs that have no room now may be tried yet
         return plan, full
 
     def _choose_decode(self, prefill_worker: str) -> Decision | None:

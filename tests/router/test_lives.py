@@ -35,7 +35,7 @@ from kvist.router.forward import Forwarding
 from kvist.router.policy.decision import Decision
 from kvist.router.policy.in_flight import UNTIL_INDEXED_S
 from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
-from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES
+from kvist.router.prefill.dialect import FALLBACKS
 from kvist.router.prefill.several import Part
 from kvist.router.tenants import rows
 
@@ -550,7 +550,7 @@ class Life:
             assert admission.has_room(worker) or not any(map(admission.has_room, others))
             self.told["decoded with room"] += admission.has_room(worker)
             self.told["decoded without"] += not admission.has_room(worker)
-        elif forwarding.local not in FALLBACKS | OBSTACLES:
+        elif forwarding.local not in FALLBACKS:
             assert admission.has_room(worker)
             assert admission.max_requests is None or router.load.num_running < admission.max_requests
 
@@ -609,8 +609,7 @@ class Life:
                 assert status in CODES[error["code"]], error
                 ends = [run for run in runs if run.is_done and not run.is_prefill and not run.was_killed]
                 assert not ends or is_late or any(asked.runs.keys() - {""})
-                was_alone = any(run.worker.role == "both" for run in runs)  # then no pair is tried again
-                if error["code"] == "no_pair" and self.is_plain(asked) and not was_alone:
+                if error["code"] == "no_pair" and self.is_plain(asked):
                     for side in ("prefill", "decode"):
                         able = {each.url for each in self.workers if each.role == side and self.serves(each, asked)}
                         tried = [run.worker.url for run in runs if run.worker.role == side]

@@ -23,7 +23,6 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from http import HTTPStatus
-from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -337,7 +336,7 @@ class RouterService:
         full = admission.full(ask.model, ())
         plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
         explained = explain_plan(plan, ask, self.known.load, time.monotonic())
-        is_queued = admission.would_wait(ask.model) or full.get(plan.answer.chosen.target.worker, inf) < inf
+        is_queued = admission.would_wait(ask.model) or plan.answer.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})
 
     def _named_worker(self, request: Request) -> str:

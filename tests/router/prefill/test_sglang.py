@@ -345,6 +345,64 @@ async def test_a_pair_is_waited_for_until_both_of_it_have_room(worker, router, r
         assert [(await each).status_code for each in asked] == [200] * 3
 
 
+async def test_a_pair_is_tried_again_when_a_worker_that_does_all_has_failed_after_the_first(
+    worker, router, rooms, until
+) -> None:
+    is_free, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def hold(received: Any, writer: asyncio.StreamWriter) -> None:
+        await is_free.wait()
+        await rooms.worker("decode")(received, writer)
+
+    async def fail(_: Any, writer: asyncio.StreamWriter) -> None:
+        await may_fail.wait()
+        writer.transport.abort()
+
+    answers = {"prefill": rooms.worker("prefill"), "decode": hold}
+    p, d = (worker(server_info=info(mode), answer=answer) for mode, answer in answers.items())
+    broken, other = worker(server_info=info("prefill"), answer=drop), worker(server_info=info("null"), answer=fail)
+    e, limits = worker(server_info=info("decode"), answer=rooms.worker("decode")), {"max_local_prefill_tokens": 0}
+    limits |= {"max_worker_requests": 1, "breaker_failures": 1000}
+    async with p, d, broken, other, e, router(p.url, d.url, **limits) as front:
+        asked = [asyncio.create_task(front.complete(SHORT))]
+        await until(lambda: len(d.completions) == 1)
+        for each in (broken, e, other):
+            await front.client.post("/workers", json={"url": each.url})
+            await front.until_state(each.url, "healthy")
+        asked.append(asyncio.create_task(front.complete(SHORT)))  # the other pair fails, and no third has room
+        await until(lambda: len(other.completions) == 1)
+        is_free.set()
+        assert (await asked[0]).status_code == 200
+        may_fail.set()
+        answer = await asked[1]
+        assert (answer.status_code, answer.headers["x-kvist-prefill-worker"]) == (200, p.url)
+        assert (await front.metrics())['kvist_router_disaggregation_fallbacks_total{reason="prefill_failed"}'] == 1
+
+
+async def test_what_one_worker_alone_can_do_waits_for_it_while_pairs_have_room(pair, router, rooms, until) -> None:
+    p, d, other = pair("prefill", "decode", "null")
+    is_free = asyncio.Event()
+
+    async def hold(received: Any, writer: asyncio.StreamWriter) -> None:
+        await is_free.wait()
+        await rooms.worker("null")(received, writer)
+
+    other.answer = hold
+    async with p, d, other, router(p.url, d.url, other.url, max_worker_requests=1) as front:
+        admission, body = front.service._forwarder.admission, {"echo": True, "logprobs": 1}
+        asked = [asyncio.create_task(front.complete(SHORT, **body))]
+        await until(lambda: len(other.completions) == 1)
+        asked += [asyncio.create_task(front.complete(SHORT, **body)) for _ in range(2)]
+        await until(lambda: sum(admission.queued.values()) == 2)
+        other.answer, long = rooms.worker("null"), [*range(1000)]
+        assert (await front.complete(long)).json()["choices"] == [{"text": "abcd"}]  # whom nobody holds up
+        assert len(other.completions) == 1
+        explained = await front.client.post("/route", json={"model": "m", "prompt": SHORT, **body})
+        assert explained.json()["queued"] is True
+        is_free.set()
+        assert [(await each).json()["choices"] for each in asked] == [[{"text": "whole"}]] * 3
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, rooms, http_bytes, seed: int) -> None:
     """Answers are whole, or break off after a begin that is right."""
