@@ -437,6 +437,38 @@ async def test_who_waits_for_a_worker_that_asks_to_be_spared_goes_where_there_is
         assert len(one.completions) == 1
 
 
+@pytest.mark.parametrize("gone", ["removed", "silent"])
+async def test_who_waits_for_a_worker_that_leaves_goes_at_once_where_there_is_room(
+    worker, router, http_bytes, until, gone: str
+) -> None:
+    long, never, gate = list(range(50_000)), {"health_interval_s": 1e6}, asyncio.Event()
+
+    async def stream(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(b"data: {}\n\n"))
+        await gate.wait()
+        writer.write(http_bytes.chunk(b""))
+
+    async with (
+        worker(answer=stream) as one,
+        worker() as two,
+        router(one.url, two.url, max_worker_requests=1, block_size=16, expected_cache_tokens=0, **never) as front,
+    ):
+        front.hold(one.url, long)
+        asked = [asyncio.create_task(front.complete(long))]
+        left = front.service.fleet.get(one.url)
+        await until(lambda: len(one.completions) == 1 and not left.unanswered)
+        left.capacity.ends_a_second = 2.0
+        asked.append(asyncio.create_task(front.complete(long)))
+        await until(lambda: queued(front) == 1)
+        if gone == "removed":
+            assert (await front.client.delete("/workers", params={"url": one.url})).status_code == 202
+        else:
+            front.service.known.membership._give_up(left, 1.0)
+        await until(lambda: len(two.completions) == 1)
+        gate.set()
+        assert [(await each).headers["x-kvist-worker"] for each in asked] == [one.url, two.url]
+
+
 async def test_a_priority_of_any_size_waits_at_one_of_several_fronts_and_holds_nobody_up(
     worker, fronts_of, gated, until
 ) -> None:

@@ -207,6 +207,7 @@ class Membership:
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
             self._drains[worker.url] = task
+            self._fleet.on_room()  # elsewhere, for who waits for this one
 
     async def _remove_when_idle(self, worker: Worker) -> None:
         try:
@@ -271,6 +272,7 @@ class Membership:
         worker.health.give_up()
         worker.last_failure = f"said nothing for {silent_s:g} s, though asked"
         worker.give_up(silent_s)
+        self._fleet.on_room()
 
     async def _check(self, worker: Worker) -> None:
         """Probe once and take in what the worker said of itself."""
