@@ -144,6 +144,7 @@ class _Attempt(ResponseReceiver):
             self._breaker.fail(router.now_s())
         else:
             self._breaker.succeed()
+        self._is_trial = False
 
     def _end(self, status: int, error: Exception | None = None) -> None:
         is_told = status == OK and self.usage is not None

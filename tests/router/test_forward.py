@@ -298,6 +298,37 @@ async def test_an_open_circuit_takes_no_requests_and_one_trial_closes_it(worker,
         assert (await front.workers())[one.url]["circuit"] == "closed"
 
 
+async def test_a_trial_that_was_judged_gives_no_later_one_up(worker, router, http_bytes, until) -> None:
+    gate, settings = asyncio.Event(), {"breaker_failures": 1, "breaker_cooldown_s": 0.001}
+
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"no", status=500))
+
+    async def linger(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"no", status=500)[:-1])
+        await gate.wait()
+        writer.write(b"o")
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with worker(answer=refuse) as one, router(one.url, **settings) as front:
+        fleet, circuit = front.service.fleet, front.service.fleet.get(one.url).breaker
+        assert (await front.complete()).status_code == 500
+        one.answer = linger
+        await until(lambda: fleet.routable("m"))
+        asked = [asyncio.create_task(front.complete())]
+        await until(lambda: circuit.failures_in_a_row == 2 and fleet.routable("m"))
+        one.answer = never
+        asked.append(asyncio.create_task(front.complete()))
+        await until(lambda: len(one.completions) == 3)
+        gate.set()
+        assert (await asked[0]).status_code == 500
+        assert circuit.state == "half-open"
+        asked[1].cancel()
+        await until(lambda: circuit.state == "open")
+
+
 async def test_no_worker_at_all_is_a_503_in_openais_shape(router) -> None:
     async with router() as front:
         answer = await front.complete()

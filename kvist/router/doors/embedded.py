@@ -60,7 +60,7 @@ class RoutedRequest:
         worker = router.known.fleet.get(target.worker)
         assert worker is not None
         self._worker, self._admission = worker, router._admission
-        worker.breaker.begin()
+        self._is_trial = worker.breaker.begin()
         router.known.load.dispatched()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
         self._on_answered = partial(router._routing.computed, ask, target.worker)
@@ -99,7 +99,7 @@ class RoutedRequest:
         elif self._was_answered:
             self._worker.breaker.succeed()
             self._on_ended()
-        else:
+        elif self._is_trial:
             self._worker.breaker.abandon()
 
 

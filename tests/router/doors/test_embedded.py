@@ -67,6 +67,22 @@ async def test_only_an_answer_closes_a_circuit(worker) -> None:
         assert circuit.state == "closed"
 
 
+async def test_only_a_trial_itself_gives_itself_up(worker) -> None:
+    settings = {"breaker_failures": 1, "breaker_cooldown_s": 0.001}
+    async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **settings)) as router:
+        circuit = router.known.fleet.get(one.url).breaker
+        early = await router.route(PATH, body())
+        (await router.route(PATH, body())).finish(has_failed=True)
+        await asyncio.sleep(0.01)
+        trial = await router.route(PATH, body())
+        early.finish()  # its client left
+        assert circuit.state == "half-open"
+        with pytest.raises(RequestError):
+            await router.route(PATH, body())
+        trial.finish()
+        assert circuit.state == "open"
+
+
 async def test_what_is_sent_has_the_models_own_name_and_the_workers_key(worker) -> None:
     config = {"aliases": {"gpt": {"m": 1}}, "worker_api_key": "k", "policy": "round-robin"}
     async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **config)) as router:
