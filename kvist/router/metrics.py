@@ -103,6 +103,8 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float], str, *tuple[str, ...]]] = {
     ),
 }
 """Buckets, texts and labels."""
+_OF_WORKERS = frozenset(name for name, about in (*_COUNTERS.items(), *_HISTOGRAMS.items()) if "worker" in about)
+"""Their first label is a worker's URL."""
 
 
 class RouterMetrics(Collector):
@@ -112,6 +114,7 @@ class RouterMetrics(Collector):
     """
 
     def __init__(self) -> None:
+        self.has_worker: Callable[[str], bool] = lambda _: True
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
@@ -137,14 +140,16 @@ class RouterMetrics(Collector):
         sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"
         self.observe(abs(error_tokens), "overlap_error_tokens", decision.chosen.target.worker, sign)
 
-    def forget(self, worker: str) -> None:
-        """Drop every series of a removed worker."""
+    def forget_removed(self) -> None:
+        """Drop every series of workers that are not there any more."""
         for series in (self.counts, self._observed):
-            for key in [key for key in series if key[1:2] == (worker,)]:
-                del series[key]
+            for key in [*series]:
+                if key[0] in _OF_WORKERS and not self.has_worker(key[1]):
+                    series.pop(key, None)  # another thread may have done so
 
     def collect(self) -> Iterator[Metric]:
         """Yield what was counted, in any thread."""
+        self.forget_removed()  # whose answers went on may be counted again
         counters = {
             name: CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
             for name, (text, *labels) in _COUNTERS.items()

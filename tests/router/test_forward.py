@@ -86,6 +86,33 @@ async def test_a_stream_starts_with_the_workers_first_byte_and_is_not_altered(wo
         assert total_load(front) == 0
 
 
+async def test_a_worker_that_is_removed_takes_its_series_along_also_where_it_answers_yet(
+    worker, router, http_bytes
+) -> None:
+    go_on = asyncio.Event()
+
+    async def stream(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(events("a")[0]))
+        await go_on.wait()
+        writer.write(b"".join(map(http_bytes.chunk, [*events("b"), b"data: [DONE]\n\n", b""])))
+
+    async with worker(answer=stream) as one, worker() as two, router(one.url, drain_timeout_s=0.01) as front:
+        request = {"model": "m", "prompt": "hello", "stream": True}
+        async with front.client.stream("POST", "/v1/completions", json=request) as answer:
+            assert any(one.url in name for name in await front.metrics())
+            await front.client.post("/workers", json={"url": two.url})
+            await front.client.delete("/workers", params={"url": one.url})
+            await front.until_state(one.url, "gone")
+            go_on.set()
+            assert b"[DONE]" in await answer.aread()
+        metrics = await front.metrics()
+        assert [name for name in metrics if one.url in name] == []
+        assert metrics['kvist_router_request_seconds_count{model="m"}'] == 1
+        await front.until_state(two.url, "healthy")
+        assert (await front.complete()).status_code == 200
+        assert (await front.metrics())[f'kvist_router_output_tokens_total{{model="m",worker="{two.url}"}}'] == 1
+
+
 async def test_a_client_that_leaves_takes_the_workers_request_along(worker, router, http_bytes, until) -> None:
     async def stream_forever(_: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(http_bytes.event_stream_head + http_bytes.chunk(events("a")[0]))

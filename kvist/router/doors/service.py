@@ -161,6 +161,7 @@ class RouterService:
         pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
         self.fleet = known.fleet
+        self._metrics.has_worker = lambda url: self.fleet.get(url) is not None
         self._access_log = recorder = None
         if config.access_log is not None:
             self._access_log = AccessLog(config.access_log, config.access_log_sample)
@@ -217,7 +218,7 @@ class RouterService:
             self._started_s,
             registry=metrics.registry,
             gauges=gauges,
-            on_removed=metrics.forget,
+            on_removed=lambda _: metrics.forget_removed(),
         )
 
     def _gauges(self) -> Iterator[Metric | None]:

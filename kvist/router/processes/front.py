@@ -338,7 +338,7 @@ class RemoteKeeper:
             self.fleet.remove(url)
             del self._news[url]
             self.load.forget(url)
-            self._metrics.forget(url)
+            self._metrics.forget_removed()
             if self.index is not None:
                 self.index.know(url, [])
 

@@ -296,7 +296,7 @@ class FrontMetrics(Collector):
 
     def forget(self, worker: str) -> None:
         """Drop the series of a worker that is removed."""
-        for _, _, _, samples in self._ended:
+        for _, _, _, samples in itertools.chain(self._ended, *self._told.values()):
             samples[:] = [sample for sample in samples if sample[1].get("worker") != worker]
 
     def collect(self) -> Iterator[Metric]:

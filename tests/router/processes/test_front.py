@@ -15,6 +15,7 @@ from kvist.radix import RadixIndex, RadixReader
 from kvist.radix.memory import index_bytes
 from kvist.router.index import RankStatus
 from kvist.router.processes.front import SharedIndex
+from kvist.router.processes.keeper import FrontMetrics
 from kvist.router.processes.messages import Message, Used
 
 A, B = WorkerRank("http://a", 0), WorkerRank("http://b", 0)
@@ -87,3 +88,12 @@ def test_the_keeper_is_told_what_was_matched_once_it_may_have_to_evict(new_index
     index.store(A, Tier.GPU, None, np.arange(1, 15, dtype=np.uint64))
     shared.match(HASHES)
     assert told == [Used(HASHES.tobytes())]
+
+
+def test_a_removed_workers_series_go_also_where_the_front_that_told_them_is_busy() -> None:
+    metrics = FrontMetrics()
+    metrics.begin(0, pid=1)
+    metrics.take(0, [("kvist_x", "", "counter", [("kvist_x_total", {"worker": each}, 1.0) for each in ("a", "b")])])
+    metrics.forget("a")
+    (told,) = [each for each in metrics.collect() if each.name == "kvist_x"]
+    assert [sample.labels for sample in told.samples] == [{"worker": "b"}]
