@@ -34,14 +34,15 @@ _decode = msgspec.json.Decoder(Fields).decode
 def one_answer(path: str, ask: Ask) -> Ask | None:
     """Return what is asked by that of the requests which has the longest prompt; None where there can be only one.
 
-    Of beams and the best of several one worker chooses, and usage in each chunk is that of all answers.
+    Of beams and the best of several one worker chooses, usage in each chunk is that of all answers, and what a seed
+    that is no integer stands for is a worker's to say.
     """
     said, num_answers = ask.fields.get, ask.fields.get("n") or 1
     if path not in (CHAT_PATH, COMPLETION_PATH) or said("best_of") not in (None, 1) or said("use_beam_search"):
         return None
     if type(num_answers) is not int or not 1 < num_answers * ask.num_prompts <= MAX_ANSWERS:
         return None
-    if (said("stream_options") or {}).get("continuous_usage_stats"):
+    if (said("stream_options") or {}).get("continuous_usage_stats") or type(said("seed") or 0) is not int:
         return None
     num_tokens = ask.num_tokens // ask.num_prompts if ask.token_ids is None else len(ask.token_ids)
     return msgspec.structs.replace(ask, fields={**ask.fields, "n": 1}, num_prompts=1, num_tokens=num_tokens)
@@ -53,8 +54,14 @@ def bodies_of(ask: Ask, body: bytes) -> list[bytes]:
     if ask.num_prompts > 1:
         body = without_field(body, ask.fields, "prompt")
         prompts = [{"prompt": prompt} for prompt in ask.fields["prompt"]]
-    seeds = [{"seed": seed + idx} if type(seed) is int else {} for idx in range(ask.fields.get("n") or 1)]
+    seeds = [{"seed": _seed_of(seed, idx)} if seed is not None else {} for idx in range(ask.fields.get("n") or 1)]
     return [with_fields(body, {"n": 1} | prompt | each) for prompt in prompts for each in seeds]
+
+
+def _seed_of(first: int, idx: int) -> int:
+    """Return the seed of an answer to a prompt, from 0 on where it would pass a bound of workers, 63 bits or 64."""
+    past = next((bound for bound in (2**63, 2**64) if first < bound <= first + idx), 0)
+    return first + idx - past
 
 
 class _Answer(msgspec.Struct):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.prefill.several import MAX_ANSWERS, one_answer
+from kvist.router.prefill.several import MAX_ANSWERS, bodies_of, one_answer
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, Ask
 
 LONG = list(range(1000, 1400))
@@ -145,6 +145,27 @@ async def test_the_first_that_fails_is_the_end_of_all(
 
 
 @pytest.mark.parametrize(
+    ("seed", "following"),
+    [
+        (None, []),
+        (7, [8, 9]),
+        (-2, [-1, 0]),
+        (-(2**63), [1 - 2**63, 2 - 2**63]),
+        (2**63 - 2, [2**63 - 1, 0]),
+        (2**63, [2**63 + 1, 2**63 + 2]),
+        (2**64 - 1, [0, 1]),
+        (2**70, [2**70 + 1, 2**70 + 2]),
+    ],
+)
+def test_each_answers_seed_is_one_that_whoever_takes_the_clients_takes(seed: int | None, following: list[int]) -> None:
+    body = json.dumps({"prompt": [LONG, LONG], "n": 3} | ({} if seed is None else {"seed": seed})).encode()
+    seeds = [
+        json.loads(each).get("seed") for each in bodies_of(Ask("m", 800, num_prompts=2, fields=json.loads(body)), body)
+    ]
+    assert seeds == ([None] * 3 if seed is None else [seed, *following]) * 2
+
+
+@pytest.mark.parametrize(
     ("path", "fields", "is_one"),
     [
         (COMPLETION_PATH, {"n": 2}, True),
@@ -156,6 +177,8 @@ async def test_the_first_that_fails_is_the_end_of_all(
         (COMPLETION_PATH, {"n": 2, "best_of": 3}, False),
         (COMPLETION_PATH, {"n": 2, "use_beam_search": True}, False),
         (COMPLETION_PATH, {"n": 2, "stream_options": {"continuous_usage_stats": True}}, False),
+        (COMPLETION_PATH, {"n": 2, "seed": 3.0}, False),
+        (COMPLETION_PATH, {"n": 2, "seed": 2**64}, True),
         (GENERATE_PATH, {"n": 2}, False),
     ],
 )
