@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 import pytest
 
+from kvist.events import WorkerRank
+from kvist.router.config import RouterConfig
+from kvist.router.doors.service import RouterService
 from kvist.router.policy.settings import DEFAULT_ALPHA
 from kvist.router.policy.work import CONTEXT, QUEUED
 
@@ -118,6 +124,27 @@ async def test_an_answer_that_is_not_streamed_is_waited_for_as_long_as_it_should
         assert not front.service.known.load.board.work[0, QUEUED].any()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_fronts", [1, 2])
+async def test_learnt_speeds_are_on_disk_while_the_router_runs(
+    worker, fronts_of, http_bytes, until, tmp_path, num_fronts: int
+) -> None:
+    path, kept = tmp_path / "router.speeds.json", {"state_dir": str(tmp_path), "state_interval_s": 0.01}
+    async with AsyncExitStack() as exits:
+        one = await exits.enter_async_context(worker(answer=slow_by(0.0, http_bytes)))
+        config = RouterConfig(worker_urls=(one.url,), port=0, block_size=16, expected_cache_tokens=0, **kept)
+        opened = RouterService(config) if num_fronts == 1 else fronts_of(config, num_fronts)
+        fronts = await exits.enter_async_context(opened)
+        for front in [fronts] if num_fronts == 1 else fronts:
+            async with httpx.AsyncClient(base_url=front.url, timeout=60, trust_env=False) as client:
+                body = {"model": "m", "prompt": TOKENS, "stream": True}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+        target, board = WorkerRank(one.url, 0), front.known.load.board
+        expected = [
+            {"worker": one.url, "rank": 0, **dict(zip(("seconds", "work"), board.learnt()[target], strict=True))}
+        ]
+        await until(lambda: path.exists() and json.loads(path.read_text()) == expected)
 
 
 async def test_learnt_speeds_outlive_the_router_and_are_shown(worker, router, http_bytes, tmp_path, caplog) -> None:

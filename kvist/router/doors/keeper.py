@@ -127,7 +127,7 @@ class Keeper:
         The index lies in the file of a `descriptor`, if there is one, for other processes to read.
         """
         now_s = time.monotonic
-        self.load, self._state_dir = load, config.state_dir
+        self.load, self._config = load, config
         self.index = FleetIndex(config, now_s, descriptor) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
@@ -157,9 +157,9 @@ class Keeper:
             await exits.enter_async_context(self.models)  # reads while workers are asked who they are
             if self.index is not None:
                 await exits.enter_async_context(self.index)
-            if self._state_dir is not None:
-                path = Path(self._state_dir) / "router.speeds.json"
-                await exits.enter_async_context(kept_speeds(path, self.load.board))
+            if self._config.state_dir is not None:
+                path = Path(self._config.state_dir) / "router.speeds.json"
+                await exits.enter_async_context(kept_speeds(path, self.load.board, self._config.state_interval_s))
             await exits.enter_async_context(self.membership)
             await self.models.configured()
             if self.replicas is not None:

@@ -12,8 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvist.errors import leave_group
 from kvist.events import WorkerRank
-from kvist.files import write_atomically
+from kvist.files import in_thread, write_atomically
 from kvist.router.fleet.board import LoadBoard
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +32,11 @@ class _LearntSpeed(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def kept_speeds(path: Path, board: LoadBoard) -> AsyncIterator[None]:
-    """Put on a board what was learnt before, and save what is there at the end; a failing disk costs no more."""
+async def kept_speeds(path: Path, board: LoadBoard, interval_s: float) -> AsyncIterator[None]:
+    """Put on a board what was learnt before, and save what is there, every so often and at the end.
+
+    A failing disk costs no more than that.
+    """
     try:
         saved = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=list[_LearntSpeed])
         board.learnt_before = {WorkerRank(each.worker, each.rank): (each.seconds, each.work) for each in saved}
@@ -40,11 +44,25 @@ async def kept_speeds(path: Path, board: LoadBoard) -> AsyncIterator[None]:
         pass
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         _logger.warning("learnt speeds not loaded: %s path=%s", error, path)
+    tasks = await asyncio.TaskGroup().__aenter__()
+    saving = tasks.create_task(_save_regularly(path, board, interval_s), name="kvist-speeds")
     try:
         yield
     finally:
-        learnt = [_LearntSpeed(*target, *speed) for target, speed in board.learnt().items()]
-        try:
-            await asyncio.to_thread(write_atomically, path, msgspec.json.encode(learnt))
-        except OSError as error:
-            _logger.warning("learnt speeds not saved: %s path=%s", error, path)
+        saving.cancel()
+        await leave_group(tasks, None)
+        await _save(path, board)
+
+
+async def _save_regularly(path: Path, board: LoadBoard, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await _save(path, board)
+
+
+async def _save(path: Path, board: LoadBoard) -> None:
+    learnt = [_LearntSpeed(*target, *speed) for target, speed in board.learnt().items()]
+    try:
+        await in_thread(write_atomically, path, msgspec.json.encode(learnt))
+    except OSError as error:
+        _logger.warning("learnt speeds not saved: %s path=%s", error, path)
