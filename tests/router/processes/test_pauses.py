@@ -1,0 +1,142 @@
+"""Whatever front a worker asks to be spared, all spare it: until the latest of the times that it has asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from lives import seeds
+
+from kvist.router.admission import Admission
+from kvist.router.config import RouterConfig
+from kvist.router.doors.keeper import Keeper
+from kvist.router.fleet.board import LoadBoard
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.processes.front import RemoteKeeper
+from kvist.router.processes.keeper import FrontMetrics, KeeperProcess
+from kvist.router.processes.messages import ToFront, ToKeeper
+from kvist.router.processes.supervisor import Part
+
+CONFIG = RouterConfig(policy="random", port=0)
+URLS = ("http://a", "http://b")
+NUM_FRONTS, NUM_STEPS = 3, 300
+
+
+class Wire:
+    """One side of a link: what it tells is on its way until it is delivered, in order."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.tell = self.frames.append
+
+
+class Life:
+    """A keeper and fronts that are told by workers, and tell each other whenever it comes to that."""
+
+    def __init__(self, seed: int, tmp_path: Path) -> None:
+        self.random, self.now_s = Random(seed), 1000.0
+        loads = [LoadTracker(LoadBoard(num_fronts=NUM_FRONTS)) for _ in range(1 + NUM_FRONTS)]
+        self.keeper = KeeperProcess(CONFIG, tmp_path, loads[0], 0.0)
+        nothing: Any = None
+        self.keeper._keeper = Keeper(CONFIG, nothing, loads[0], 0.0, registry=FrontMetrics())
+        for url in URLS:
+            self.keeper._keeper.fleet.put(Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker()))
+        self.fronts: list[RemoteKeeper] = []
+        self.admissions: list[Admission] = []
+        self.down: list[Any] = []
+        self.up: list[Any] = []
+        for number, load in enumerate(loads[1:]):
+            part = Part(number, "", -1, (-1,) * NUM_FRONTS, 0)
+            front = RemoteKeeper(CONFIG, part, load, nothing, RouterMetrics(), lambda: iter(()))
+            self.down.append(Wire())
+            self.up.append(Wire())
+            front._link = self.up[-1]
+            self.keeper._fronts[self.down[-1]] = number
+            self.fronts.append(front)
+            self.admissions.append(Admission(front.fleet, load, lambda: self.now_s, nothing, 100))
+        self.asked: dict[tuple[int, str], float] = {}
+        """Until when a front was asked to spare a worker, at the latest."""
+        self.keeper._tell_changes()
+        while self.deliver():
+            pass
+
+    def be_told(self) -> None:
+        """A worker answers a front 429 or 503."""
+        number, url = self.random.randrange(NUM_FRONTS), self.random.choice(URLS)
+        said = self.random.choice([None, b"0", b"1", b"5", b"7", b"30", b"3600", b"soon", b"-3", b"Fri, 31 Dec 1999"])
+        seconds = {None: 1, b"soon": 1, b"-3": 1, b"Fri, 31 Dec 1999": 1, b"3600": 60}.get(said)
+        until_s = self.now_s + (int(said or 0) if seconds is None else seconds)
+        self.asked[number, url] = max(until_s, self.asked.get((number, url), 0.0))
+        front = self.fronts[number]
+        worker = front.fleet.get(url)
+        assert worker is not None
+        self.admissions[number].pause(worker, said)
+
+    def change(self) -> None:
+        """The keeper finds out something else, and tells it with what it knows of pauses."""
+        worker = self.keeper._keeper.fleet.get(self.random.choice(URLS))
+        assert worker is not None
+        worker.last_failure = str(self.random.random())
+        self.keeper._tell_changes()
+
+    def pass_time(self) -> None:
+        self.now_s += self.random.choice([0.001, 0.5, 3.0])
+
+    def deliver(self) -> bool:
+        """Deliver what was told first to, or by, some front; return whether there was anything."""
+        ways = [(wire, number, wire in self.up) for number in range(NUM_FRONTS) for wire in self.wires(number)]
+        if not ways:
+            return False
+        wire, number, is_up = self.random.choice(ways)
+        frame = wire.frames.popleft()
+        if is_up:
+            self.keeper._take(self.down[number], msgspec.msgpack.decode(frame, type=ToKeeper))
+        else:
+            self.fronts[number]._take(self.up[number], msgspec.msgpack.decode(frame, type=ToFront))
+        return True
+
+    def wires(self, number: int) -> list[Any]:
+        return [wire for wire in (self.up[number], self.down[number]) if wire.frames]
+
+    def latest(self, url: str) -> float:
+        return max((until_s for (_, each), until_s in self.asked.items() if each == url), default=0.0)
+
+    def check(self) -> None:
+        """No front forgets what it was asked itself, and none makes anything up."""
+        for url in URLS:
+            latest = self.latest(url)
+            for number, front in enumerate(self.fronts):
+                worker = front.fleet.get(url)
+                assert worker is not None
+                assert self.asked.get((number, url), 0.0) <= worker.capacity.paused_until_s <= latest
+
+    def check_all_told(self) -> None:
+        """Once all is delivered, all spare a worker as long."""
+        while self.deliver():
+            pass
+        for url in URLS:
+            latest, known = self.latest(url), self.keeper._keeper.fleet.get(url)
+            assert known is not None
+            assert known.capacity.paused_until_s == latest  # for fronts that start later
+            for front, admission in zip(self.fronts, self.admissions, strict=True):
+                worker = front.fleet.get(url)
+                assert worker is not None
+                assert worker.capacity.paused_until_s == latest
+                assert admission.has_room(worker) == (latest <= self.now_s)
+                assert url in front.fleet.bounded or not latest
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+async def test_all_fronts_spare_a_worker_until_the_latest_time_that_any_was_told(seed: int, tmp_path: Path) -> None:
+    life = Life(seed, tmp_path)
+    acts = {life.be_told: 3, life.change: 2, life.pass_time: 3, life.deliver: 12, life.check_all_told: 1}
+    for act in life.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
+        act()
+        life.check()
+    life.check_all_told()
