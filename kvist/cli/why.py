@@ -71,7 +71,7 @@ def _routed_of(line: TraceLine) -> Routed:
 
     from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
 
-    predicted = line.overlap_predicted or 0
+    predicted, hashes = line.overlap_predicted or 0, np.array(line.hash_ids or (), np.uint64)
     return Routed(
         line.model or "",
         line.worker or "",
@@ -85,7 +85,7 @@ def _routed_of(line: TraceLine) -> Routed:
         is_exact=line.exact,
         alike=line.alike,
         block_size=line.block_size,
-        sampled=sample_of(np.array(line.hash_ids or (), np.uint64)),
+        sampled=sample_of(hashes, hashes),
         tenant=line.tenant or DEFAULT_TENANT,
     )
 

@@ -37,6 +37,7 @@ MAX_BUCKETS: Final = 60
 MAX_ROWS: Final = 4096
 MAX_PREFIXES: Final = 512
 NUM_PREFIXES_TOLD: Final = 10
+MAX_NAMED: Final = 100
 DEFAULT_TENANT: Final = "default"
 """Of requests that are of no other."""
 
@@ -94,7 +95,7 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How much of it that worker surely renders as the router does; None if that is all."""
     block_size: int = 1
     sampled: bytes = b""
-    """Blocks of the sample, by number and plain hash: whatever salt and adapter it has."""
+    """Blocks of the sample, by number and plain hash, whatever salt and adapter it has, and the hash with them."""
     variant: int = 0
     """Stands for salt and adapter."""
     tenant: str = DEFAULT_TENANT
@@ -105,16 +106,16 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return max(0, self.num_tokens - 1) // self.block_size * self.block_size
 
 
-SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8")])
+SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8"), ("held_as", "u8")])
 
 
-def sample_of(plain_hashes: NDArray[np.uint64]) -> bytes:
-    """Return the blocks of a prompt that are in the sample at first, for `Routed`."""
+def sample_of(plain_hashes: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> bytes:
+    """Return the blocks of a prompt that are in the sample at first, for `Routed`; caches hold them as `hashes`."""
     (numbers,) = (plain_hashes * _ODD < _LIMIT).nonzero()
     if not len(numbers):
         return b""
     sample = np.empty(len(numbers), SAMPLE)
-    sample["number"], sample["hash"] = numbers, plain_hashes[numbers]
+    sample["number"], sample["hash"], sample["held_as"] = numbers, plain_hashes[numbers], hashes[numbers]
     return sample.tobytes()
 
 
@@ -184,8 +185,8 @@ class _Bucket:
     """Of reuses, by the power of two that is next."""
     stays: Counter[int] = field(default_factory=Counter)
     """Of blocks that were evicted before reuse, likewise, in seconds."""
-    prefixes: dict[str, tuple[float, int, int]] = field(default_factory=dict)
-    """What prefixes cost: tokens computed for want of them, how long they are, how often."""
+    prefixes: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    """What prefixes cost, by their last block: tokens computed for want of them, how long they are, how often."""
     total: Counter[str] | None = None
     """Of all rows, once the next minute has begun."""
 
@@ -205,6 +206,8 @@ class Regret:
         self._buckets: deque[_Bucket] = deque(maxlen=max_buckets)
         self._reuse = Reuse()
         self._secret = token_bytes(16)
+        self.costly: dict[int, str] = {}
+        """The names of prefixes that reports told of of late, by their last blocks."""
 
     def add(self, now_s: float, requests: Iterable[Routed], capacity_blocks: int) -> None:
         """Count requests that ended by now; the fleet's caches together hold so many blocks."""
@@ -244,7 +247,7 @@ class Regret:
     ) -> None:
         best, lost, deepest = max(request.held, request.routed, request.under_way), 0.0, None
         why_lost = Cause.EVICTED if request.is_exact else Cause.UNKNOWN
-        for number, block in np.frombuffer(request.sampled, SAMPLE).tolist():
+        for number, block, held_as in np.frombuffer(request.sampled, SAMPLE).tolist():
             end = (number + 1) * request.block_size
             is_alike = request.alike is None or end <= request.alike
             found = self._reuse.use(block, request.variant, now_s, why_lost if is_alike else Cause.RENDERED)
@@ -267,14 +270,17 @@ class Regret:
                 continue
             row[before.why_lost] += round(tokens)
             bucket.stays[int(now_s - before.at_s).bit_length()] += before.why_lost is Cause.EVICTED
-            lost, deepest = lost + tokens, (number, block)
+            lost, deepest = lost + tokens, (number, held_as)
         if deepest is not None:
-            number, block = deepest
-            name = blake2b(block.to_bytes(8, "little"), key=self._secret, digest_size=8).hexdigest()
-            cost, _, times = bucket.prefixes.get(name, (0.0, 0, 0))
-            bucket.prefixes[name] = (cost + lost, (number + 1) * request.block_size, times + 1)
+            number, held_as = deepest
+            cost, _, times = bucket.prefixes.get(held_as, (0.0, 0, 0))
+            bucket.prefixes[held_as] = (cost + lost, (number + 1) * request.block_size, times + 1)
             if len(bucket.prefixes) > MAX_PREFIXES:
                 del bucket.prefixes[min(bucket.prefixes, key=lambda each: bucket.prefixes[each][0])]
+
+    def name_of(self, block: int) -> str:
+        """Return what a prefix that ends with this block is called: of that nobody can tell its text."""
+        return blake2b(block.to_bytes(8, "little"), key=self._secret, digest_size=8).hexdigest()
 
     def by_worker(self, now_s: float, window_s: float, names: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return what the requests of each worker add up to, of what has these names."""
@@ -293,17 +299,19 @@ class Regret:
         buckets = self._since(now_s, window_s)
         rows, tenants = defaultdict[tuple[str, str], Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
         total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
-        prefixes: dict[str, tuple[float, int, int]] = {}
+        prefixes: dict[int, tuple[float, int, int]] = {}
         for bucket in buckets:
             for (tenant, model, worker), row in bucket.rows.items():
                 for added in (rows[model, worker], tenants[tenant], total):
                     added.update(row)
             distances.update(bucket.distances)
             stays.update(bucket.stays)
-            for name, (cost, length, times) in bucket.prefixes.items():
-                before = prefixes.get(name, (0.0, 0, 0))
-                prefixes[name] = (before[0] + cost, max(before[1], length), before[2] + times)
+            for block, (cost, length, times) in bucket.prefixes.items():
+                before = prefixes.get(block, (0.0, 0, 0))
+                prefixes[block] = (before[0] + cost, max(before[1], length), before[2] + times)
         costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_TOLD]
+        told = [(block, self.name_of(block)) for block, _ in costliest]
+        self.costly = dict([*told, *self.costly.items()][:MAX_NAMED])
         stays_needed = {str(1 << power): num for power, num in sorted(stays.items())}
         missed = 1.0 - total["one_cache"] / max(1, total["prompt_tokens"])
         sample = self._reuse.described() | {
@@ -324,8 +332,8 @@ class Regret:
             "stay_needed_s": stays_needed,
             "losses": _losses(total, stays_needed),
             "costliest_prefixes": [
-                {"prefix": name, "tokens_lost": round(cost), "length": length, "times": times}
-                for name, (cost, length, times) in costliest
+                {"prefix": self.costly[block], "tokens_lost": round(cost), "length": length, "times": times}
+                for block, (cost, length, times) in costliest
             ],
         }
 

@@ -351,7 +351,7 @@ class Routing:
             is_exact=decision.chosen.is_exact,
             alike=self._fleet.renderings.limits(ask.chat, ask.fields).get(target.worker),
             block_size=block_size,
-            sampled=sample_of(plain_hashes),
+            sampled=sample_of(plain_hashes, prefix.block_hashes),
             variant=variant,
             tenant=tenant,
         )

@@ -27,7 +27,7 @@ def routed(hashes: np.ndarray | None = None, **fields: Any) -> Routed:
         "is_read": True,
         "is_exact": True,
         "block_size": BLOCK,
-        "sampled": b"" if hashes is None else sample_of(hashes),
+        "sampled": b"" if hashes is None else sample_of(hashes, hashes),
     }
     return Routed(**(known | fields))
 

@@ -84,7 +84,7 @@ class LiveState:
         self._problems: dict[str, dict[str, Any]] = {}
         self._requests: deque[tuple[int, msgspec.Raw]] = deque(maxlen=MAX_REQUESTS)
         self._num_skipped = 0
-        self._tree = PrefixTree(models, index)
+        self._tree = PrefixTree(models, index, regret)
         self._base = _Section(self._make_base, BASE_REST)
         self._views = {
             "prefixes": _Section(self._tree.explain, VIEW_REST),

@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from secrets import token_bytes
 from time import monotonic, time
 from typing import Any
 
@@ -21,6 +19,7 @@ from kvist.events import Tier
 from kvist.router.doors.journal import Seen
 from kvist.router.index import FleetIndex
 from kvist.router.prompts import KnownModels
+from kvist.router.regret import Regret
 
 MAX_LEAVES = 512
 """The least recently used one goes."""
@@ -55,12 +54,11 @@ class _Node:
 class PrefixTree:
     """Adds up prompts; times are handed in, and never go back."""
 
-    def __init__(self, models: KnownModels, index: FleetIndex | None) -> None:
-        """Quote prompts by the tokenisers of `models`, where their tokens are told."""
-        self._models, self._index = models, index
+    def __init__(self, models: KnownModels, index: FleetIndex | None, regret: Regret) -> None:
+        """Quote prompts by the tokenisers of `models`, where their tokens are told; call prefixes as `regret` does."""
+        self._models, self._index, self._regret = models, index, regret
         self._roots: dict[tuple[str, int], _Node] = {}
         self._num_leaves = 0
-        self._secret = token_bytes(16)
 
     def add(self, seen: Seen, now_s: float) -> None:
         """Count a prompt."""
@@ -110,13 +108,16 @@ class PrefixTree:
             found += [(child, model, block_size, node) for child in node.children.values()]
         found = sorted(found, key=lambda each: -each[0].uses)[:most]  # no child is used more than its parent
         places, shown = {node: place for place, (node, *_) in enumerate(found)}, []
+        costly = self._regret.costly
+        blocks = np.fromiter(costly, np.uint64)
         for node, model, block_size, parent in found:
             last = node.hashes[-1:]
             held = {} if self._index is None else self._index.match(last)
             tiers = Counter(Tier(bisect_left(depths, 1)).name.lower() for depths in held.values())
             shown.append(
                 {
-                    "prefix": blake2b(last.tobytes(), key=self._secret, digest_size=6).hexdigest(),
+                    "prefix": self._regret.name_of(int(last[0])),
+                    "costly": [costly[block] for block in node.hashes[np.isin(node.hashes, blocks)].tolist()],
                     "parent": places[parent] if parent else None,
                     "model": model,
                     "from_tokens": (node.depth - len(node.hashes)) * block_size,

@@ -53,6 +53,7 @@ const RECORDED = {
 
 let kind, table, trees, detail, kept, chosen, drawn;
 
+const isChosen = (node) => node.prefix === chosen || node.costly?.includes(chosen);
 const link = (node) => `#prefixes/${node.prefix}`;
 
 function branch(node, nodes, whole, level) {
@@ -60,7 +61,7 @@ function branch(node, nodes, whole, level) {
   const told = `tokens of ${name(node)}: ${kind.told(node)}`;
   const box = h(
     "a",
-    { href: link(node), title: `${number(node.to_tokens)} ${told}`, "aria-current": String(node.prefix === chosen) },
+    { href: link(node), title: `${number(node.to_tokens)} ${told}`, "aria-current": String(Boolean(isChosen(node))) },
     `${number(node.to_tokens)} `,
     h("small", { "aria-hidden": "true" }, node.text ? name(node) : share(kind.held(node), 1)),
     h("span", { class: "unseen" }, told),
@@ -84,6 +85,7 @@ function details(node) {
   return [
     h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model ?? node.recording}: ${kind.told(node)}.`),
     node.text && h("pre", {}, node.text),
+    node.costly?.length ? h("p", {}, `Ends of prefixes that cost most: ${node.costly.join(", ")}.`) : null,
     h("h3", {}, `Held${node.recording ? "" : " now"}: ${tiers(node)}`),
     h("ul", {}, holders, more > 0 ? h("li", {}, `and ${more} more`) : null),
   ];
@@ -115,7 +117,7 @@ export default {
     const focused = document.activeElement.hash;
     refill(trees, all.map((nodes, idx) => tree(nodes, fleet.recordings?.[idx].name)));
     if (focused && !document.activeElement.hash) linkTo(focused)?.focus(); // it was cut in two
-    const nodes = all.flat().filter((each) => each.prefix === chosen);
+    const nodes = all.flat().filter(isChosen);
     refill(kept, nodes.length ? nodes.map(details) : h("p", {}, kind.gone));
     table.update(all.flat());
   },

@@ -41,7 +41,7 @@ export default {
     chart = new Chart("Shares of prompt tokens, minute by minute", (value) => `${value.toFixed(1)} %`, clock, { range: [0, 100] });
     causes = new Table("Lost, by cause", CAUSES, (row) => row.cause, { nothing: "Nothing was lost." });
     by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker", nothing: "No request yet." });
-    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix, { nothing: "Nothing was lost." });
+    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix, { link: (row) => `#prefixes/${row.prefix}`, nothing: "Nothing was lost." });
     note = h("p", { class: "note" });
     return [tiles, chart.element, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
   },

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvist.events.hashing import block_hashes
 from kvist.router.doors.journal import Seen
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: pip install '.[test]'")
@@ -140,6 +141,20 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         await expect(page.locator(".problems")).to_contain_text(f"{two.url.removeprefix('http://')} is unhealthy")
         await expect(page.locator(".problems")).to_contain_text("docs/fleet.md")
         assert await barriers(page) == []
+
+
+async def test_a_prefix_that_costs_much_leads_to_its_place_among_prefixes(worker, router, browsing) -> None:
+    async with worker() as one, router(one.url, block_size=16) as front, browsing() as page:
+        await front.complete(TOKENS)
+        regret = front.service.known._regret
+        regret._buckets[-1].prefixes[int(block_hashes(TOKENS, 16)[3])] = (5000.0, 64, 7)
+        await page.goto(front.service.url + "/ui#regret")
+        costliest = page.get_by_role("region", name="Prefixes that cost most").get_by_role("link")
+        name = await costliest.text_content()
+        await costliest.click()
+        found = page.get_by_role("region", name="Prefix", exact=True)
+        await expect(found).to_contain_text(f"Ends of prefixes that cost most: {name}")
+        await expect(found).to_contain_text("Tokens 0 to 144 of m")
 
 
 async def test_who_listens_is_led_through_all_of_it_and_not_torn_away_by_what_is_new(worker, router, browsing) -> None:

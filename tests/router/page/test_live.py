@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from kvist.router.doors import live
 from kvist.router.doors.journal import BURST, RATE, Seen
 from kvist.router.doors.prefixes import MAX_LEAVES, PrefixTree
 from kvist.router.prompts import OneModel
+from kvist.router.regret import Regret
 
 PAGE = Path(kvist.router.__file__).parent / "page"
 DOCS = Path(__file__).parents[3] / "docs"
@@ -268,10 +271,39 @@ def test_every_page_that_problems_name_is_there() -> None:
     assert all((DOCS / f"{page}.md").is_file() for page in pages), pages
 
 
+async def test_a_prefix_that_costs_much_is_found_by_the_name_that_regret_has_for_it(
+    worker, router, monkeypatch
+) -> None:
+    tokens = list(range(5000, 5000 + 640 * 16 + 1))
+    async with worker() as one, router(one.url, block_size=16, expected_cache_tokens=0) as front:
+        known, routing = front.service.known, front.service._forwarder.routing
+        known._capacity_blocks, known._sized_at_s = 10**6, math.inf  # one cache as large had held the prompt
+        routed, lost = routing.routed, {"routed": 0, "under_way": 0}  # as if it had been longer ago
+        monkeypatch.setattr(routing, "routed", lambda *of: msgspec.structs.replace(routed(*of), **lost))
+        for _ in range(2):
+            await front.complete(tokens, cache_salt="salt")
+        (costly,) = (await front.client.get("/regret")).json()["costliest_prefixes"]
+        (node,) = (await front.client.get("/ui/state?view=prefixes")).json()["prefixes"]
+        assert node["costly"] == [costly["prefix"]]
+        assert node["prefix"] != costly["prefix"]  # which ends with a block of the sample, before the prompt does
+        random = Random(3)
+        for _ in range(8):  # where prompts part, who goes on with it keeps the name
+            await front.complete(tokens[: random.randrange(17, len(tokens))], cache_salt="salt")
+
+        async def is_kept() -> bool:
+            nodes = (await front.client.get("/ui/state?view=prefixes")).json()["prefixes"]
+            assert [name for each in nodes for name in each["costly"]] == [costly["prefix"]]
+            (found,) = [each for each in nodes if each["costly"]]
+            assert found["from_tokens"] < costly["length"] <= found["to_tokens"]
+            return len(nodes) > 1
+
+        await front.until(is_kept)
+
+
 def test_the_tree_is_what_prompts_add_up_to() -> None:
     """Against a count of every prefix of every prompt: a node ends where some prompt goes another way, or ends."""
     random = Random(7)
-    tree = PrefixTree(OneModel(None), None)
+    tree = PrefixTree(OneModel(None), None, Regret())
     prompts: list[tuple[tuple[int, ...], int]] = []
     for _ in range(300):
         start = random.choice(prompts)[0][: random.randrange(1, 30)] if prompts and random.random() < 0.8 else ()
@@ -300,7 +332,7 @@ def test_the_tree_is_what_prompts_add_up_to() -> None:
 
 
 def test_the_tree_forgets_what_nobody_asks_for() -> None:
-    random, tree = Random(1), PrefixTree(OneModel(None), None)
+    random, tree = Random(1), PrefixTree(OneModel(None), None, Regret())
     system = np.array([random.getrandbits(64) for _ in range(4)], np.uint64)
     for now in range(4 * MAX_LEAVES):
         prompt = np.concatenate([system, np.array([random.getrandbits(64)], np.uint64)])
