@@ -311,7 +311,7 @@ class Forwarding:
     def _on_read(self, ask: Ask) -> None:
         router, self.ask = self.router, ask
         if isinstance(self.responder, Part):  # the whole was let in
-            self.ask = msgspec.structs.replace(ask, prefill_worker=self.responder.prefill_worker)
+            self.ask = msgspec.structs.replace(ask, prefill_rank=self.responder.prefill_rank)
             self.body = self.request.body
             self._look(_MAX_LOOKS)
             return

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
 
+from kvist.events import WorkerRank
 from kvist.openai.chat_template import has_items
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
 from kvist.openai.errors import RequestError
@@ -81,7 +82,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
 
     `fields` is the whole body, but for a prompt that is in `token_ids` alone; `is_renamed` says that the body names an
     alias of the model. `chat` is what was rendered, all of it; `worker` has what the request goes on with, and no other
-    has; `prefill_worker` computes the same prompt for another answer; `obstacle` is a word for why the tokens are not
+    has; `prefill_rank` computes the same prompt for another answer; `obstacle` is a word for why the tokens are not
     all of the prompt's, or not known.
     """
 
@@ -96,7 +97,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     worker: str | None = None
     obstacle: str | None = None
     is_renamed: bool = False
-    prefill_worker: str | None = None
+    prefill_rank: WorkerRank | None = None
 
     @property
     def outcome(self) -> str:

@@ -233,7 +233,10 @@ class Routing:
             obstacle = reason if reason in OBSTACLES else None
             local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
         if local is None:
-            prefill = self._decide(ask, prefix, [each for each in paired if each.url == ask.prefill_worker] or paired)
+            prefill = self._decide(ask, prefix, paired)
+            ranks = [] if ask.prefill_rank is None else [each.target for each in prefill.candidates]
+            if ask.prefill_rank in ranks:
+                prefill = prefill.choosing(ranks.index(ask.prefill_rank))
             worker, p = self._side(prefill)
             decode = self._decide_decode(ask, prefix, worker, everyone)
             assert decode is not None

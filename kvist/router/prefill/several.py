@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvist.events import WorkerRank
 from kvist.http import Headers, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import Fields, with_fields, without_field
@@ -84,11 +85,11 @@ class Part(Responder):
         self.is_running = True
 
     @property
-    def prefill_worker(self) -> str | None:
+    def prefill_rank(self) -> WorkerRank | None:
         """Return who computes the prompt for its first answer; None for that one, and where it is not known yet."""
         first = self._answers.parts[self._choice_idx // self._answers.num_answers * self._answers.num_answers]
         computed_by = first.request.computed_by
-        return None if computed_by is None else computed_by.chosen.target.worker
+        return None if computed_by is None else computed_by.chosen.target
 
     def start(self, status: int, headers: Headers) -> None:
         """Take note of how it begins."""

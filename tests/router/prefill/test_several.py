@@ -119,6 +119,23 @@ async def test_one_prefill_worker_computes_a_prompt_for_all_of_its_answers(worke
             assert sorted(prompts.count(prompt) for prompts in asked) == [0, 4]
 
 
+async def test_one_rank_of_it_does(worker, router, engines, engine) -> None:
+    p, d = worker(models=MODELS, answer=engines.prefill), worker(models=MODELS, answer=engines.decode)
+    async with p, d:
+        with engine("p-ranks", num_ranks=4) as cache:
+            for rank in range(4):
+                cache.store(list(range(rank, rank + 16)), rank)
+            told = {"kv_event_sources": {p.url: (cache.publisher.endpoint,)}, "max_local_prefill_tokens": 0}
+            async with router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), **told) as front:
+                await front.until_ranks(p.url, 4)
+                for start in range(3):
+                    asked_before = len(p.completions)
+                    await front.complete(LONG[start:], n=4, seed=1)
+                    ranks = [each.headers["x-data-parallel-rank"] for each in p.completions[asked_before:]]
+                    assert len(ranks) == 4
+                    assert len(set(ranks)) == 1
+
+
 @pytest.mark.parametrize(
     ("failure", "is_stream", "status", "said"),
     [
