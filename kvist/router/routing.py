@@ -84,7 +84,7 @@ class Routing:
     def __init__(self, known: Known, random: Random, now_s: Callable[[], float]) -> None:
         """Decide by each model's policy."""
         self._fleet, self._models, self._load, self._index = known.fleet, known.models, known.load, known.index
-        self._pricing: dict[tuple[str | None, int], PricedPolicy] = {}
+        self._pricing: dict[tuple[PriceSettings, int], PricedPolicy] = {}
         self._ranks: dict[tuple[Worker, ...], _Ranks] = {}
         self._ranks_known_at_s = 0.0
         self._num_vain_looks = 0
@@ -372,10 +372,10 @@ class Routing:
         policy, now_s = self._models.policy(ask.model).policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
         if isinstance(policy, PriceSettings):
-            pricing = self._pricing.get((ask.model, prompt.block_size))
-            if pricing is None or pricing.settings is not policy:
+            pricing = self._pricing.get((policy, prompt.block_size))
+            if pricing is None:
                 pricing = self._load.pricing(policy, prompt.block_size)
-                self._pricing[ask.model, prompt.block_size] = pricing
+                self._pricing[policy, prompt.block_size] = pricing
             by_tier = [prefix.overlaps.get(rank.target, _NOWHERE) for rank in ranks.statuses]
             on_gpus = [each[0] for each in by_tier]
             depths = on_gpus if on_gpus == [each[-1] for each in by_tier] else by_tier

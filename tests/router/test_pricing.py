@@ -126,6 +126,13 @@ async def test_an_answer_that_is_not_streamed_is_waited_for_as_long_as_it_should
         await asyncio.gather(asked, return_exceptions=True)
 
 
+async def test_names_of_models_that_clients_make_up_take_no_memory(worker, router) -> None:
+    async with worker(models=None) as one, router(one.url, block_size=16) as front:
+        for number in range(20):
+            assert (await front.complete(TOKENS[:64], model=f"made up {number}")).status_code == 200
+        assert len(front.service._forwarder.routing._pricing) == 1
+
+
 @pytest.mark.parametrize("num_fronts", [1, 2])
 async def test_learnt_speeds_are_on_disk_while_the_router_runs(
     worker, fronts_of, http_bytes, until, tmp_path, num_fronts: int
