@@ -208,6 +208,7 @@ class UpstreamPool:
         else:
             _fail_all(waiting, error)
         self._connect_more(base_url, worker)
+        self._forget_unused(base_url, worker)
 
     def _on_free(self, connection: UpstreamConnection) -> None:
         """Gives the connection to who has waited longest, or keeps it if there is room."""
@@ -230,14 +231,18 @@ class UpstreamPool:
             connection.abort()
 
     def _on_lost(self, connection: UpstreamConnection) -> None:
-        """A connection is closed: nothing of it stays, nor of a worker with no connection left."""
+        """A connection is closed: nothing of it stays."""
         worker = self._workers.get(connection.worker)
         if worker is not None:
             worker.idle.pop(connection, None)
             worker.connections.discard(connection)
             worker.heard_s = max(worker.heard_s or -math.inf, connection.heard_s or -math.inf)
-            if not (worker.connections or worker.waiting or worker.num_connecting):
-                del self._workers[connection.worker]
+            self._forget_unused(connection.worker, worker)
+
+    def _forget_unused(self, base_url: str, worker: _Worker) -> None:
+        """Keep nothing of a worker with no connection left, and none that is waited for: it may be gone for good."""
+        if not (worker.connections or worker.waiting or worker.num_connecting):
+            self._workers.pop(base_url, None)
 
 
 def _fail_all(exchanges: Iterable[Exchange], error: UpstreamError) -> None:
