@@ -178,7 +178,9 @@ class Admission:
             raise self._refusal("shed", HTTPStatus.TOO_MANY_REQUESTS, "no worker has room for what may be dropped")
 
     def pause(self, worker: Worker, retry_after: bytes | None) -> None:
-        """Spare a worker that said it is too busy, for as long as it asks for, within bounds."""
+        """Spare a worker that said it is too busy, for as long as it asks for, within bounds; none that was removed."""
+        if self.fleet.get(worker.url) is not worker:
+            return
         is_number = retry_after is not None and retry_after.isdigit()
         pause_s = min(float(retry_after or 0), MAX_RETRY_AFTER_S) if is_number else 1.0
         worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, self.now_s() + pause_s)

@@ -469,6 +469,25 @@ async def test_who_waits_for_a_worker_that_leaves_goes_at_once_where_there_is_ro
         assert [(await each).headers["x-kvist-worker"] for each in asked] == [one.url, two.url]
 
 
+async def test_a_worker_that_is_removed_and_asks_to_be_spared_then_bounds_nobody(worker, router, http_bytes) -> None:
+    gate = asyncio.Event()
+
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(http_bytes.response(b"{}", status=503, extra="retry-after: 60\r\n"))
+
+    async with worker(answer=refuse) as one, worker() as two, router(one.url, drain_timeout_s=0.01) as front:
+        asked = asyncio.create_task(front.complete())
+        await front.until(lambda: asyncio.sleep(0, len(one.completions) == 1))
+        await front.client.post("/workers", json={"url": two.url})
+        await front.until_state(two.url, "healthy")
+        await front.client.delete("/workers", params={"url": one.url})
+        await front.until_state(one.url, "gone")
+        gate.set()
+        assert (await asked).headers["x-kvist-worker"] == two.url
+        assert one.url not in front.service.fleet.bounded
+
+
 async def test_a_priority_of_any_size_waits_at_one_of_several_fronts_and_holds_nobody_up(
     worker, fronts_of, gated, until
 ) -> None:
