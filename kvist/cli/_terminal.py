@@ -8,7 +8,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,6 +60,15 @@ async def finish(task: asyncio.Task[None]) -> None:
     except asyncio.CancelledError:
         if not task.cancelled():
             raise
+
+
+def write_output(flag: str, path: Path, text: str | None) -> None:
+    """Write a file that a flag names, or with None only see that it can be written; raises InvalidValueError."""
+    try:
+        with path.open("a" if text is None else "w") as file:
+            file.write(text or "")
+    except OSError as error:
+        raise InvalidValueError(flag, str(path), f"a file that can be written ({error.strerror})") from None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvist.cli._terminal import ShowProgress, display, make_table, progress_line
+from kvist.cli._terminal import ShowProgress, display, make_table, progress_line, write_output
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -24,18 +24,25 @@ if TYPE_CHECKING:
     from kvist.simulate.trace import Trace
     from kvist.simulate.worker import Machine
 
+_LOADS = "0.7,0.9"
+
 HELP = "choose a policy and a fleet's size by a trace, before they are bought"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", help="JSON lines, or a folder; made up: `conversations`, `tool-agents`; or `fit`")
+    add(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="JSON lines, or a folder; made up: `conversations`, `tool-agents`; or `fit`",
+    )
     add("recording", nargs="?", metavar="RECORDING", help="with `fit`: print workers' rates by these recorded requests")
     add("--policy", default="kv,kv-blocks,dynamo", metavar="NAMES", help="(default %(default)s); `list` says all")
     add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 doubles from 4 on (default %(default)s)")
     add("--prefill-workers", type=int, default=0, metavar="N", help="N more that compute long prompts for the others")
     about_load = "what one shared cache of its size leaves to compute, of what a fleet can (default %(default)s)"
-    add("--load", default="0.7,0.9", metavar="SHARES", help=about_load)
+    add("--load", default=_LOADS, metavar="SHARES", help=about_load)
     add("--max-ttft-p99", type=float, metavar="SECONDS", help="find the smallest fleet for this, at the trace's pace")
     add("--speedup", type=float, metavar="N", help="instead of --load: N times the trace's own pace")
     add("--add-workers", type=int, default=0, metavar="N", help="say what N more workers would change")
@@ -79,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in POLICIES:
             raise InvalidValueError("--policy", name, f"some of {', '.join(POLICIES)}")
     for flags, least, most, expected in (
-        ("seeds prefill_rate speedup cache_tokens burstiness", 1e-9, 1e12, "more than 0"),
+        ("seeds prefill_rate speedup cache_tokens burstiness max_ttft_p99", 1e-9, 1e12, "more than 0"),
         ("add_workers silent index_delay prefill_workers host_tokens", 0.0, 1e12, "0 or more"),
         ("lost_events", 0.0, 1.0, "a share from 0 to 1"),
     ):
@@ -93,12 +100,21 @@ def run(args: argparse.Namespace) -> int:
     args.machines, args.memory = _machines(args), _memory(args)
     if args.trace == "fit":
         return _fit(args)
+    if args.recording is not None:
+        raise InvalidValueError("RECORDING", args.recording, "`fit` in front of it, or one TRACE")
+    if args.load != _LOADS and (args.speedup or args.max_ttft_p99):
+        raise InvalidValueError("--load", args.load, "neither --speedup nor --max-ttft-p99 beside it")
+    if args.add_workers and args.max_ttft_p99:
+        raise InvalidValueError("--add-workers", args.add_workers, "a fleet's size, and not --max-ttft-p99")
     args.outage = _outage(args.outage) if args.outage else None
     if args.silent > min(_sizes(args.workers)):
         raise InvalidValueError("--silent", args.silent, "no more than the smallest fleet has")
     if args.outage and min(_sizes(args.workers)) < 2:
         raise InvalidValueError("--workers", args.workers, "2 or more, where one is gone for a time")
     trace = _trace(args.trace, args.requests)
+    for flag, path in (("--report", args.report), ("--json", args.json)):
+        if path is not None:
+            write_output(flag, path, None)
     if args.closed_loop:
         trace = trace.in_sessions()
     with progress_line() as show:
@@ -106,12 +122,13 @@ def run(args: argparse.Namespace) -> int:
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if args.report is not None:
-        args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
+        write_output("--report", args.report, html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
         left_out = ("run", "json", "report", "rates", "model_path", "memory")
         given = {name: value for name, value in vars(args).items() if name not in left_out}
         given["machines"] = [asdict(machine) for machine in args.machines]
-        args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
+        told = {"given": given, "requests": len(trace.requests), "results": rows}
+        write_output("--json", args.json, json.dumps(told) + "\n")
     return 0
 
 
@@ -213,8 +230,8 @@ def _fit(args: argparse.Namespace) -> int:
     from kvist.simulate.rates import fit
     from kvist.simulate.trace import read_lines
 
-    if args.recording is None:
-        raise InvalidValueError("RECORDING", None, "a file or folder of `kvist route --record-requests`")
+    if args.recording is None or not Path(args.recording).exists():
+        raise InvalidValueError("RECORDING", args.recording, "a file or folder of `kvist route --record-requests`")
     fits = fit(line for _, line in read_lines(Path(args.recording)))
     cache_tokens = args.machines[0].cache_tokens
     machines = {name: asdict(replace(each.machine, cache_tokens=cache_tokens)) for name, each in fits.items()}
@@ -224,13 +241,13 @@ def _fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trace(name: str, num_requests: int | None) -> Trace:
+def _trace(name: str | None, num_requests: int | None) -> Trace:
     from kvist.simulate.trace import conversations, read_trace, tool_agents
 
     if num_requests is not None and num_requests < 2:
         raise InvalidValueError("--requests", num_requests, "2 or more")
-    made_up = {"conversations": conversations, "tool-agents": tool_agents}.get(name)
-    if made_up is None and not Path(name).exists():
+    made_up = {"conversations": conversations, "tool-agents": tool_agents}.get(name or "")
+    if name is None or (made_up is None and not Path(name).exists()):
         raise InvalidValueError("TRACE", name, "a file or a folder, or one of conversations, tool-agents and fit")
     return made_up(num_requests or 4000) if made_up else read_trace(Path(name), num_requests)
 
@@ -246,8 +263,11 @@ def _numbers(flag: str, text: str) -> list[float]:
 
 
 def _outage(text: str) -> tuple[float, float]:
-    begin, end, *more = *_numbers("--outage", text.replace("..", ",")), 0.0
-    if more != [0.0] or not begin < end <= 1:
+    try:
+        begin, end = map(float, text.split(".."))
+    except ValueError:
+        begin = end = 0.0
+    if not 0 <= begin < end <= 1:
         raise InvalidValueError("--outage", text, "two shares of the trace's time, as 0.4..0.6")
     return begin, end
 
@@ -255,8 +275,9 @@ def _outage(text: str) -> tuple[float, float]:
 def _sizes(text: str) -> list[int]:
     """Return fleet sizes; a range has its ends, and each double of the lower between them."""
     lower, dots, upper = text.partition("..")
-    sizes = [int(number) for number in _numbers("--workers", f"{lower},{upper}" if dots else text)]
-    if min(sizes) < 1 or (dots and (len(sizes) != 2 or sizes[0] > sizes[1])):
+    numbers = _numbers("--workers", f"{lower},{upper}" if dots else text)
+    sizes = [*map(int, numbers)]
+    if sizes != numbers or (dots and (len(sizes) != 2 or sizes[0] > sizes[1])):
         raise InvalidValueError("--workers", text, "numbers from 1 on, or a range such as 4..16")
     if dots:
         doubles = (sizes[0] * 2**power for power in range(sizes[1].bit_length()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from kvist.errors import InvalidValueError
 from kvist.events import FULL, Tier
 from kvist.events.engine_events import KnownWindow
 from kvist.kvcache import KvDtype, KvGroup, LayerKv, peak_num_blocks, plan_windows, split_memory
@@ -44,6 +45,8 @@ class Memory:
     def pools(self, cache_tokens: int, block_size: int, longest: int, tell: Tell | None = None) -> list[Pool]:
         """Return empty pools for so many tokens; raises InvalidValueError where the longest request does not fit."""
         groups, longest = self.groups(longest), min(longest, cache_tokens // block_size * block_size)
+        if longest < block_size:
+            raise InvalidValueError("cache_tokens", cache_tokens, f"room for a block of {block_size} tokens")
         memory_bytes = cache_tokens * sum(group.token_bytes for group in groups)
         limits = {"max_model_len": longest, "max_num_seqs": MAX_RUNNING, "max_step_tokens": MAX_STEP_TOKENS}
         on_gpu = split_memory(groups, block_size, memory_bytes, **limits, policy="bounded")

@@ -133,7 +133,7 @@ def read_rates(path: Path) -> list[Machine]:
         told = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
         machines = list(msgspec.convert(told, dict[str, Machine], strict=False).values())
         unknown = {name for rates in told.values() for name in rates} - {field.name for field in fields(Machine)}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidValueError("rates", str(path), f"an object of each worker's rates ({error})") from None
     if unknown:
         raise InvalidValueError("rates", ", ".join(sorted(unknown)), "names such as `kvist simulate fit` prints")

@@ -172,6 +172,16 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--host-tokens", "-1"], "--host-tokens"),
         (["--prefill-workers", "-1"], "--prefill-workers"),
         (["--accelerator", "h100"], "--accelerator"),
+        (["--workers", "2.5"], "--workers"),
+        (["--outage", "0.4,0.6"], "--outage: got '0.4,0.6', expected two shares"),
+        (["--max-ttft-p99", "-1"], "--max-ttft-p99"),
+        (["--max-ttft-p99", "nan"], "--max-ttft-p99"),
+        (["--max-ttft-p99", "5", "--add-workers", "1"], "--add-workers"),
+        (["--speedup", "1", "--load", "0.5"], "--load"),
+        (["--cache-tokens", "1"], "cache_tokens: got 1, expected room for a block of"),
+        (["--rates", "/nowhere/rates.json"], "rates: got '/nowhere/rates.json'"),
+        (["--report", "/nowhere/report.html"], "--report: got '/nowhere/report.html', expected a file that can be wri"),
+        (["--json", "/"], "--json: got '/', expected a file that can be written (Is a directory)"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(
@@ -184,6 +194,11 @@ def test_values_that_mean_nothing_are_refused_by_name(
 def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "/nowhere/trace.jsonl"]) == 2
     assert "TRACE: got '/nowhere/trace.jsonl', expected a file" in capsys.readouterr().err
+    assert main(["simulate"]) == 2
+    assert "TRACE: got None, expected a file" in capsys.readouterr().err
+    for recording in (["fit", "/nowhere"], ["tool-agents", "/nowhere"]):
+        assert main(["simulate", *recording]) == 2
+        assert "RECORDING: got '/nowhere', expected" in capsys.readouterr().err
 
 
 def test_figures_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
