@@ -18,32 +18,38 @@ if TYPE_CHECKING:
 
 HELP = "say where the hits went: what caches could have spared, and why they did not"
 
+_CACHE_TOKENS = 400_000
 LOSSES = ("tokens lost", "share", "why", "what to do")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="URL|RECORDING", help="a router, or what `kvist route --record-requests` wrote")
-    add("--window", default="10m", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default %(default)s)")
+    add("--window", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default 10m)")
     add_admin_key(parser)
     add(
         "--cache-tokens",
         type=int,
-        default=400_000,
         metavar="N",
-        help="of a recording: what each worker caches (default %(default)s)",
+        help="of a recording: what each worker caches (default 400000)",
     )
     add("--json", action="store_true", help="print all there is, as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0."""
-    if args.source.startswith(("http://", "https://")):
-        report = json.loads(ask(args.source, f"/regret?window={args.window}", args.admin_key))
+    is_router = args.source.startswith(("http://", "https://"))
+    name, value = ("cache-tokens", args.cache_tokens) if is_router else ("window", args.window)
+    if value is not None:
+        raise InvalidValueError(f"--{name}", value, f"{'a recording' if is_router else 'a router'}, not {args.source}")
+    if args.cache_tokens is not None and args.cache_tokens < 1:
+        raise InvalidValueError("--cache-tokens", args.cache_tokens, "more than 0")
+    if is_router:
+        report = json.loads(ask(args.source, f"/regret?window={args.window or '10m'}", args.admin_key))
     elif not (path := Path(args.source)).exists():
         raise InvalidValueError("URL|RECORDING", args.source, "a router, as http://127.0.0.1:30000, or a recording")
     else:
-        report = _read(path, args.cache_tokens)
+        report = _read(path, args.cache_tokens or _CACHE_TOKENS)
     if args.json:
         print(json.dumps(report))
     else:

@@ -92,5 +92,13 @@ def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     for neither in ("/nowhere/missing.jsonl", "127.0.0.1:9"):
         assert main(["why", neither]) == 2
         assert f"got '{neither}', expected a router, as http://" in capfd.readouterr().err
+    asked = recorded(tmp_path / "asked.jsonl", lines_of(1))
+    for source, flags in (
+        (asked, ["--window", "5m"]),
+        (asked, ["--cache-tokens", "0"]),
+        ("http://x", ["--cache-tokens", "9"]),
+    ):
+        assert main(["why", source, *flags]) == 2
+        assert f"{flags[0]}: got " in capfd.readouterr().err
     assert main(["why", "http://127.0.0.1:9"]) == 1
     assert "kvist why: error: http://127.0.0.1:9/regret?window=10m cannot be reached" in capfd.readouterr().err
