@@ -6,6 +6,7 @@ Brokers' clients are asyncio, and publishers are not: a publication has a thread
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -22,6 +23,8 @@ from kvist.events.transports.broker import ANSWER, ASK, BrokerUrl, unpack
 from kvist.events.transports.broker_link import BrokerLink, ClientT, end, first_of
 from kvist.events.transports.broker_replay import Answers, Asking
 from kvist.events.transports.received import MalformedCounter, MessageQueue
+
+_logger = logging.getLogger(__name__)
 
 CAPACITY = 1024
 """Messages that wait for the broker; beyond them the publisher keeps its own, and drops the oldest if it must."""
@@ -92,13 +95,16 @@ class BrokerPublication(ABC, Generic[ClientT]):
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what was taken for up to `timeout_s`, then end; idempotent, from any thread but the own one."""
-        self._is_closed = True
+        is_first, self._is_closed = not self._is_closed, True
         self._call(self._closing.set)
         self._call(self._arrived.set)
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._task is not None:
             self._call(self._task.cancel)
             self._thread.join(_STOP_TIMEOUT_S)
+        if is_first and self._messages:
+            text = "closed before the broker took all messages num=%d url=%s"
+            _logger.warning(text, len(self._messages), self.endpoint)
 
     def _call(self, function: Callable[[], object]) -> None:
         """Call the function in the loop soon, from any thread; no-op once it has ended."""

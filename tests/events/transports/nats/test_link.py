@@ -81,13 +81,16 @@ async def test_a_server_that_comes_later_gets_what_was_sent_before_it_came(wire,
         assert (await wire.take(subscription, 1))[-1] <= 10
 
 
-async def test_while_the_server_is_away_the_hand_over_fills_and_refuses(wire):
+async def test_while_the_server_is_away_the_hand_over_fills_and_refuses(wire, logged):
     server = wire.start_server()
     server.kill()
     publication = wire.publish(wire.url(server))
     with pytest.raises(BlockingIOError):
         wire.send_until_refused(publication)
     publication.close()  # nobody is there to drain to: at once
+    publication.close()
+    (told,) = logged("kvist.events.transports.broker_stream")
+    assert told.startswith("closed before the broker took all messages num=1024 ")
 
 
 async def test_subscriptions_of_a_loop_share_one_connection_and_hear_their_own(wire, until):
