@@ -16,7 +16,16 @@ from urllib.request import Request
 
 from kvist.charts import svg_document
 from kvist.cli._client import open_url
-from kvist.cli._terminal import SHOW_INTERVAL_S, display, finish, make_table, on_signal, progress_line, serve
+from kvist.cli._terminal import (
+    SHOW_INTERVAL_S,
+    display,
+    finish,
+    make_table,
+    on_signal,
+    progress_line,
+    serve,
+    write_output,
+)
 from kvist.errors import InvalidValueError, KvistError
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
@@ -72,10 +81,11 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
     model = OneModel(None if args.model_path is None else ChatTokenizer.load(Path(args.model_path)))
     try:
         ask = asyncio.run(PromptReader(model).read(None, args.prompt.read_bytes()))
-    except KvistError as error:
+    except (KvistError, OSError) as error:
         raise InvalidValueError("--prompt", str(args.prompt), f"a file with a request ({error})") from None
     if ask.token_ids is None:
-        expected = f"a prompt whose tokens are known ({ask.untokenized_reason})"
+        hint = ": --model-path" if args.model_path is None else ""
+        expected = f"a prompt whose tokens are known ({ask.untokenized_reason}{hint})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
     with _indexed(args.file, script) as player:
         player.report()
@@ -147,7 +157,7 @@ def print_statistics(args: argparse.Namespace, script: Script) -> None:
         else:
             display(*(make_table(*table) for table in statistics_tables(statistics)))
         if args.plot is not None:
-            args.plot.write_text(svg_document(*charts(statistics.spans, str(args.file))))
+            write_output("--plot", args.plot, svg_document(*charts(statistics.spans, str(args.file))))
 
 
 def show_page(args: argparse.Namespace, script: Script) -> None:

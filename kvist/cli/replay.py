@@ -6,9 +6,21 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from kvist.cli._terminal import write_output
 from kvist.errors import InvalidValueError
 
 HELP = "play a recording of event streams, or say what is in it"
+
+
+_ACTIONS_OF = {
+    **dict.fromkeys(("speed", "as-fast-as-possible", "delay", "linger"), "to"),
+    **dict.fromkeys(("beside", "port"), "ui"),
+    **dict.fromkeys(("prompt", "model-path"), "at"),
+    "loop": "to into_index",
+    "plot": "stats",
+    "json": "into_index stats at diff",
+}
+"""What flags are of, each of which nothing else heeds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +59,9 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_pace(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
-    add("--as-fast-as-possible", action="store_true", help="without waiting")
+    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    one_of("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
+    one_of("--as-fast-as-possible", action="store_true", help="without waiting")
     add("--loop", type=int, default=1, metavar="N", help="play it N times over")
     add("--follow", action="store_true", help="go on while the recording is being written")
     add("--delay", type=float, default=1.0, metavar="SECONDS", help="wait for subscribers first (default %(default)s)")
@@ -77,15 +89,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidValueError where flags do not go together."""
-    if (args.stats or args.ui) and args.loop != 1:
-        raise InvalidValueError("--loop", args.loop, "1 with --stats and --ui")
-    if args.beside and not args.ui:
-        raise InvalidValueError("--beside", str(args.beside), "--ui with it")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for flag, actions in _ACTIONS_OF.items():
+        name, value = flag.replace("-", "_"), getattr(args, flag.replace("-", "_"))
+        if value != parser.get_default(name) and not any(getattr(args, each) for each in actions.split()):
+            expected = f"one of {', '.join(f'--{each}'.replace('_', '-') for each in actions.split())} with it"
+            raise InvalidValueError(f"--{flag}", value if isinstance(value, int | float) else str(value), expected)
     if args.plot is not None:
         import_module("matplotlib")  # or it would be missed when all is read
         if args.plot.suffix != ".svg":
             raise InvalidValueError("--plot", str(args.plot), "a name that ends in .svg")
-    if (args.at is None) != (args.prompt is None) or (args.at and args.until):
+        write_output("--plot", args.plot, None)
+    if args.at is not None and (args.prompt is None or args.until):
         raise InvalidValueError("--at", args.at, "a time, with --prompt and without --until")
     if not 0 <= args.port <= 65535:
         raise InvalidValueError("--port", args.port, "0 to 65535")

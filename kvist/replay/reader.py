@@ -63,6 +63,8 @@ class _Part:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if path.is_fifo():
+                raise OSError(0, "it is a pipe")  # whose opening would wait for a writer
             self._file = path.open("rb", buffering=0)
             self.read_at(0, 1)  # a folder can be opened
         except OSError as error:

@@ -189,7 +189,19 @@ def test_a_damaged_recording_is_used_up_to_the_damage_and_ends_with_code_1(recor
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--stats", "--loop", "2"], "--loop: got 2, expected 1 with --stats and --ui"),
+        (["--stats", "--loop", "2"], "--loop: got 2, expected one of --to, --into-index with it"),
+        (["--stats", "--speed", "2"], "--speed: got 2.0, expected one of --to with it"),
+        (["--into-index", "--plot", "x.svg"], "--plot: got 'x.svg', expected one of --stats with it"),
+        (
+            ["--to", "tcp://127.0.0.1:0", "--json"],
+            "--json: got True, expected one of --into-index, --stats, --at, --diff",
+        ),
+        (["--stats", "--prompt", "x"], "--prompt: got 'x', expected one of --at with it"),
+        (["--at", "1", "--prompt", "/nowhere"], "--prompt: got '/nowhere', expected a file with a request ([Errno 2]"),
+        (
+            ["--stats", "--plot", "/nowhere/x.svg"],
+            "--plot: got '/nowhere/x.svg', expected a file that can be written (No",
+        ),
         (["--to", "tcp://127.0.0.1:0", "--loop", "0"], "loop: got 0, expected at least 1 round"),
         (["--to", "tcp://127.0.0.1:0", "--speed", "0"], "speed: got 0.0, expected a positive number"),
         (["--to", "tcp://127.0.0.1:0", "--linger", "-1"], "--linger: got -1.0"),
@@ -208,6 +220,9 @@ def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
     code, _, errors = run(capsys, tmp_path / "none", "--stats")
     text = f"recording: got {str(tmp_path / 'none')!r}, expected a file that can be read (No such file or directory)"
     assert (code, errors) == (2, f"kvist replay: error: {text}\n")
+    os.mkfifo(tmp_path / "pipe")
+    code, _, errors = run(capsys, tmp_path / "pipe", "--stats")
+    assert (code, "expected a file that can be read (it is a pipe)" in errors) == (2, True)
     (tmp_path / "letter").write_text("dear aunt")
     code, output, errors = run(capsys, tmp_path / "letter", "--stats")
     assert (code, output, "expected a recording, which is an MCAP file" in errors) == (1, "", True)
@@ -234,7 +249,7 @@ def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
     prompt.write_text(json.dumps({"model": "m", "prompt": "some text"}))
     code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
     assert code == 2
-    assert "a prompt whose tokens are known (the router has no tokeniser of the model" in err
+    assert "a prompt whose tokens are known (the router has no tokeniser of the model: --model-path)" in err
     code, _, err = run(capsys, recorded, "--at", "2")
     assert (code, "--at" in err) == (2, True)
 
