@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     level, line = getattr(args, "log_level", "info").upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=level, format=line, stream=sys.stderr)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # or what cannot be written would be found at the interpreter's end
+        return code
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -79,5 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failure(command: str, error: Exception, code: int) -> int:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left can be written nowhere
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            return code
     print(f"kvist {command}: error: {error}", file=sys.stderr)
     return code

@@ -39,6 +39,24 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
     assert f"usage: kvist {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("device", "told"), [("/dev/full", "error: [Errno 28] No space left on device"), (None, "")])
+def test_what_cannot_be_printed_is_a_failure_of_one_line_and_none_for_a_reader_who_has_seen_enough(
+    device: str | None, told: str
+) -> None:
+    program = "import sys; from kvist.cli import main; sys.exit(main(['simulate', '--policy', 'list']))"
+    if device is None:
+        read_end, stdout = os.pipe()
+        os.close(read_end)
+    else:
+        stdout = os.open(device, os.O_WRONLY)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(stdout)
+    assert ended.returncode == 1
+    assert ended.stderr == (f"kvist simulate: {told}\n" if told else "")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_log_level_stands_before_or_behind_each_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
