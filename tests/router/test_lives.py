@@ -612,7 +612,7 @@ class Life:
                 if error["code"] == "no_pair" and self.is_plain(asked):
                     for side in ("prefill", "decode"):
                         able = {each.url for each in self.workers if each.role == side and self.serves(each, asked)}
-                        tried = [run.worker.url for run in runs if run.worker.role == side]
+                        tried = [run.worker.url for run in runs if run.worker.role in (side, "both")]
                         if len(tried) >= self.options["max_attempts"] or able <= {*tried}:
                             break
                     else:
