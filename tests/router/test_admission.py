@@ -469,6 +469,26 @@ async def test_who_waits_for_a_worker_that_leaves_goes_at_once_where_there_is_ro
         assert [(await each).headers["x-kvist-worker"] for each in asked] == [one.url, two.url]
 
 
+async def test_who_waits_tries_a_worker_whose_circuit_was_open_long_enough(
+    worker, router, gated, http_bytes, until
+) -> None:
+    async def fail(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"{}", status=500))
+
+    limits = {"max_worker_requests": 1, "breaker_failures": 1, "breaker_cooldown_s": 0.5, "health_interval_s": 1e6}
+    async with worker(answer=gated) as one, worker(answer=fail) as two, router(one.url, **limits) as front:
+        asked = [asyncio.create_task(front.complete())]
+        await until(lambda: len(one.completions) == 1)
+        await front.client.post("/workers", json={"url": two.url})
+        await front.until_state(two.url, "healthy")
+        assert (await front.complete()).status_code == 500
+        two.answer = None
+        asked.append(asyncio.create_task(front.complete()))
+        assert (await asked[1]).headers["x-kvist-worker"] == two.url
+        gated.let()
+        assert (await asked[0]).status_code == 200
+
+
 async def test_a_worker_that_is_removed_and_asks_to_be_spared_then_bounds_nobody(worker, router, http_bytes) -> None:
     gate = asyncio.Event()
 

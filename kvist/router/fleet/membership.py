@@ -26,7 +26,15 @@ from kvist.router.fleet.identity import Identity, event_endpoint, fetch, probe
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.rendering import RenderingChecks
-from kvist.router.fleet.worker import WARM_UP_STEPS, Capacity, CircuitBreaker, HealthGauge, Worker, read_report
+from kvist.router.fleet.worker import (
+    WARM_UP_STEPS,
+    Capacity,
+    CircuitBreaker,
+    CircuitState,
+    HealthGauge,
+    Worker,
+    read_report,
+)
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker
@@ -186,6 +194,7 @@ class Membership:
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
             capacity=Capacity(config.max_worker_requests),
         )
+        worker.breaker.on_change = lambda *_: self._on_circuit(worker.breaker)
         if config.max_worker_requests is not None:
             self._fleet.bounded.add(url)
         if self._index is not None:
@@ -197,6 +206,11 @@ class Membership:
         ]
         logger.info("worker added url=%s", url)
         return worker
+
+    def _on_circuit(self, breaker: CircuitBreaker) -> None:
+        """Have who waits try a worker as soon as its circuit allows that."""
+        if breaker.state is CircuitState.OPEN:
+            asyncio.get_running_loop().call_later(breaker.cooldown_s, self._fleet.on_room)
 
     def _drain(self, worker: Worker) -> None:
         """Give the worker nothing new, and forget it once its requests have ended or `drain_timeout_s` is over."""
