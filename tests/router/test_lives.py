@@ -456,6 +456,8 @@ class Life:
             self.services[0].known.index.radix.store(rank, Tier.GPU, None, block_hashes(HELD, 16))
             for worker in self.services[0].fleet.workers:  # without reports nobody knows how fast requests end
                 worker.capacity.ends_a_second = 50.0
+        if self.num_fronts == 1:  # others look by themselves now and then
+            exits.callback(asyncio.create_task(self.look(self.services[0])).cancel)
         acts: dict[Callable[[], Any], int] = {
             self.ask: 40,
             self.rest: 25,
@@ -528,6 +530,17 @@ class Life:
         monkeypatch.setattr(Forwarding, "_answer_by", answer)
         monkeypatch.setattr(Admission, "leave", served)
 
+    async def look(self, service: RouterService) -> None:
+        """See that nobody sleeps where there is room: who is first is woken in the loop's next turn."""
+        admission, asleep = service._forwarder.admission, set[Place]()
+        while True:
+            await asyncio.sleep(0.002)
+            before, asleep = asleep, set()
+            for queue, lines in admission._queues.items():
+                if not admission._is_due and admission._has_room_for(queue):
+                    asleep.add(min(lines.values(), key=lambda line: line.rank).places[0])
+            self.failures += [AssertionError(f"not woken: {place}") for place in before & asleep]
+
     def note(self, check: Callable[..., None], *of: Any) -> None:
         """Check what the router does just now, which would answer a failure as one of its own."""
         try:
@@ -547,6 +560,8 @@ class Life:
             source = router.fleet.get(forwarding.handover.prefill_worker)
             others = [each for each in router.fleet.routable(forwarding.ask.model) if each.role is worker.role]
             others = [each for each in others if source is not None and each.fits(source)]
+            just_s = admission.now_s() - 0.05  # who could not be asked until a moment ago
+            others = [each for each in others if max(each.capacity.paused_until_s, each.breaker.retry_at_s) < just_s]
             assert admission.has_room(worker) or not any(map(admission.has_room, others))
             self.told["decoded with room"] += admission.has_room(worker)
             self.told["decoded without"] += not admission.has_room(worker)
@@ -751,7 +766,7 @@ async def test_a_life_of_two_fronts(seed, worker, http_bytes, until, tmp_path, m
     async def start(exits: AsyncExitStack, config: RouterConfig) -> list[RouterService]:
         return await exits.enter_async_context(fronts_of(config, 2))
 
-    life = Life(seed, None, worker, http_bytes, until)
+    life = Life(seed, DIALECTS[seed % len(DIALECTS)], worker, http_bytes, until)
     life.num_fronts = 2
     async with AsyncExitStack() as exits:
         await life.live(exits, start, tmp_path, monkeypatch)
