@@ -109,6 +109,7 @@ class _Attempt(ResponseReceiver):
         """Blame the worker, unless it is not its fault."""
         if not error.is_ours:
             self._breaker.fail(self.owner.router.now_s())
+            self._is_trial = False
         self._end(WORKER_FAILED_STATUS, error)
 
     def on_silence(self, silent_s: float) -> None:

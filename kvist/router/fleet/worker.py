@@ -218,10 +218,10 @@ class CircuitBreaker:
         self.on_change("fail", now_s)
 
     def abandon(self) -> None:
-        """Take the end of a trial that proved nothing."""
+        """Take the end of a trial that proved nothing, also where another process has yet to say that it began."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.OPEN
-            self.on_change("abandon", 0.0)
+        self.on_change("abandon", 0.0)
 
     def doubt(self) -> None:
         """Open at the next failure: requests of another router fail there, which may be its own fault."""

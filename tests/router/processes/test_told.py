@@ -1,4 +1,4 @@
-"""Whatever front a worker asks to be spared, all spare it: until the latest of the times that it has asked for."""
+"""What fronts learn of workers and tell each other: whom to spare, and that a circuit's trial is under way."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
+from kvist.router.fleet.worker import CircuitBreaker, CircuitState, HealthGauge, Worker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes.front import RemoteKeeper
 from kvist.router.processes.keeper import FrontMetrics, KeeperProcess
 from kvist.router.processes.messages import ToFront, ToKeeper
 from kvist.router.processes.supervisor import Part
 
-CONFIG = RouterConfig(policy="random", port=0)
+CONFIG = RouterConfig(policy="random", port=0, breaker_failures=2, breaker_cooldown_s=1.0)
 URLS = ("http://a", "http://b")
 NUM_FRONTS, NUM_STEPS = 3, 300
 
@@ -46,7 +46,7 @@ class Life:
         nothing: Any = None
         self.keeper._keeper = Keeper(CONFIG, nothing, loads[0], 0.0, registry=FrontMetrics())
         for url in URLS:
-            self.keeper._keeper.fleet.put(Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker()))
+            self.keeper._keeper.fleet.put(Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker(2, 1.0)))
         self.fronts: list[RemoteKeeper] = []
         self.admissions: list[Admission] = []
         self.down: list[Any] = []
@@ -62,6 +62,7 @@ class Life:
             self.admissions.append(Admission(front.fleet, load, lambda: self.now_s, nothing, 100))
         self.asked: dict[tuple[int, str], float] = {}
         """Until when a front was asked to spare a worker, at the latest."""
+        self.running: list[tuple[CircuitBreaker, bool]] = []
         self.keeper._tell_changes()
         while self.deliver():
             pass
@@ -77,6 +78,34 @@ class Life:
         worker = front.fleet.get(url)
         assert worker is not None
         self.admissions[number].pause(worker, said)
+
+    def begin(self) -> None:
+        """A front asks a worker, if its circuit lets it."""
+        worker = self.random.choice(self.fronts).fleet.get(self.random.choice(URLS))
+        assert worker is not None
+        if worker.breaker.allows(self.now_s):
+            self.running.append((worker.breaker, worker.breaker.begin()))
+
+    def end(self) -> None:
+        """The answer comes, or the client leaves."""
+        if self.running:
+            breaker, is_trial = self.running.pop(self.random.randrange(len(self.running)))
+            outcome = self.random.choice(["fail", "fail", "succeed", "abandon"])
+            if outcome == "fail":
+                breaker.fail(self.now_s)
+            elif outcome == "succeed":
+                breaker.succeed()
+            elif is_trial:
+                breaker.abandon()
+
+    def check_trials(self) -> None:
+        """Once all has ended and is delivered, no circuit waits for a trial."""
+        while self.running:
+            self.end()
+        while self.deliver():
+            pass
+        for fleet in (self.keeper._keeper.fleet, *(front.fleet for front in self.fronts)):
+            assert all(worker.breaker.state is not CircuitState.HALF_OPEN for worker in fleet.workers)
 
     def change(self) -> None:
         """The keeper finds out something else, and tells it with what it knows of pauses."""
@@ -140,3 +169,12 @@ async def test_all_fronts_spare_a_worker_until_the_latest_time_that_any_was_told
         act()
         life.check()
     life.check_all_told()
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+async def test_whatever_comes_between_a_trial_that_has_ended_is_waited_for_by_nobody(seed: int, tmp_path: Path) -> None:
+    life = Life(seed, tmp_path)
+    acts = {life.begin: 6, life.end: 6, life.change: 3, life.pass_time: 3, life.deliver: 14, life.check_trials: 1}
+    for act in life.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
+        act()
+    life.check_trials()
