@@ -148,7 +148,7 @@ async def test_an_outage_longer_than_the_hand_over_costs_a_replay_not_a_loss(
         server.kill()
         while publisher.statistics().num_dropped_batches < 20:
             truth.churn(1)
-            await asyncio.sleep(0)
+            await until(lambda: publisher.statistics().num_waiting_events == 0)  # else events are lost before any batch
         server.start()
         await until(lambda: digest_of("w1") == truth.digest() and indexer.is_exact("w1", 0))
         (statistics,) = indexer.statistics()
