@@ -131,9 +131,9 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
     identity = Identity("vllm", "0.12", BLOCK_SIZE, models=(ServedModel("m", None, {}),), num_cache_tokens=800_000)
     for url in URLS:
         worker = Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker())
-        worker.identify(identity)
+        worker.set_identity(identity)
         fleet.put(worker)
-        load.name(WorkerRank(url, 0))
+        load.register(WorkerRank(url, 0))
     pricing = load.pricing(PriceSettings(), BLOCK_SIZE)
     columns = np.array([load.column(WorkerRank(url, 0)) for url in URLS])
     shared = [random.integers(0, 1 << 63, PROMPT_BLOCKS, np.uint64) for _ in range(20)]
@@ -169,7 +169,7 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
 
     now = [0.0]
     state = live.LiveState(fleet, models, load, index, regret, dict)
-    teller = journal.Journal(models, state.add, shows_prompts=False)
+    recorder = journal.Journal(models, state.add, shows_prompts=False)
     seen = [request() for _ in range(100)]
     for each in range(4000):  # two minutes of regret
         sampled = Routed("m", URLS[each % NUM_WORKERS], 2000, held=1600, routed=1500, reported=1500)
@@ -181,11 +181,11 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
         number = next(numbers)
         ended = seen[number % 100]
         ended.request_id = b"%032x" % number
-        teller.ended(ended, None)
+        recorder.record(ended, None)
 
     found = {"looked at": cost_s(look, number * 20)}
-    teller._allowance = 0.0
-    found["not looked at"] = cost_s(lambda: teller.ended(seen[0], None), number * 1000)
+    recorder._allowance = 0.0
+    found["not looked at"] = cost_s(lambda: recorder.record(seen[0], None), number * 1000)
     rests = {section: section._rest for section in (state._base, *state._views.values())}
     live.MIN_INTERVAL_S = 0.0
     for section in rests:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvist.events import WorkerRank
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.replicas import MAX_REPLICAS, TICK_S, WHOLE_S, Listener, Teller
+from kvist.router.fleet.replicas import MAX_REPLICAS, TICK_S, WHOLE_S, ReplicaRows, SummaryBuilder
 from kvist.router.policy.settings import PriceSettings
 from kvist.simulate.driver import PricedDriver
 from kvist.simulate.fleet import at_load, measure
@@ -53,8 +53,8 @@ class Replicas:
             for idx in range(num_workers):
                 board.column(WorkerRank(f"w{idx}", 0))
             driver._policy = LoadTracker(board).pricing(PriceSettings(), block_size)
-        self._tellers = [Teller(board) for board in boards]
-        self._listeners = [Listener(board, lambda _: True) for board in boards]
+        self._builders = [SummaryBuilder(board) for board in boards]
+        self._rows = [ReplicaRows(board, lambda _: True) for board in boards]
         self._is_told, self._workers = is_told, range(num_workers)
         self._random, self._replica_of = Random(seed), dict[Hashable, int]()
         self._tick_at_s = self._whole_at_s = 0.0
@@ -65,11 +65,11 @@ class Replicas:
             return
         self._tick_at_s, is_whole = now_s + TICK_S, now_s >= self._whole_at_s
         self._whole_at_s = now_s + WHOLE_S if is_whole else self._whole_at_s
-        for idx in range(len(self._tellers)) if is_whole else self._changed:
-            summary = self._tellers[idx].summary(now_s, is_whole=is_whole)
-            for other, listener in enumerate(self._listeners):
+        for idx in range(len(self._builders)) if is_whole else self._changed:
+            summary = self._builders[idx].build(now_s, is_whole=is_whole)
+            for other, rows in enumerate(self._rows):
                 if other != idx:
-                    listener.take(str(idx), summary, now_s)
+                    rows.apply(str(idx), summary, now_s)
         self._changed = set()
 
     def _driver_of(self, request_id: Hashable) -> PricedDriver:

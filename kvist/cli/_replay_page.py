@@ -16,7 +16,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.replay.history import History, HistoryCollector
 from kvist.replay.statistics import RecordingStatistics, curves
 from kvist.router.doors.auth import require_administrator
-from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
+from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
 from kvist.router.doors.page import EVENTS_PATH, show_file, stream
 
 
@@ -47,7 +47,7 @@ class RecordingPage:
         at = asked.get("at", str(self._end_ms))
         if not at.isdecimal():
             error = InvalidValueError("at", at, "milliseconds after the beginning")
-            return refusal(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
+            return error_answer(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
         number = self._started_ms + int(at)  # not that of another process's
         told: dict[str, Any] = {"number": number, "now": int(at) / 1000, "workers": []}
         if asked.get("since") == str(number):

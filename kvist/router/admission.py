@@ -169,7 +169,7 @@ class Admission:
         if not self._is_bounded:
             return False
         queue = model, None
-        waits_elsewhere = self.load.first_elsewhere(self.now_s(), _number_of(queue)) is not None
+        waits_elsewhere = self.load.other_queue_head(self.now_s(), _number_of(queue)) is not None
         return queue in self._queues or waits_elsewhere or not self._has_room_for(queue, excluded)
 
     def shed(self, model: str | None, excluded: Collection[str]) -> None:
@@ -231,7 +231,7 @@ class Admission:
         line.span += span
         if line.places[0] is place:
             self._set_start(line)
-        self.load.show_queued(number, 1)
+        self.load.add_queued(number, 1)
         self._show()
         return place
 
@@ -253,7 +253,7 @@ class Admission:
             if not lines:
                 del self._queues[place.queue]
             self._set_starts(place.tenant)
-            self.load.show_queued(_number_of(place.queue), -1)
+            self.load.add_queued(_number_of(place.queue), -1)
             self._show()
 
     def pump_soon(self) -> None:
@@ -312,11 +312,11 @@ class Admission:
         return self.load.board.num_fronts > 1
 
     def _is_first(self, line: Line) -> bool:
-        first = self.load.first_elsewhere(self.now_s(), _number_of(line.places[0].queue))
+        first = self.load.other_queue_head(self.now_s(), _number_of(line.places[0].queue))
         return first is None or line.rank[:3] <= first[:3]
 
     def _ring_next(self) -> None:
-        first = self.load.first_elsewhere(self.now_s())
+        first = self.load.other_queue_head(self.now_s())
         if first is not None and (not self._queues or not self._is_first(self._head())):
             self.ring(first[-1])
 
@@ -332,10 +332,10 @@ class Admission:
             self._next_look = None
         if self._queues:
             head = self._head()
-            self.load.show_head(_number_of(head.places[0].queue), *head.rank[:3], self.now_s())
+            self.load.set_queue_head(_number_of(head.places[0].queue), *head.rank[:3], self.now_s())
             self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self.pump)
         else:
-            self.load.show_head(0, 0, 0.0, 0.0, self.now_s())
+            self.load.set_queue_head(0, 0, 0.0, 0.0, self.now_s())
 
     @property
     def queued(self) -> Counter[str | None]:

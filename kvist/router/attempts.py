@@ -187,7 +187,7 @@ class PrefillAttempt(_Attempt):
         if self._dialect.works_alone or self.status != _SERVER_ERROR:
             self._judge()  # else it may be the other one's fault
         if self.status == OK:
-            self._load.answered(self.owner.router.now_s())
+            self._load.on_first_token(self.owner.router.now_s())
         self._end(self.status)
         is_ok, is_pair = self.status == OK, not self._dialect.works_alone
         if self.status >= _SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
@@ -227,7 +227,7 @@ class AnswerAttempt(_Attempt):
 
     def __init__(self, owner: Forwarding, decision: Decision) -> None:
         router, handover = owner.router, owner.handover
-        router.load.dispatched()
+        router.load.count_dispatch()
         self.has_begun = False
         self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
         self._is_whole = False
@@ -385,7 +385,7 @@ class AnswerAttempt(_Attempt):
         self.first_byte_s = first_byte_s
         router.metrics.observe(first_byte_s, "time_to_first_byte_seconds", self._worker.url, self._model)
         if not is_empty and self.status == OK:
-            self._load.answered(now_s)
+            self._load.on_first_token(now_s)
             router.routing.computed(owner.ask, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:

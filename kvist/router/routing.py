@@ -299,7 +299,7 @@ class Routing:
         return self._decide(ask, prefix, fetching, FETCH_SCALE) if fetching else None
 
     def _goes_on_from(self, prefill: Worker, other: Worker) -> bool:
-        return self._dialect_of(other) is self._dialect_of(prefill) and other.fits(prefill)
+        return self._dialect_of(other) is self._dialect_of(prefill) and other.has_compatible_cache(prefill)
 
     def _dialect_of(self, worker: Worker) -> Dialect:
         return DIALECTS.get(worker.engine or "") or DIALECTS[self._models.prefill_dialect]

@@ -47,8 +47,6 @@ class Probe(NamedTuple):
 
     transfer_ids: Collection[int]
     has_ended: Future[bool]
-    is_certain: bool = False
-    """Whether what it sent before its end has had the time to come through our socket."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,19 +114,12 @@ class SenderConnections:
         sender.dealer.close()
 
     def asked_before_its_end(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
-        """Return what a sender was asked for before its process ended; nothing as long as that is not known.
-
-        It is known from the second call on that finds it so: what the process reported last may be on its way still.
-        """
+        """Return what a sender was asked for before its process ended; nothing as long as that is not known."""
         if sender.probe is None:
             sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
-        probe = sender.probe
-        if not probe.has_ended.done():
+        if not sender.probe.has_ended.done():
             return ()
-        if probe.has_ended.result() and not probe.is_certain:
-            sender.probe = probe._replace(is_certain=True)
-            return ()
-        sender.probe = None
+        probe, sender.probe = sender.probe, None
         return probe.transfer_ids if probe.has_ended.result() else ()
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.worker import Capacity, Report, read_report
+from kvist.router.fleet.worker import Capacity, LoadReport, parse_report
 
 
 class Gated:
@@ -334,12 +334,14 @@ async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gate
 
 def test_reports_of_all_engines_are_read_and_other_pages_are_none() -> None:
     vllm = b'# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
-    assert read_report(vllm + b'vllm:num_requests_waiting{engine="0"} 5.0\n') == Report(7, 5)
-    assert read_report(vllm + b'vllm:num_requests_waiting_by_reason{reason="x"} 5.0\n') == Report(7, 0)
-    assert read_report(b'sglang:num_running_reqs{model="m"} 2\nsglang:num_queue_reqs{model="m"} 1\n') == Report(2, 1)
-    assert read_report(b"kvist_engine_requests_running 1.0\nkvist_engine_requests_waiting 2e1\n") == Report(1, 20)
-    assert read_report(b"vllm:num_requests_running 1.2.3\n") is None
-    assert read_report(b"process_start_time_seconds 1.0\n") is None
+    assert parse_report(vllm + b'vllm:num_requests_waiting{engine="0"} 5.0\n') == LoadReport(7, 5)
+    assert parse_report(vllm + b'vllm:num_requests_waiting_by_reason{reason="x"} 5.0\n') == LoadReport(7, 0)
+    assert parse_report(b'sglang:num_running_reqs{model="m"} 2\nsglang:num_queue_reqs{model="m"} 1\n') == LoadReport(
+        2, 1
+    )
+    assert parse_report(b"kvist_engine_requests_running 1.0\nkvist_engine_requests_waiting 2e1\n") == LoadReport(1, 20)
+    assert parse_report(b"vllm:num_requests_running 1.2.3\n") is None
+    assert parse_report(b"process_start_time_seconds 1.0\n") is None
 
 
 def test_a_bound_never_starves_the_batch_and_grows_back() -> None:
@@ -348,12 +350,12 @@ def test_a_bound_never_starves_the_batch_and_grows_back() -> None:
         capacity, num_wanted = Capacity(), 1000
         for _ in range(40):
             num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
-            capacity.learn(Report(min(size, num_in_flight), max(0, num_in_flight - size)), num_in_flight)
+            capacity.learn(LoadReport(min(size, num_in_flight), max(0, num_in_flight - size)), num_in_flight)
         assert capacity.max_requests is not None
         assert size < capacity.max_requests <= size + max(4, size // 8) * 3
         for _ in range(40):  # its requests have become smaller: it takes all
             num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
-            capacity.learn(Report(num_in_flight, 0), num_in_flight)
+            capacity.learn(LoadReport(num_in_flight, 0), num_in_flight)
         assert capacity.max_requests is None or capacity.max_requests >= num_wanted
 
 
@@ -361,22 +363,22 @@ def test_a_batch_that_is_half_empty_for_a_moment_lowers_no_bound() -> None:
     """Requests of one length end together."""
     capacity = Capacity()
     for _ in range(20):
-        capacity.learn(Report(32, 20), num_in_flight=52)
-        capacity.learn(Report(8, 28), num_in_flight=36)
+        capacity.learn(LoadReport(32, 20), num_in_flight=52)
+        capacity.learn(LoadReport(8, 28), num_in_flight=36)
         assert capacity.max_requests is not None
         assert capacity.max_requests >= 32
     for _ in range(20):  # it has room for fewer, for good
-        capacity.learn(Report(8, 28), num_in_flight=36)
+        capacity.learn(LoadReport(8, 28), num_in_flight=36)
     assert capacity.max_requests is not None
     assert capacity.max_requests <= 8 + 4
 
 
 def test_short_requests_have_a_reserve_for_the_time_in_which_the_router_sends_more() -> None:
     capacity = Capacity()
-    capacity.learn(Report(32, 400), num_in_flight=432, num_ended=20)
+    capacity.learn(LoadReport(32, 400), num_in_flight=432, num_ended=20)
     assert capacity.max_requests is None  # of what has just begun nobody knows how fast it ends
     for seconds in range(1, 11):
-        capacity.learn(Report(32, 400), num_in_flight=432, num_ended=1500 * seconds)
+        capacity.learn(LoadReport(32, 400), num_in_flight=432, num_ended=1500 * seconds)
     assert capacity.max_requests == 32 + 150
     assert 1000 < capacity.ends_a_second <= 1500
 
@@ -385,30 +387,30 @@ def test_a_batch_that_grows_has_a_reserve_for_what_it_takes_until_the_next_repor
     """Prompts are computed one after the other: a burst takes seconds to fill a batch."""
     capacity = Capacity()
     for num_running in range(30, 240, 30):
-        capacity.learn(Report(num_running, 1000 - num_running), num_in_flight=1000)
+        capacity.learn(LoadReport(num_running, 1000 - num_running), num_in_flight=1000)
         assert capacity.max_requests == (None if num_running == 30 else num_running + 30)
 
 
 def test_a_bound_is_forgotten_where_it_bounds_nothing_and_by_who_has_nothing_to_do() -> None:
     capacity = Capacity()
     for _ in range(2):
-        capacity.learn(Report(8, 100), num_in_flight=108)
+        capacity.learn(LoadReport(8, 100), num_in_flight=108)
     assert capacity.max_requests is not None
     for _ in range(60):
-        capacity.learn(Report(5, 0), num_in_flight=5)
+        capacity.learn(LoadReport(5, 0), num_in_flight=5)
     assert capacity.max_requests is None
-    capacity.learn(Report(8, 100), num_in_flight=108)
-    capacity.forget()
+    capacity.learn(LoadReport(8, 100), num_in_flight=108)
+    capacity.reset()
     assert capacity.max_requests is None
 
 
 def test_routers_share_what_is_too_much() -> None:
     capacity = Capacity()
     for _ in range(2):
-        capacity.learn(Report(100, 112), num_in_flight=53)
+        capacity.learn(LoadReport(100, 112), num_in_flight=53)
     assert capacity.max_requests == 53 - 25
     capacity = Capacity(fixed_requests=5)
-    capacity.learn(Report(100, 112), num_in_flight=53)
+    capacity.learn(LoadReport(100, 112), num_in_flight=53)
     assert capacity.max_requests == 5
 
 

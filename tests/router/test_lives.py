@@ -29,7 +29,7 @@ from kvist.events.hashing import block_hashes
 from kvist.router.admission import Admission, Place
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
-from kvist.router.fleet.board import Cell
+from kvist.router.fleet.board import RankField
 from kvist.router.fleet.worker import CircuitState
 from kvist.router.forward import Forwarding
 from kvist.router.policy.decision import Decision
@@ -559,7 +559,7 @@ class Life:
         if forwarding.handover is not None:
             source = router.fleet.get(forwarding.handover.prefill_worker)
             others = [each for each in router.fleet.routable(forwarding.ask.model) if each.role is worker.role]
-            others = [each for each in others if source is not None and each.fits(source)]
+            others = [each for each in others if source is not None and each.has_compatible_cache(source)]
             just_s = admission.now_s() - 0.05  # who could not be asked until a moment ago
             others = [each for each in others if max(each.capacity.paused_until_s, each.breaker.retry_at_s) < just_s]
             assert admission.has_room(worker) or not any(map(admission.has_room, others))
@@ -672,7 +672,7 @@ class Life:
         load, admission = service.known.load, service._forwarder.admission
         board, num_columns = load.board, load.ints[0]
         assert (load.num_running, load.num_waiting, sum(admission.queued.values())) == (0, 0, 0)
-        assert not board.cell_ints[:, 1 : 1 + num_columns, [Cell.RUNNING, Cell.PREFILL]].any()
+        assert not board.cell_ints[:, 1 : 1 + num_columns, [RankField.RUNNING, RankField.PREFILL]].any()
         assert not board.work[:, [QUEUED, CONTEXT, WHOLE], :num_columns].any()
         assert board.in_flight["until_s"].max() <= admission.now_s() + UNTIL_INDEXED_S
         tenants = load.tenants

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvist.openai.requests import read_fields, without_field
-from kvist.router.fleet.worker import read_report
+from kvist.router.fleet.worker import parse_report
 from kvist.router.forward import Forwarding
 
 
@@ -292,7 +292,7 @@ async def test_a_page_of_absurd_numbers_ends_nothing(worker, router, gated, gate
 
 
 def test_absurd_reports_are_none() -> None:
-    assert read_report(b"vllm:num_requests_running 1e999\n") is None
+    assert parse_report(b"vllm:num_requests_running 1e999\n") is None
 
 
 def test_a_body_without_its_priority_has_all_else_as_it_was() -> None:

@@ -1,6 +1,6 @@
-"""How requests come in: OpenAI's API for clients, administration, and why a decision falls.
+"""How requests come in: OpenAI's API for clients, and the endpoints of operators.
 
-`service.py` is the running router and hands each request to what it is for: `auth.py` says who may do what, `api.py`
-holds the router's own endpoints. For those who carry requests themselves there are `picker.py` (Envoy), `ray.py` and
-`embedded.py`. Nothing else in the router builds on this.
+`service` is the running router and dispatches each request; `auth` says who may do what, and `keeper` answers
+operators. Gateways that carry requests themselves use `picker` (Envoy), `ray` or `embedded`. `page` is the live page.
+Only `processes` builds on this.
 """

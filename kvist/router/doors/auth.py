@@ -1,8 +1,8 @@
-"""Who may do what: clients by keys (`tenants`); administration by another or, where none is set, on loopback alone.
+"""Who may do what: clients need their keys (`tenants`), administrators another key or, if none is set, loopback.
 
-A client may reach the inference endpoints of vLLM, SGLang, TensorRT-LLM and the bundled engine. All else of a worker
-(adapters, flushing, sleep, profiling) is administration. A path decides only in its plain form, and that form is what a
-worker gets: it cannot read another path than was allowed.
+A client may use the inference endpoints of vLLM, SGLang, TensorRT-LLM and the bundled engine. All other endpoints of a
+worker (adapters, flushing, sleep, profiling) are for administrators. Decisions are made on a path's plain form, which
+is also sent to the worker, so that it cannot read another path than the one that was allowed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CHARSET = re.compile(rb"""(?i)charset[ \t]*=[ \t]*["']?([^;"' \t]*)""")
 def plain_path(path: str) -> str:
     """Return the path decoded once, without dot segments, empty segments and a slash at its end.
 
-    Raises RequestError (400) for one that decodes to anything but a path's plain characters, or has an encoded slash:
-    what it names depends on who reads it.
+    Raises RequestError (400) if it decodes to anything but a path's plain characters, or has an encoded slash: what
+    such a path names depends on its reader.
     """
     if path in _POSTED:
         return path
@@ -51,7 +51,7 @@ def plain_path(path: str) -> str:
 
 
 def methods_of(path: str) -> tuple[str, ...] | None:
-    """Return how a client may use a plain path, None if it may not."""
+    """Return the methods that a client may use on a plain path, None if it may not use it at all."""
     if path in _POSTED:
         return ("POST",)
     if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
@@ -61,7 +61,7 @@ def methods_of(path: str) -> tuple[str, ...] | None:
 
 
 def check_client_request(request: Request) -> None:
-    """Raise RequestError unless an inference endpoint is used as it is meant: its method and its headers."""
+    """Raise RequestError unless a request to an inference endpoint has an allowed method and allowed headers."""
     methods = methods_of(request.path)
     assert methods is not None
     if request.method not in methods:
@@ -77,7 +77,7 @@ def check_client_request(request: Request) -> None:
 
 
 def cors_headers(request: Request, origins: Collection[str]) -> Headers:
-    """Return what has a browser show an answer to a page of one of these origins; to others it shows none."""
+    """Return the headers that let a page of one of these origins read the answer in a browser."""
     origin = request.header(b"origin")
     if origin is None or not origins:
         return []
@@ -88,17 +88,17 @@ def cors_headers(request: Request, origins: Collection[str]) -> Headers:
 
 
 def preflight_headers(request: Request) -> Headers | None:
-    """Return what a browser is told that asks how a page may use the path; None if it does not ask."""
+    """Return the headers that answer a browser's CORS preflight request; None if the request is none."""
     if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
         return None
     methods = ", ".join(methods_of(request.path) or ()).encode()
     wanted = request.header(b"access-control-request-headers")
-    told = [(b"access-control-allow-methods", methods), (b"access-control-max-age", b"600")]
-    return told if wanted is None else [*told, (b"access-control-allow-headers", wanted)]
+    headers = [(b"access-control-allow-methods", methods), (b"access-control-max-age", b"600")]
+    return headers if wanted is None else [*headers, (b"access-control-allow-headers", wanted)]
 
 
 def _content_type(headers: Headers) -> bytes:
-    """Return what the headers say of the body; raises RequestError where they say two things, or that it is packed."""
+    """Return the content type; raises RequestError if there are several, or if the body is compressed."""
     content_types = [value for name, value in headers if name == b"content-type"]
     if len(content_types) > 1:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {len(content_types)}, expected one")

@@ -1,11 +1,11 @@
-"""The router's decisions inside somebody else's gateway, which carries the requests itself.
+"""The router's decisions for a gateway that sends the requests itself.
 
     async with Router(RouterConfig(worker_urls=(...))) as router:
         routed = await router.route("/v1/chat/completions", body)
         with routed:
             ...  # POST routed.body to routed.worker with routed.headers; routed.answered() at its first byte
 
-It follows streams and workers as `kvist route` does, and listens to nobody.
+It follows streams and workers as `kvist route` does, but opens no port.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 from prometheus_client import CollectorRegistry
 
+from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
@@ -29,9 +30,6 @@ from kvist.router.attempts import RANK_HEADER
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
-from kvist.router.fleet.board import LoadBoard
-from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.replicas import num_replicas
 from kvist.router.healing import REPORT_MODE
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import Local
@@ -41,10 +39,10 @@ from kvist.router.routing import Known, Prefix, Routing
 
 
 class RoutedRequest:
-    """A request on its way to a worker, which counts there until `finish`; as a context manager it ends by itself.
+    """A request that was sent to a worker and counts as its load until `finish`, which ends a `with` block, too.
 
-    A block that ends with an error counts against the worker, as five in a row open its circuit; one that ends without
-    an answer, as the client left, says nothing of it.
+    A block that ends with an error counts against the worker, whose circuit five in a row open. A block that ends
+    without an answer, as when the client leaves, says nothing of the worker.
     """
 
     def __init__(self, router: Router, choice: Choice, *, is_streamed: bool) -> None:
@@ -56,12 +54,12 @@ class RoutedRequest:
         if router._routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         self.headers = {name.decode(): value.decode() for name, value in headers}
-        """To be sent beside the client's own, with `body`: the client's without what only a router may say."""
+        """Headers to add to the client's own. `body` is the client's without fields that only a router may set."""
         worker = router.known.fleet.get(target.worker)
         assert worker is not None
         self._worker, self._admission = worker, router._admission
         self._is_trial = worker.breaker.begin()
-        router.known.load.dispatched()
+        router.known.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
         self._on_answered = partial(router._routing.computed, ask, target.worker)
         self._on_ended = partial(router._add_regret, choice)
@@ -74,22 +72,22 @@ class RoutedRequest:
         self.finish(has_failed=isinstance(error, Exception))
 
     def answered(self) -> None:
-        """Take note of the first byte of a successful answer."""
+        """Record the first byte of a successful answer."""
         self._was_answered = True
         self._load.end_prefill()
-        self._load.answered(time.monotonic())
+        self._load.on_first_token(time.monotonic())
         self._on_answered()
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Take note that a stream grew by so many tokens."""
+        """Record that a stream grew by so many tokens."""
         self._load.add_tokens(num_tokens)
 
     def refused(self, retry_after: str | None) -> None:
-        """Take note that the worker said it is too busy (429 or 503), for as long as its `retry-after` says."""
+        """Record that the worker is too busy (429 or 503): it gets no requests for as long as `retry_after` says."""
         self._admission.pause(self._worker, None if retry_after is None else retry_after.encode())
 
     def finish(self, *, has_failed: bool = False) -> None:
-        """Take note that the request ended; further calls change nothing."""
+        """Record that the request has ended; further calls do nothing."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -104,7 +102,7 @@ class RoutedRequest:
 
 
 class Choice(NamedTuple):
-    """A decision that nothing counts yet, what it was made for, and the body for the worker."""
+    """A decision that does not count as load yet, the request it was made for, and the body for the worker."""
 
     ask: Ask
     decision: Decision
@@ -112,61 +110,53 @@ class Choice(NamedTuple):
     prefix: Prefix
 
     def at(self, worker: str) -> Choice | None:
-        """Return the same with another worker chosen, None if that was no candidate."""
+        """Return the same choice with another worker, None if that one was no candidate."""
         candidates = self.decision.candidates
         found = (idx for idx, each in enumerate(candidates) if each.target.worker == worker)
         idx = self.decision.chosen_idx if self.decision.chosen.target.worker == worker else next(found, None)
         return None if idx is None else self._replace(decision=self.decision.choosing(idx))
 
 
-class Router:
+class Router(ComposedContext):
     """Decides while its context is open; all methods belong to one event loop."""
 
     def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[Known] | None = None) -> None:
-        """Go by the same configuration as `kvist route`; what is said there of listening counts for nothing.
+        """Use the same configuration as `kvist route`, except for the settings about listening.
 
-        Where others say who the workers are, and check them, what is `known` of them is opened along with this. Raises
-        InvalidValueError for a configuration that tells clients apart: the gateway does.
+        If another system finds and checks the workers, `known` is its view of them, which is opened with this context.
+        Raises InvalidValueError for a configuration with tenants or isolation, as only the gateway knows who asks.
         """
         if config.has_tenants or config.isolation != "none":
             expected = "none, and no isolation, as the gateway knows who asks"
             raise InvalidValueError("tenants", config.tenants or config.auth_url or config.isolation, expected)
         self._config, self._known = config, known
-        self._exits = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        """Ask each worker who it is, and begin to follow its stream."""
+    async def _open(self, exits: AsyncExitStack) -> None:
+        """Ask each worker who it is, and start to follow its stream."""
         config, now_s = self._config, time.monotonic
-        async with AsyncExitStack() as exits:
-            if self._known is None:
-                pool = await exits.enter_async_context(Certificates(config).worker_pool())
-                load = LoadTracker(LoadBoard(num_replicas=num_replicas(config)))
-                self._known = Keeper(config, pool, load, now_s(), registry=CollectorRegistry())
-            known = self.known = await exits.enter_async_context(self._known)
-            index, clock = known.index, LoopClock(asyncio.get_running_loop())
-            limits = config.max_worker_prefill_tokens, config.max_fleet_requests
-            self._admission = Admission(known.fleet, known.load, now_s, clock, 0, *limits)  # nobody waits here
-            self._routing = Routing(known, Random(), now_s)
-            self._reader = PromptReader(
-                known.models,
-                has_index=lambda: index is not None and index.has_joined,
-                needs_tokens=lambda: index is not None,
-            )
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+        if self._known is None:
+            pool = await exits.enter_async_context(Certificates(config).worker_pool())
+            self._known = Keeper(config, pool, now_s(), registry=CollectorRegistry())
+        known = self.known = await exits.enter_async_context(self._known)
+        index, clock = known.index, LoopClock(asyncio.get_running_loop())
+        limits = config.max_worker_prefill_tokens, config.max_fleet_requests
+        self._admission = Admission(known.fleet, known.load, now_s, clock, 0, *limits)  # no request waits here
+        self._routing = Routing(known, Random(), now_s)
+        self._reader = PromptReader(
+            known.models,
+            has_index=lambda: index is not None and index.has_joined,
+            needs_tokens=lambda: index is not None,
+        )
 
     async def route(
         self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False
     ) -> RoutedRequest:
-        """Return which worker a request of this endpoint goes to, and count it there; `excluded` are URLs not to take.
+        """Choose a worker for a request to this endpoint, and count it there; workers of `excluded` URLs are left out.
 
-        One worker does all of it, also in a fleet with prefill workers. One that is full (`max_worker_requests`, or
-        what it was seen to take) is given it where all are, unless it is sheddable. Raises RequestError, whose `status`
-        and message are for the client: 400 for a wrong body, 404 for a model that nobody has, 429 for a sheddable
-        request that nobody has room for, 503 where nobody can take it now.
+        The worker does all of it, also in a fleet with prefill workers. A full worker (by `max_worker_requests`, or by
+        what was learnt of it) gets the request only if all are full, and then only if it is not sheddable. Raises
+        RequestError, whose `status` and message are for the client: 400 for a wrong body, 404 for a model that no
+        worker serves, 429 for a sheddable request if no worker has room, 503 if no worker can take requests now.
         """
         choice = await self.choose(path, body, excluded, is_sheddable=is_sheddable)
         return self.begin(choice, is_streamed=choice.ask.fields.get("stream") is True)
@@ -174,21 +164,21 @@ class Router:
     async def choose(
         self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False
     ) -> Choice:
-        """Return which worker that is, as `route` does, and count nothing."""
+        """Choose a worker as `route` does, without counting the request."""
         ask = await self._reader.read(path, body)
         prefix = self._routing.prefix(ask) or Prefix()
         if is_sheddable:
             self._admission.shed(ask.model, excluded)
-        full = dict.fromkeys(self._admission.full(ask.model, excluded), inf)  # nobody waits here
+        full = dict.fromkeys(self._admission.full(ask.model, excluded), inf)  # no request waits here
         plan = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT)
         return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask), prefix)
 
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
-        """Count a request where it was decided to go; only one that `is_streamed` shows when its prompt is computed."""
+        """Count a request at the chosen worker; its first byte ends its prefill only if it `is_streamed`."""
         return RoutedRequest(self, choice, is_streamed=is_streamed)
 
     def _add_regret(self, choice: Choice) -> None:
-        """Add an answered request up, for `GET /regret`; what the engine found is not known here."""
+        """Add an answered request to `GET /regret`, without the engine's own report of what it found cached."""
         if isinstance(self.known, Keeper):
             routed = self._routing.routed(DEFAULT_TENANT, choice.ask, choice.prefix, choice.decision, None)
             if routed is not None:

@@ -1,4 +1,4 @@
-"""Decisions, workers, loads and readiness as an operator reads them: plain values for JSON."""
+"""Explains decisions, workers, loads and readiness to operators, as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kvist.router.prefill.handover import Plan
 from kvist.router.prompts import Ask
 from kvist.router.regret import Regret
 
-MAX_TOLD = 20
-"""Workers and streams that are named; the rest is counted."""
+MAX_NAMED = 20
+"""How many workers or streams with a problem are named; the others are only counted."""
 HITS_WINDOW_S = 120.0
-"""How far a worker's hits reach back."""
+"""A worker's hits are those of so many last seconds."""
 _COUNTERS = ("batches", "gaps", "restarts", "refused_batches", "refused_ranks", "malformed")
 _PROBLEM = ("url", "condition", "reason", "last_event_age_s")
 _HITS = ("prompt_tokens", "routed", "told_tokens", "predicted", "reported")
 
 
 class Condition(StrEnum):
-    """How well one stream tells what its worker holds; anything but LIVE has a reason."""
+    """How complete the knowledge from one stream is; anything but LIVE has a reason."""
 
     LIVE = "live"
     PARTIAL = "partial"
@@ -53,7 +53,7 @@ _UPPER_BOUNDS = "overlaps are upper bounds: hits need other layer groups, too, w
 
 
 def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
-    """Return how a stream is, and why it is not live, or tells of a live one that its overlaps are upper bounds."""
+    """Return a stream's condition, and why it is not live or, if it is, that its overlaps are upper bounds."""
     states = set(source.states.values())
     if source.failure is not None:
         return Condition.FAILED, source.failure
@@ -70,7 +70,7 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
 
 
 def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
-    """Return who answers the request and who else takes part: computes its prompt, or has a prefix of it fetched."""
+    """Explain which worker answers the request, and which one computes its prompt or gives a prefix of it."""
     page = explain_decision(plan.answer, ask, load, now_s)
     if plan.pulled_tokens:
         page["pull"] = explain_pull(plan)
@@ -82,13 +82,13 @@ def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[
 
 
 def explain_pull(plan: Plan) -> dict[str, Any]:
-    """Return from whom a prefix is fetched, and how much of the prompt that is."""
+    """Explain from which worker a prefix is fetched, and how many tokens of it."""
     assert plan.prefill is not None
     return {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
 
 
 def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
-    """Return who takes the request, by which rule, and what every candidate would have cost."""
+    """Explain which worker was chosen, by which rule, and the cost and load of every candidate."""
     page = explain_choice(decision, ask)
     for candidate, explained in zip(decision.candidates, page["candidates"], strict=True):
         explained |= explain_load(candidate.target, load.load(candidate.target, now_s))
@@ -96,7 +96,7 @@ def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: flo
 
 
 def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dict[str, Any]:
-    """Return the same without loads, of the `most` candidates that came nearest and of the chosen one."""
+    """Explain a decision without loads, with the `most` best candidates, among them the chosen one."""
     candidates, weighing = decision.weighed()
     page: dict[str, Any] = {
         "worker": decision.chosen.target.worker,
@@ -146,7 +146,7 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
 def explain_workers(
     fleet: Fleet, load: LoadTracker, index: FleetIndex | None, regret: Regret, now_s: float
 ) -> list[dict[str, Any]]:
-    """Return each worker's state and what it follows from."""
+    """Explain the state of each worker."""
     sources: dict[str, list[dict[str, Any]]] = {}
     for source in index.every_source() if index is not None else ():
         sources.setdefault(source.worker, []).append(_explain_source(source))
@@ -197,7 +197,7 @@ def _explain_worker(
 
 
 def _why_nothing(worker: Worker, fleet: Fleet, now_s: float) -> str | None:
-    """Return why the worker is given no request now, None if it may be."""
+    """Return why the worker gets no requests now, None if it may get some."""
     if worker.state is not WorkerState.HEALTHY:
         return f"it is {worker.state}: {worker.last_failure or 'no verdict yet'}"
     if not worker.breaker.allows(now_s):
@@ -225,11 +225,11 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
 
 
 def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *, is_draining: bool) -> dict[str, Any]:
-    """Return whether requests can be taken, why not, and which event streams are not as they should be.
+    """Explain whether the router can serve requests, why not, and which event streams have problems.
 
-    `ready` means that some worker is healthy and the router is not about to end. Streams have no say in it, nor has an
-    index that is being compiled: a worker whose caches are not known is routed to by load, so that a broker or a stream
-    that is away costs overlap, not requests.
+    `ready` means that some worker is healthy and the router does not drain. Streams do not matter, nor does an index
+    that is being compiled: workers whose caches are not known get requests by load, so that a broker or a stream that
+    is away costs overlap, not requests.
     """
     workers = fleet.workers
     states = [worker.state for worker in workers]
@@ -248,7 +248,7 @@ def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *,
                 {"worker": url, "state": rendering.state.value, "reason": rendering.reason}
                 for url, rendering in renderings
                 if rendering.reason is not None
-            ][:MAX_TOLD]
+            ][:MAX_NAMED]
         }
     if index is not None:
         page["index"] = "joined" if index.has_joined else "compiling"
@@ -259,23 +259,23 @@ def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *,
 def _why_not_ready(workers: list[Worker]) -> str:
     if not workers:
         return "there are no workers"
-    told = [
-        f"{worker.url} is {worker.state}: {worker.last_failure or 'no verdict yet'}" for worker in workers[:MAX_TOLD]
+    reasons = [
+        f"{worker.url} is {worker.state}: {worker.last_failure or 'no verdict yet'}" for worker in workers[:MAX_NAMED]
     ]
-    return "no worker is healthy; " + "; ".join(told)
+    return "no worker is healthy; " + "; ".join(reasons)
 
 
 def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]:
-    """Return how many streams are in each condition, and what is wrong with those that are not live."""
+    """Explain how many streams are in each condition, and the problems of those that are not live."""
     counts: Counter[Condition] = Counter()
     num_upper_bounds = 0
     problems: list[dict[str, Any]] = []
     for source in index.every_source():
-        told = _explain_source(source)
-        counts[told["condition"]] += 1
-        num_upper_bounds += told["upper_bounds"]
-        if told["condition"] is not Condition.LIVE:
-            problems.append({"worker": source.worker, **{name: told[name] for name in _PROBLEM}})
+        page = _explain_source(source)
+        counts[page["condition"]] += 1
+        num_upper_bounds += page["upper_bounds"]
+        if page["condition"] is not Condition.LIVE:
+            problems.append({"worker": source.worker, **{name: page[name] for name in _PROBLEM}})
     unfollowed = [
         {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
         for worker in workers
@@ -284,6 +284,6 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
     return {
         **{condition.value: counts[condition] for condition in Condition},
         "upper_bounds": num_upper_bounds,
-        "problems": problems[:MAX_TOLD],
-        "unfollowed_workers": unfollowed[:MAX_TOLD],
+        "problems": problems[:MAX_NAMED],
+        "unfollowed_workers": unfollowed[:MAX_NAMED],
     }

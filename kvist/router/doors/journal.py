@@ -1,6 +1,6 @@
-"""What the live page shows of requests: where each went, the terms of its decision, how long each part took.
+"""Describes ended requests for the live page: where each went, the terms of its decision, how long each part took.
 
-At most `RATE` a second are looked at, whatever the traffic, so that it costs next to nothing; the others are counted.
+At most `RATE` requests a second are described, so that it costs next to nothing at any traffic; others are counted.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 
 RATE, BURST = 20.0, 60.0
 MAX_CANDIDATES = 8
-"""Whose terms are shown: those that came nearest."""
+"""How many candidates are shown, the best first."""
 MAX_BLOCKS = 4096
-"""Of a prompt, for the tree of prefixes."""
+"""How many blocks of a prompt the tree of prefixes gets."""
 _QUOTED_TOKENS = 96
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that has ended."""
+    """A request that has ended, as the live page shows it."""
 
     row: bytes
-    """What is shown of it: JSON."""
+    """Its description, in JSON."""
     num_skipped: int = 0
-    """How many before it are not shown."""
+    """How many requests before it were not described."""
     model: str = ""
     block_size: int = 1
     num_held: int = 0
-    """Leading blocks that the chosen rank was expected to hold."""
+    """How many leading blocks the chosen rank was predicted to hold."""
     hashes: bytes = b""
-    """Of its leading blocks: u64."""
+    """The hashes of its leading blocks, u64."""
     tokens: bytes = b""
-    """Those of these blocks, u32, where prompts may be shown."""
+    """The tokens of these blocks, u32, if prompts may be shown."""
 
 
 class Journal:
-    """Tells of requests as they end; it belongs to the event loop."""
+    """Describes requests as they end, at a limited rate; it belongs to the event loop."""
 
-    def __init__(self, models: KnownModels, tell: Callable[[Seen], None], *, shows_prompts: bool) -> None:
-        self._models, self._tell, self._shows_prompts = models, tell, shows_prompts
-        self._allowance, self._looked_at_s, self._num_skipped = BURST, 0.0, 0
+    def __init__(self, models: KnownModels, on_seen: Callable[[Seen], None], *, shows_prompts: bool) -> None:
+        self._models, self._on_seen, self._shows_prompts = models, on_seen, shows_prompts
+        self._allowance, self._last_at_s, self._num_skipped = BURST, 0.0, 0
 
-    def ended(self, request: Forwarding, error: Exception | None) -> None:
-        """Tell of a request that has just ended, if there may be one more."""
+    def record(self, request: Forwarding, error: Exception | None) -> None:
+        """Describe a request that has just ended, unless there were too many of late."""
         now_s = request.router.now_s()
-        self._allowance = min(BURST, self._allowance + (now_s - self._looked_at_s) * RATE)
-        self._looked_at_s = now_s
+        self._allowance = min(BURST, self._allowance + (now_s - self._last_at_s) * RATE)
+        self._last_at_s = now_s
         if self._allowance < 1.0:
             self._num_skipped += 1
             return
@@ -69,7 +69,7 @@ class Journal:
         row = self._row(request, error, now_s)
         ask: Ask | None = getattr(request, "ask", None)
         if ask is None or ask.token_ids is None or request.attempt is None:
-            self._tell(Seen(_encode(row), num_skipped))
+            self._on_seen(Seen(_encode(row), num_skipped))
             return
         decision, hashes, tokens = request.attempt.decision, request.prefix.block_hashes, b""
         hashes = hashes[: min(usable_blocks(len(hashes), decision.prompt), MAX_BLOCKS)]
@@ -79,10 +79,10 @@ class Journal:
             tokens = ask.token_ids[: len(hashes) * decision.prompt.block_size].tobytes()
         block_size = decision.prompt.block_size
         num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(ask.model)
-        self._tell(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
+        self._on_seen(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
 
     def _row(self, request: Forwarding, error: Exception | None, now_s: float) -> dict[str, Any]:
-        ask: Ask | None = getattr(request, "ask", None)  # there is none of a prompt that could not be read
+        ask: Ask | None = getattr(request, "ask", None)  # unset if the prompt could not be read
         attempt, handover = request.attempt, request.handover
         queue_s = 0.0 if request.place is None else request.place.waited_s
         usage = None if attempt is None else attempt.usage

@@ -1,4 +1,4 @@
-"""Who knows the fleet: follows its streams, checks its workers, and answers for them.
+"""The keeper of a router: it follows the fleet's event streams, checks its workers, and answers operators' requests.
 
     GET  /health      200 while the router serves              POST   /workers     add {"url", "role"?, …}
     GET  /readiness   200 while requests can be taken           DELETE /workers     ?url=…: drain, then remove
@@ -7,8 +7,8 @@
     GET  /regret      where hits went, of ?window=10m           GET    /usage      what tenants have used
     GET  /ui/state    what the live page shows, ?since=…
 
-The caller has checked who may ask (`kvist.router.doors.auth`), and answers /route itself: who decides can explain. It
-is part of a router that is one process (`service`), and a process of its own where there are several (`processes`).
+Its caller has checked who may ask (`kvist.router.doors.auth`), and answers /route, as it makes the decisions. A router
+of one process has a keeper in it (`service`); a router of several processes has a keeper process (`processes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -30,6 +30,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvist import __version__
+from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.http import Request, Responder, UpstreamPool
 from kvist.metrics_page import MetricsPage
@@ -42,12 +43,13 @@ from kvist.router.doors.auth import is_administrator
 from kvist.router.doors.explain import explain_load, explain_readiness, explain_workers
 from kvist.router.doors.journal import Seen
 from kvist.router.doors.live import STATE_PATH, LiveState
+from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.replicas import Replicas
-from kvist.router.fleet.speeds import kept_speeds
+from kvist.router.fleet.replicas import Replicas, num_replicas
+from kvist.router.fleet.speeds import saved_speeds
 from kvist.router.index import FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.regret import Regret, Routed
@@ -57,14 +59,14 @@ from kvist.router.tenants.accounts import used
 
 _WINDOW, _UNITS_S = re.compile(r"([1-9][0-9]{0,3})([smh])"), {"s": 1, "m": 60, "h": 3600}
 _RESIZE_S = 1.0
-"""How often it is asked how much all caches hold."""
+"""How often the size of all caches together is computed anew."""
 
 
 class Question(msgspec.Struct, frozen=True):
     """A request to one of these endpoints.
 
-    `is_draining` says how its asker is, `tenant` who asks for its own usage, `is_outsider` that who asks is to know no
-    more than whether requests can be taken.
+    `is_draining` says that the router that received it drains, `tenant` who asks for its own usage, `is_outsider` that
+    the client may learn no more than whether the router is ready.
     """
 
     method: str
@@ -78,7 +80,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What to answer it."""
+    """The response to a `Question`."""
 
     status: int
     body: bytes
@@ -89,30 +91,30 @@ class FleetKnowledge(Known, Protocol):
     """What a router needs to know of its fleet, from a keeper in its own process or in another."""
 
     async def answer(self, question: Question) -> Answer:
-        """Return what to answer an operator."""
+        """Answer an operator."""
 
     def on_routed(self, request: Routed) -> None:
-        """Take what came of a request, for `GET /regret`."""
+        """Add an answered request to the statistics of `GET /regret`."""
 
     def on_seen(self, request: Seen) -> None:
-        """Take a request, as the live page shows it."""
+        """Add a request to the live page."""
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on."""
+        """Apply another configuration."""
 
     def connect(self, conversations: Conversations, admission: Admission) -> None:
-        """Have other processes that take requests know of responses and of room, and these of theirs."""
+        """Share stored responses with other processes and routers, and free room with other processes."""
 
 
-class Keeper:
-    """A `FleetKnowledge` while its context is open."""
+class Keeper(ComposedContext):
+    """A `FleetKnowledge` of this process while its context is open."""
 
     def __init__(
         self,
         config: RouterConfig,
         pool: UpstreamPool,
-        load: LoadTracker,
         started_s: float,
+        load: LoadTracker | None = None,
         *,
         registry: CollectorRegistry | Collector,
         gauges: Callable[[], Iterator[Metric | None]] = lambda: iter(()),
@@ -120,13 +122,13 @@ class Keeper:
         on_removed: Callable[[str], None] = lambda _: None,
         descriptor: int | None = None,
     ) -> None:
-        """Its metrics are those of the fleet, what `gauges` yields, and, read in a thread, what `registry` has.
+        """Its metrics are the fleet's, those that `gauges` yields, and those of `registry`, which a thread reads.
 
-        What tenants have used is in those that `counted` yields, by default `gauges`.
-
-        The index lies in the file of a `descriptor`, if there is one, for other processes to read.
+        Usage by tenants is among the metrics that `counted` yields, by default `gauges`. `load` is by default counted
+        in this process alone. If there is a `descriptor`, the index lies in its file, for other processes to read.
         """
         now_s = time.monotonic
+        load = LoadTracker(LoadBoard(num_replicas=num_replicas(config))) if load is None else load
         self.load, self._config = load, config
         self.index = FleetIndex(config, now_s, descriptor) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
@@ -138,8 +140,8 @@ class Keeper:
         self._page = MetricsPage(lambda: chain(own.collect(), discovered(), gauges()), registry)
         self._counted, self._started_s = counted or gauges, started_s
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
-        self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_others)
-        self._endpoints = {
+        self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_more)
+        self._endpoints: dict[tuple[str, str], Callable[[Question], Answer]] = {
             ("GET", "/health"): self._health,
             ("GET", "/readiness"): self._readiness,
             ("GET", "/workers"): self._list_workers,
@@ -147,33 +149,26 @@ class Keeper:
             ("DELETE", "/workers"): self._drain_worker,
             ("GET", "/get_loads"): self._loads,
             ("GET", "/regret"): self._regret_of_window,
-            ("GET", "/usage"): self._usage,
-            ("GET", STATE_PATH): self._live_state,
+            ("GET", "/usage"): lambda asked: json_answer({"usage": used(self._counted(), asked.tenant)}),
+            ("GET", STATE_PATH): lambda asked: Answer(HTTPStatus.OK, self._live.state(asked.query)),
         }
-        self._exits = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(self.models)  # reads while workers are asked who they are
-            if self.index is not None:
-                await exits.enter_async_context(self.index)
-            if self._config.state_dir is not None:
-                path = Path(self._config.state_dir) / "router.speeds.json"
-                await exits.enter_async_context(kept_speeds(path, self.load.board, self._config.state_interval_s))
-            await exits.enter_async_context(self.membership)
-            await self.models.configured()
-            if self.replicas is not None:
-                await exits.enter_async_context(self.replicas)
-            self._live.start()
-            exits.callback(self._live.close)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self.models)  # reads files while workers are asked who they are
+        if self.index is not None:
+            await exits.enter_async_context(self.index)
+        if self._config.state_dir is not None:
+            path = Path(self._config.state_dir) / "router.speeds.json"
+            await exits.enter_async_context(saved_speeds(path, self.load.board, self._config.state_interval_s))
+        await exits.enter_async_context(self.membership)
+        await self.models.wait_for_configured()
+        if self.replicas is not None:
+            await exits.enter_async_context(self.replicas)
+        self._live.start()
+        exits.callback(self._live.close)
 
     async def answer(self, question: Question) -> Answer:
-        """Return what to answer an operator, also where that is an error."""
+        """Answer an operator; errors become answers, too."""
         method = "GET" if question.method == "HEAD" else question.method
         try:
             if (method, question.path) == ("GET", "/metrics"):
@@ -184,12 +179,12 @@ class Keeper:
                 raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
             return endpoint(question)
         except RequestError as error:
-            return refusal(error)
+            return error_answer(error)
         except InvalidValueError as error:
-            return refusal(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
+            return error_answer(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
 
     def on_routed(self, request: Routed) -> None:
-        """Add up what came of a request."""
+        """Add an answered request to the statistics of `GET /regret`."""
         now_s = time.monotonic()
         if now_s - self._sized_at_s > _RESIZE_S:
             ranks = (rank for worker in self.fleet.workers for rank in self.fleet.ranks(worker))
@@ -197,50 +192,50 @@ class Keeper:
         self._regret.add(now_s, [request], self._capacity_blocks)
 
     def on_seen(self, request: Seen) -> None:
-        """Show a request on the live page."""
+        """Add a request to the live page."""
         self._live.add(request)
 
     def _on_tokenizer(self, tokenizer: ChatTokenizer) -> None:
-        """Have the tokens of the model's workers compared with these from now on."""
+        """Compare the tokens of the model's workers with this tokeniser's from now on."""
         if self.index is not None:
-            self.fleet.renderings.start(tokenizer)
+            self.fleet.renderings.add_special_tokens(tokenizer)
             self.membership.check_renderings()
 
     def connect(self, conversations: Conversations, admission: Admission) -> None:  # noqa: ARG002
-        """There are no others here, but may be other routers."""
+        """Share stored responses with other routers; a router of one process has no other processes."""
         if self.replicas is not None:
             replicas = self.replicas
-            conversations.on_kept = lambda response_id, kept: replicas.relayed(response_id, kept.worker)
+            conversations.on_kept = lambda response_id, kept: replicas.add_response(response_id, kept.worker)
             replicas.on_response = lambda response_id, worker: conversations.keep(response_id, Kept(worker, None))
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on."""
+        """Apply another configuration."""
         self.models.reconfigure(config)
         self.membership.reconfigure(config)
 
-    # What operators ask.
+    # Endpoints.
 
     def _health(self, _: Question) -> Answer:
         joined_at_s = None if self.index is None else self.index.joined_at_s
         cold_start_s = None if joined_at_s is None else round(joined_at_s - self._started_s, 3)
-        return json_answer({"status": "ok", "version": __version__, "cold_start_s": cold_start_s} | self._kept_state())
+        return json_answer({"status": "ok", "version": __version__, "cold_start_s": cold_start_s} | self._saved_state())
 
     def _readiness(self, question: Question) -> Answer:
         page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
-        page |= self._explain_others()
-        told = {"ready": page["ready"]} if question.is_outsider else page
-        return json_answer(told, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        page |= self._explain_more()
+        shown = {"ready": page["ready"]} if question.is_outsider else page
+        return json_answer(shown, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _explain_others(self) -> dict[str, Any]:
-        """Return what readiness tells beside the fleet."""
-        told: dict[str, Any] = self._kept_state()
+    def _explain_more(self) -> dict[str, Any]:
+        """Return the parts of readiness that are not about workers."""
+        page: dict[str, Any] = self._saved_state()
         if self.replicas is not None:
-            told["replicas"] = self.replicas.described()
+            page["replicas"] = self.replicas.describe()
         if sources := self.membership.discovery.explain():
-            told["discovery"] = sources
-        return told
+            page["discovery"] = sources
+        return page
 
-    def _kept_state(self) -> dict[str, Any]:
+    def _saved_state(self) -> dict[str, Any]:
         state = None if self.index is None else self.index.state_statistics()
         return {} if state is None else {"state": state.described()}
 
@@ -249,7 +244,7 @@ class Keeper:
         return json_answer({"workers": explained})
 
     def _add_worker(self, question: Question) -> Answer:
-        # A page in a browser can post to loopback, but not with this content type unless it is allowed to.
+        # A foreign page in a browser can post to loopback, but with this content type only if it is allowed to.
         if question.content_type.partition(";")[0].strip() != "application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
         try:
@@ -279,12 +274,6 @@ class Keeper:
             raise InvalidValueError("window", given, "a time of up to an hour: 90s, 10m or 1h")
         return json_answer(self._regret.report(time.monotonic(), int(window[1]) * _UNITS_S[window[2]]))
 
-    def _live_state(self, question: Question) -> Answer:
-        return Answer(HTTPStatus.OK, self._live.state(question.query))
-
-    def _usage(self, question: Question) -> Answer:
-        return json_answer({"usage": used(self._counted(), question.tenant)})
-
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
     """Return an answer of JSON."""
@@ -294,18 +283,19 @@ def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
 def question_of(
     request: Request, config: RouterConfig, is_draining: bool = False, tenant: str | None = None
 ) -> Question:
-    """Return what an operator asks over HTTP."""
+    """Return an operator's HTTP request as a question."""
     content_type = (request.header(b"content-type") or b"").decode("latin-1")
     is_outsider = config.asks_for_keys and not is_administrator(request, config.admin_key)
-    asked = request.method, request.path, request.query, content_type, request.body
-    return Question(*asked, is_draining, tenant, is_outsider)
+    return Question(
+        request.method, request.path, request.query, content_type, request.body, is_draining, tenant, is_outsider
+    )
 
 
-def show(answer: Answer, responder: Responder) -> None:
-    """Send an operator what was answered."""
+def send_answer(answer: Answer, responder: Responder) -> None:
+    """Send an answer over HTTP."""
     responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
 
 
-def refusal(error: RequestError) -> Answer:
-    """Return an answer that says what was wrong."""
+def error_answer(error: RequestError) -> Answer:
+    """Return an error as an answer."""
     return Answer(error.status, error_body(error))

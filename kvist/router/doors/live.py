@@ -1,13 +1,13 @@
-"""What the live page shows (`page`), kept where the fleet is known: as changes since a number, for any who watch.
+"""The state that the live page (`page`) shows, which the keeper has; viewers get what has changed since a number.
 
-    workers    as `GET /workers` has them, each when it has changed
-    problems   what is not as it should be, and since when
-    requests   the last of those that `journal` tells of
-    prefixes   the tree of what those asked for, and who holds it
-    regret     as `GET /regret` has it
+    workers    as in `GET /workers`, each when it has changed
+    problems   what is wrong, and since when
+    requests   the last of those that `journal` describes
+    prefixes   the tree of the prefixes of their prompts, and who holds them
+    regret     as in `GET /regret`
 
-What is encoded is encoded once, for all who watch. Nothing is made anew before so much time has passed that all of it
-takes no more than a small part of one core, however large the fleet is.
+Each part is encoded once for all viewers. It is recomputed only so often that all of this takes no more than a small
+part of one core, however large the fleet is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATE_PATH = "/ui/state"
 MAX_REQUESTS = 1000
 MIN_INTERVAL_S, UNWATCHED_INTERVAL_S = 0.25, 5.0
 BASE_REST, VIEW_REST = 79, 349
-"""What is shown is not made anew for so many times as it took: what all views show, and what one alone does."""
+"""After a part was computed, it rests for so many times as long as that took: the part of all views, or of one."""
 MAX_ENDED_PROBLEMS = 100
 REGRET_WINDOW_S = 600.0
 VIEWS = ("fleet", "requests", "prefixes", "regret", "health")
@@ -45,14 +45,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Section:
-    """A part that is told whole whenever it has changed."""
+    """A part of the state that is sent whole whenever it has changed."""
 
     def __init__(self, make: Callable[[], Any], rest: int) -> None:
         self._make, self._rest, self._due_s = make, rest, 0.0
         self.body, self.number = msgspec.Raw(b"null"), 0
 
     def refresh(self, number: int) -> bool:
-        """Make it anew if it is time, under this number if it has changed; return whether it was time."""
+        """Recompute it if that is due, and give it this number if it has changed; return whether it was due."""
         began_s = time.monotonic()
         if began_s < self._due_s:
             return False
@@ -64,7 +64,7 @@ class _Section:
 
 
 class LiveState:
-    """Follows the fleet from `start` to `close`, now and then where nobody watches."""
+    """The state from `start` to `close`; it is kept up to date, less often without viewers."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class LiveState:
         load: LoadTracker,
         index: FleetIndex | None,
         regret: Regret,
-        others: Callable[[], dict[str, Any]],
+        explain_more: Callable[[], dict[str, Any]],
     ) -> None:
-        """`others` returns what else readiness tells."""
+        """`explain_more` returns the parts of readiness that are not about workers."""
         self._fleet, self._models, self._load, self._index = fleet, models, load, index
-        self._regret, self._others = regret, others
-        # Counts from the time on, so that who watched another process before this one is told all.
+        self._regret, self._explain_more = regret, explain_more
+        # It starts at the time, so that a viewer of an earlier process has a smaller number, and gets everything.
         self._number = self._whole_since = int(time.time() * 1000)
         self._workers: dict[str, tuple[int, msgspec.Raw]] = {}
         self._problems: dict[str, dict[str, Any]] = {}
@@ -90,28 +90,28 @@ class LiveState:
             "prefixes": _Section(self._tree.explain, VIEW_REST),
             "regret": _Section(lambda: regret.report(time.monotonic(), REGRET_WINDOW_S), VIEW_REST),
         }
-        self._next_look: asyncio.TimerHandle | None = None
+        self._next_refresh: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """See when something goes wrong, also while nobody watches."""
+        """Refresh regularly, so that problems are recorded without viewers, too."""
         self._refresh()
-        self._next_look = asyncio.get_running_loop().call_later(UNWATCHED_INTERVAL_S, self.start)
+        self._next_refresh = asyncio.get_running_loop().call_later(UNWATCHED_INTERVAL_S, self.start)
 
     def close(self) -> None:
-        """Look no more."""
-        if self._next_look is not None:
-            self._next_look.cancel()
+        """Stop refreshing."""
+        if self._next_refresh is not None:
+            self._next_refresh.cancel()
 
     def add(self, seen: Seen) -> None:
-        """Take in a request that has ended."""
+        """Add a request that has ended."""
         self._requests.append((self._number + 1, msgspec.Raw(seen.row)))
         self._num_skipped += seen.num_skipped
         self._tree.add(seen, time.monotonic())
 
     def state(self, query: str) -> bytes:
-        """Return what a view (`view=`) shows that is new since a number (`since=`), as JSON; raises InvalidValueError.
+        """Return the changes in a view (`view=`) since a number (`since=`), as JSON; raises InvalidValueError.
 
-        It is all there is where `is_whole`: whoever asked knew nothing, too little, or what was before this process.
+        If `is_whole`, it is the whole state, as the number is 0, too old, or another process's.
         """
         asked = {name: values[-1] for name, values in parse_qs(query).items()}
         view, since = asked.get("view", VIEWS[0]), asked.get("since", "0")
@@ -123,15 +123,15 @@ class LiveState:
         known = int(since)
         is_whole = not self._whole_since <= known <= self._number
         known = 0 if is_whole else known
-        told: dict[str, Any] = {"number": self._number, "is_whole": is_whole, "now": round(time.time(), 3)}
+        news: dict[str, Any] = {"number": self._number, "is_whole": is_whole, "now": round(time.time(), 3)}
         if self._base.number > known:
-            told["fleet"] = self._base.body
-        told["workers"] = [row for number, row in self._workers.values() if number > known]
+            news["fleet"] = self._base.body
+        news["workers"] = [row for number, row in self._workers.values() if number > known]
         if view == "requests":
-            told["requests"] = [row for number, row in self._requests if number > known]
+            news["requests"] = [row for number, row in self._requests if number > known]
         elif view in self._views and self._views[view].number > known:
-            told[view] = self._views[view].body
-        return _encode(told)
+            news[view] = self._views[view].body
+        return _encode(news)
 
     def _refresh(self, view: str | None = None) -> None:
         number = self._number + 1
@@ -141,13 +141,13 @@ class LiveState:
             self._number = number
 
     def _make_base(self) -> dict[str, Any]:
-        """Return what every view shows, and take over which workers have changed."""
+        """Return the part that every view shows, and update the rows of workers that have changed."""
         now_s, number, load, index = time.monotonic(), self._number + 1, self._load, self._index
         workers = explain_workers(self._fleet, load, index, self._regret, now_s)
-        readiness = explain_readiness(self._fleet, self._models, None, is_draining=False) | self._others()
+        readiness = explain_readiness(self._fleet, self._models, None, is_draining=False) | self._explain_more()
         if index is not None:
             readiness["index"] = "joined" if index.has_joined else "compiling"
-        self._note(problems_of(workers, readiness))
+        self._update_problems(problems_of(workers, readiness))
         began_at = time.time() - now_s
         before, self._workers = self._workers, {}
         for worker in workers:
@@ -157,7 +157,7 @@ class LiveState:
             row = msgspec.Raw(_encode(worker | {"shown": shown_of(worker)}))
             known = before.get(worker["url"])
             self._workers[worker["url"]] = known if known is not None and known[1] == row else (number, row)
-        if not before.keys() <= self._workers.keys():  # only to who is told all
+        if not before.keys() <= self._workers.keys():  # only a whole state shows that a worker is gone
             self._whole_since = number
         return {
             "ready": readiness["ready"],
@@ -172,8 +172,8 @@ class LiveState:
             "problems": sorted(self._problems.values(), key=lambda each: -each["since"]),
         }
 
-    def _note(self, problems: dict[str, dict[str, Any]]) -> None:
-        """Know since when each problem is there, and until when it was."""
+    def _update_problems(self, problems: dict[str, dict[str, Any]]) -> None:
+        """Record since when each problem exists, and until when it did."""
         now = round(time.time(), 1)
         for key, problem in problems.items():
             before = self._problems.get(key)

@@ -1,10 +1,10 @@
-"""The live page at `/ui`: files for anybody, which tell nothing, and a stream of what is new for administrators.
+"""Serves the live page at `/ui`: its files, which hold no data, to anybody, and a stream of data to administrators.
 
     GET /ui, /ui/…       the page, its styles and scripts (`kvist/router/page/`)
-    GET /ui/state        what a view shows (`live`)
+    GET /ui/state        the data of a view (`live`)
     GET /ui/events       the same as server-sent events, as it changes
 
-The page may load nothing from elsewhere, run nothing that is in it or comes with data, and be shown in no other page.
+The page may load nothing from other hosts, run no inline scripts, and not be embedded in other pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvist.router.doors.live import STATE_PATH
 
 UI_PATH, EVENTS_PATH = "/ui", "/ui/events"
 INTERVAL_S = 0.25
-"""How often who watches is told what is new."""
+"""How often a viewer gets what has changed."""
 
 _FOLDER = Path(kvist.router.__file__).parent / "page"
 _TYPES = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript", ".svg": b"image/svg+xml"}
@@ -47,9 +47,6 @@ class _Head(msgspec.Struct):
     number: int
 
 
-_decode_head = msgspec.json.Decoder(_Head).decode
-
-
 @cache
 def _files() -> dict[str, tuple[bytes, Headers]]:
     """Return the page's files by path, each with its headers."""
@@ -65,7 +62,7 @@ def _files() -> dict[str, tuple[bytes, Headers]]:
 
 
 def show_file(request: Request, responder: Responder) -> None:
-    """Answer with a file of the page; raises RequestError for what is none."""
+    """Answer with a file of the page; raises RequestError if there is no such file."""
     if request.method not in ("GET", "HEAD"):
         message = f"{request.method} {request.path}: expected GET or HEAD"
         raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
@@ -84,7 +81,7 @@ async def stream(
     ask: Callable[[Question], Awaitable[Answer]],
     check: Callable[[], None],
 ) -> None:
-    """Tell what is new, for as long as the client listens and `check` lets it."""
+    """Send what has changed, for as long as the client listens and `check` raises no RequestError."""
     asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), *_HEADERS]
     responder.start(HTTPStatus.OK, headers)
@@ -92,7 +89,7 @@ async def stream(
         answer = await ask(Question("GET", STATE_PATH, urlencode(asked)))
         name = b"state"
         if answer.status == HTTPStatus.OK:
-            asked["since"] = str(_decode_head(answer.body).number)
+            asked["since"] = str(msgspec.json.decode(answer.body, type=_Head).number)
         else:
             name = b"refused"
         await responder.write(b"event: %b\ndata: %b\n\n" % (name, answer.body))

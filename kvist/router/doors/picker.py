@@ -1,13 +1,13 @@
 """The Gateway API's endpoint picker: Envoy asks over `ext_proc` which worker a request goes to, and carries it there.
 
-    headers   Envoy tells of a request; where a body follows, that is waited for
-    body      whole, or in pieces (FULL_DUPLEX_STREAMED); then the answer: `x-gateway-destination-endpoint`, as a header
-              and as metadata of `envoy.lb`, two endpoints to fall back to, and the body as the worker is to get it
-    answer    its headers tell of the first byte, and the gateway of who served it if that was another one; the stream
-              ends with the request, so that its load is given back
+    headers   Envoy sends the headers of a request; if a body follows, the picker waits for it
+    body      whole, or in pieces (FULL_DUPLEX_STREAMED); then it answers with `x-gateway-destination-endpoint`, as a
+              header and as metadata of `envoy.lb`, with two endpoints to fall back to, and the body for the worker
+    answer    the response's headers stand for its first byte, and name the worker if the gateway fell back to another;
+              the stream ends with the request, whose load is then released
 
-What cannot be routed is answered at once, in OpenAI's form: also, where no worker has room, what names an objective of
-negative priority. Bodies of answers are not asked for.
+A request that cannot be routed is refused at once, in OpenAI's form; so is one with an objective of negative priority
+if no worker has room. Bodies of responses are not asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -31,12 +31,13 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvist.contexts import ComposedContext
 from kvist.http import HttpServer, Request, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
 from kvist.router.doors.auth import OPEN_PATHS, require_administrator
 from kvist.router.doors.embedded import RoutedRequest, Router
-from kvist.router.doors.keeper import Keeper, question_of, refusal, show
+from kvist.router.doors.keeper import Keeper, error_answer, question_of, send_answer
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.sources import SourceUrl
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""The header, and the key of the metadata, that says where a request goes."""
+"""The header, and the key in the metadata, with the endpoint that a request goes to."""
 _METADATA, _SUBSET_METADATA, _SUBSET = "envoy.lb", "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 _SERVED = "x-gateway-destination-endpoint-served"
 _OBJECTIVE_HEADERS = "x-llm-d-inference-objective", "x-gateway-inference-objective"
@@ -55,53 +56,46 @@ _BUSY_STATUSES = frozenset({"429", "503"})
 _NUM_FALLBACKS = 2
 _PIECE_BYTES = 62 * 1024
 _MORE_BYTES = 2**20
-"""A message may have so much more than the longest body: headers, and what makes that body too long by a piece."""
+"""How much longer than the longest body a message may be: headers, and the piece by which a body is too long."""
 _HEALTH_INTERVAL_S = 0.5
 _STREAMED = ProcessingMode.FULL_DUPLEX_STREAMED
 _SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 
 
-class Picker:
+class Picker(ComposedContext):
     """Serves `ext_proc` on the configuration's host and port while its context is open."""
 
     def __init__(self, config: RouterConfig, metrics_port: int | None = None) -> None:
-        """Route as `kvist route` does by this configuration; its keys for clients are the gateway's business.
+        """Route by the configuration as `kvist route` does; clients' keys are the gateway's business.
 
-        Operators find at `metrics_port`, if there is one, what they find at `kvist route` of a fleet.
+        `metrics_port`, if given, serves the endpoints for operators that `kvist route` has.
         """
         self._config, self.metrics_port = config, metrics_port
         self._router = Router(config)
-        self._exits = AsyncExitStack()
         self.port = config.port
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(self._router)
-            limits = [("grpc.max_receive_message_length", self._config.max_body_bytes + _MORE_BYTES)]
-            server = grpc.aio.server(options=limits)
-            objectives = list(_objectives(self._config))
-            processor = _Processor(self._router, self._config, objectives)
-            services.add_ExternalProcessorServicer_to_server(processor, server)
-            self._health = health.aio.HealthServicer()
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-            self.port = _listen(server, self._config)
-            if self.metrics_port is not None:
-                page = HttpServer(self._answer, host=self._config.host, port=self.metrics_port)
-                self.metrics_port = (await exits.enter_async_context(page)).port
-            await server.start()
-            exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
-            for name, coroutine in [
-                ("kvist-picker-health", self._show_health()),
-                *(("kvist-picker-objectives", each.follow()) for each in objectives),
-            ]:
-                exits.callback(asyncio.create_task(coroutine, name=name).cancel)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._health.enter_graceful_shutdown()
-        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self._router)
+        limits = [("grpc.max_receive_message_length", self._config.max_body_bytes + _MORE_BYTES)]
+        server = grpc.aio.server(options=limits)
+        objectives = list(_objectives(self._config))
+        processor = _Processor(self._router, self._config, objectives)
+        services.add_ExternalProcessorServicer_to_server(processor, server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self.port = _listen(server, self._config)
+        if self.metrics_port is not None:
+            page = HttpServer(self._answer, host=self._config.host, port=self.metrics_port)
+            self.metrics_port = (await exits.enter_async_context(page)).port
+        await server.start()
+        exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
+        for name, coroutine in [
+            ("kvist-picker-health", self._update_health()),
+            *(("kvist-picker-objectives", each.follow()) for each in objectives),
+        ]:
+            exits.callback(asyncio.create_task(coroutine, name=name).cancel)
+        exits.push_async_callback(self._health.enter_graceful_shutdown)
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         """Answer an operator."""
@@ -112,10 +106,10 @@ class Picker:
                 require_administrator(request, self._config.admin_key)
             answer = await known.answer(question_of(request, self._config))
         except RequestError as error:
-            answer = refusal(error)
-        show(answer, responder)
+            answer = error_answer(error)
+        send_answer(answer, responder)
 
-    async def _show_health(self) -> None:
+    async def _update_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         await self._health.set("liveness", statuses.SERVING)
         while True:
@@ -151,7 +145,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
         self._router, self._config, self._objectives = router, config, objectives
 
     async def Process(self, requests: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Follow one HTTP request."""
+        """Handle one HTTP request."""
         headers: dict[str, str] = {}
         routed: RoutedRequest | None = None
         allowed: frozenset[str] | None = None
@@ -168,7 +162,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
                                 yield pb.ProcessingResponse(request_headers=pb.HeadersResponse())
                             continue
                         routed = await self._route(headers, b"", allowed)
-                        yield self._sent(routed, "request_headers", {})
+                        yield self._destination(routed, "request_headers", {})
                     case "request_body":
                         body += request.request_body.body
                         if len(body) > self._config.max_body_bytes:
@@ -179,19 +173,19 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
                         routed = await self._route(headers, bytes(body), allowed)
                         length = {"content-length": str(len(routed.body))}
                         if is_streamed:
-                            yield self._sent(routed, "request_headers", length)
+                            yield self._destination(routed, "request_headers", length)
                             for piece in _pieces(routed.body):
                                 yield piece
                         else:
                             is_changed = routed.body != body
-                            yield self._sent(
+                            yield self._destination(
                                 routed, "request_body", length if is_changed else {}, is_changed=is_changed
                             )
                     case "response_headers":
                         if routed is not None:
-                            _judge(routed, _headers_of(request.response_headers), _served_by(request.metadata_context))
+                            _record_outcome(routed, request)
                         yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
-                    case kind:  # trailers: nothing is to be done with them
+                    case kind:  # trailers are passed on
                         reply = {"request_trailers": pb.TrailersResponse(), "response_trailers": pb.TrailersResponse()}
                         yield pb.ProcessingResponse(**{kind: reply[kind]}) if kind in reply else pb.ProcessingResponse()
         except RequestError as error:
@@ -208,13 +202,13 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
         is_sheddable = any(each.priority(objective) < 0 for each in self._objectives)
         return await self._router.route(path, body, excluded, is_sheddable=is_sheddable)
 
-    def _sent(
+    def _destination(
         self, routed: RoutedRequest, kind: str, more: dict[str, str], *, is_changed: bool = False
     ) -> pb.ProcessingResponse:
         """Return the answer that says where the request goes."""
         endpoints = ",".join(_endpoints_of(routed, self._router.known.fleet))
-        told = {DESTINATION: endpoints, **routed.headers, **more}
-        common = pb.CommonResponse(header_mutation=_setting(told), clear_route_cache=True)
+        headers = {DESTINATION: endpoints, **routed.headers, **more}
+        common = pb.CommonResponse(header_mutation=_set_headers(headers), clear_route_cache=True)
         if is_changed:
             common.body_mutation.CopyFrom(pb.BodyMutation(body=routed.body))
         metadata = Struct()
@@ -230,32 +224,30 @@ def endpoint_of(url: str) -> str:
 
 
 def _endpoints_of(routed: RoutedRequest, fleet: Fleet) -> list[str]:
-    """Return who takes the request, and who if it cannot: the next ones that were weighed as likely."""
+    """Return the chosen worker's endpoint, and those of the next best workers for the gateway to fall back to."""
     return [endpoint_of(url) for url in routed.decision.ranked_workers if fleet.get(url) is not None][
         : 1 + _NUM_FALLBACKS
     ]
 
 
-def _headers_of(told: pb.HttpHeaders) -> dict[str, str]:
-    return {each.key: (each.raw_value.decode("latin-1") or each.value) for each in told.headers.headers}
+def _headers_of(message: pb.HttpHeaders) -> dict[str, str]:
+    return {each.key: (each.raw_value.decode("latin-1") or each.value) for each in message.headers.headers}
 
 
 def _subset_of(context: Any) -> frozenset[str] | None:
-    """Return the endpoints that the gateway lets the request go to, None where it does not say."""
+    """Return the endpoints that the gateway allows for the request, None if it allows any."""
     hint = context.filter_metadata.get(_SUBSET_METADATA)
     if hint is None or _SUBSET not in hint.fields:
         return None
-    said = hint[_SUBSET]
-    listed = said.split(",") if isinstance(said, str) else [each for each in said if isinstance(each, str)]
+    subset = hint[_SUBSET]
+    listed = subset.split(",") if isinstance(subset, str) else [each for each in subset if isinstance(each, str)]
     return frozenset(each.strip() for each in listed)
 
 
-def _served_by(context: Any) -> str | None:
-    told = context.filter_metadata.get(_METADATA)
-    return told[_SERVED] if told is not None and _SERVED in told.fields else None
-
-
-def _judge(routed: RoutedRequest, headers: dict[str, str], served_by: str | None) -> None:
+def _record_outcome(routed: RoutedRequest, request: Any) -> None:
+    """Record what the headers of a response say of the worker."""
+    headers, metadata = _headers_of(request.response_headers), request.metadata_context.filter_metadata.get(_METADATA)
+    served_by = metadata[_SERVED] if metadata is not None and _SERVED in metadata.fields else None
     status = headers.get(":status", "")
     if served_by not in (None, endpoint_of(routed.worker)):  # the gateway fell back
         routed.finish(has_failed=True)
@@ -281,12 +273,14 @@ def _refusal(error: RequestError) -> pb.ProcessingResponse:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     status, details = HttpStatus(code=error.status), error.code or "refused"
-    immediate = pb.ImmediateResponse(status=status, headers=_setting(headers), body=error_body(error), details=details)
+    immediate = pb.ImmediateResponse(
+        status=status, headers=_set_headers(headers), body=error_body(error), details=details
+    )
     return pb.ProcessingResponse(immediate_response=immediate)
 
 
-def _setting(headers: dict[str, str]) -> pb.HeaderMutation:
-    """Return what puts these headers in the place of any of their names."""
+def _set_headers(headers: dict[str, str]) -> pb.HeaderMutation:
+    """Return a mutation that sets these headers, and overwrites those of the same names."""
     overwrite = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     return pb.HeaderMutation(
         set_headers=[

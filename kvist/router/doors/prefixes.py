@@ -1,7 +1,7 @@
-"""The tree of prefixes that requests asked for of late: how often, how much of them was held, and who holds it now.
+"""A tree of the prefixes of recent prompts: how often each was asked for, how often it was held, and who holds it now.
 
-A node is a run of blocks that no request has left so far; a block's hash tells of all before it, so two prompts are
-the same up to where their hashes are.
+A node is a run of blocks that all its prompts share. A block's hash covers all blocks before it, so two prompts share a
+prefix for as long as their hashes are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvist.router.prompts import KnownModels
 from kvist.router.regret import Regret
 
 MAX_LEAVES = 512
-"""The least recently used one goes."""
+"""More leaves than this are removed, the least recently used first."""
 MAX_SHOWN = 200
 MAX_HOLDERS_SHOWN = 8
 _QUOTED_TOKENS = 48
@@ -30,19 +30,19 @@ _QUOTED_TOKENS = 48
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A run of blocks, from where its parent ends, that `uses` prompts have; `hits` of them found each block held."""
+    """A run of blocks that `uses` prompts have after its parent's; `hits` counts for each block who found it held."""
 
     hashes: NDArray[np.uint64]
     hits: NDArray[np.uint32]
     tokens: NDArray[np.uint32]
     depth: int
-    """Of its end, in blocks."""
+    """Where it ends, in blocks of a prompt."""
     used_at_s: float
     uses: int = 0
     children: dict[int, _Node] = field(default_factory=dict)
 
     def split(self, num_blocks: int, block_size: int) -> _Node:
-        """Return the node of its first blocks, whose child it is from now on."""
+        """Move the first blocks to a new node, which becomes the parent of this one, and return that."""
         cut, depth = num_blocks * block_size, self.depth - len(self.hashes) + num_blocks
         first = self.hashes[:num_blocks], self.hits[:num_blocks], self.tokens[:cut]
         upper = _Node(*first, depth, self.used_at_s, self.uses)
@@ -52,10 +52,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Adds up prompts; times are handed in, and never go back."""
+    """Counts prompts by their prefixes; times are arguments, and never decrease."""
 
     def __init__(self, models: KnownModels, index: FleetIndex | None, regret: Regret) -> None:
-        """Quote prompts by the tokenisers of `models`, where their tokens are told; call prefixes as `regret` does."""
+        """Quote prompts with the tokenisers of `models`, if tokens are given; name prefixes as `regret` does."""
         self._models, self._index, self._regret = models, index, regret
         self._roots: dict[tuple[str, int], _Node] = {}
         self._num_leaves = 0
@@ -86,10 +86,10 @@ class PrefixTree:
             child.hits += hits[node.depth : child.depth]
             node.children[first], node = child, child
         while self._num_leaves > MAX_LEAVES:
-            self._forget_one()
+            self._remove_leaf()
 
-    def _forget_one(self) -> None:
-        """Forget the leaf that is found by going to where nobody has been for longest."""
+    def _remove_leaf(self) -> None:
+        """Remove a leaf that was not used for long, by descending to the least recently used child each time."""
         place, node = min(self._roots.items(), key=lambda each: each[1].used_at_s)
         above, first = node, 0
         while node.children:
@@ -97,10 +97,10 @@ class PrefixTree:
         del above.children[first]
         if not self._roots[place].children:
             del self._roots[place]
-        self._num_leaves -= bool(above.children) or above.depth == 0  # else that one is a leaf now
+        self._num_leaves -= bool(above.children) or above.depth == 0  # else its parent has become a leaf
 
     def explain(self, most: int = MAX_SHOWN) -> list[dict[str, Any]]:
-        """Return the nodes that are used most, each behind its parent, which it names by its place."""
+        """Return the most used nodes, each after its parent, which it refers to by its place in the list."""
         found: list[tuple[_Node, str, int, _Node | None]] = [
             (child, *place, None) for place, root in self._roots.items() for child in root.children.values()
         ]

@@ -1,4 +1,4 @@
-"""What is not as it should be, from what `/workers` and `/readiness` tell, each with the page that explains it."""
+"""Lists what is wrong by the answers of `/workers` and `/readiness`, with the page of docs/ that explains it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 from kvist.router.index import APPROXIMATE
 
 _MIN_TOLD_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
-"""A worker that finds less of what was predicted, of so much at least, is told of."""
-
-
+"""A worker that finds a smaller share of the tokens predicted is a problem, once its reports cover so many tokens."""
 _KINDS = {"live": "good", "gone": "bad", "failed": "bad"}
 _STREAMS = ("live", "unheard", "partial", "resyncing", "gone", "failed")
-"""How streams are, the worst last."""
+"""The conditions of streams, the worst last."""
 
 
 def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
-    """Return how a worker is, and how well its cache is known: each as a word, why, and good, warn or bad."""
+    """Return a worker's state and how well its cache is known, each as a word, its reason, and good, warn or bad."""
     why, events = worker["takes_nothing_as"], worker["kv_events"]
     state = worker["state"], why, "bad" if worker["state"] == "unhealthy" else "warn"
     if worker["state"] == "healthy":
@@ -35,10 +33,10 @@ def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
 
 
 def problems_of(workers: list[dict[str, Any]], readiness: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what is wrong, by what stays the same while it is: where, what, why, how bad, and which page explains."""
-    told = [(worker["url"], _of_worker(worker)) for worker in workers]
-    told.append(("router", _of_router(readiness)))
-    return {f"{where} {each['what']}": {"where": where, **each} for where, problems in told for each in problems}
+    """Return all problems, under keys that stay the same for as long as a problem does."""
+    found = [(worker["url"], _of_worker(worker)) for worker in workers]
+    found.append(("router", _of_router(readiness)))
+    return {f"{where} {each['what']}": {"where": where, **each} for where, problems in found for each in problems}
 
 
 def _problem(what: str, why: str | None, page: str, *, is_bad: bool = True) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
     @serve.deployment(request_router_config=request_router(model_path=...))
 
-    replicas    tell in `record_replica_metadata` where they stream KV events; Serve starts, checks and ends them
+    replicas    say in `record_replica_metadata` where they stream KV events; Serve starts, checks and stops them
     handles     follow those streams, each by itself, and read prompts as `kvist route` does
-    requests    are counted from the replica's word that it takes one to the end that Serve tells of
+    requests    count from when the replica accepts them until Serve reports that they have ended
 
-A request is read from the first argument of the call: OpenAI's fields, as a mapping, a model of pydantic or JSON. What
-is none, and every request until the router has opened, goes where Serve itself finds the shortest queue, as does what
-no replica that Kvist prefers has a place for.
+A request is read from the first argument of the call: OpenAI's fields, as a mapping, a Pydantic model or JSON. Any
+other call goes where Serve itself finds the shortest queue; so does every request before the router has opened, and one
+for which none of the replicas that Kvist prefers has room.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.openai.errors import RequestError
@@ -47,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 EVENT_SOURCES = "kv_event_sources"
 """The key of a replica's metadata under which it lists the URLs of its streams."""
-_LOOK_S = 5.0
-"""How often it is looked what replicas without a stream may still hold."""
+_EXPECT_INTERVAL_S = 5.0
+"""How often the guessed caches of replicas without a stream are updated."""
 
 
 def request_router(**settings: Any) -> RequestRouterConfig:
-    """Return what has a deployment's requests routed by these settings of `kvist route`; raises InvalidValueError."""
+    """Return a deployment's configuration of routing, by settings of `kvist route`; raises InvalidValueError."""
     RouterConfig(**parse_values(RouterConfig, settings))
     name = f"{KvistRequestRouter.__module__}.{KvistRequestRouter.__qualname__}"
     return RequestRouterConfig(request_router_class=name, request_router_kwargs=settings)
@@ -62,14 +63,14 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
     """Ranks replicas by what a request would cost each."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take the settings; raises InvalidValueError."""
+        """Apply the settings; raises InvalidValueError."""
         self._config = RouterConfig(**parse_values(RouterConfig, settings))
         self._fleet: ReplicaFleet | None = None
         self._router: Router | None = None
         self._running: defaultdict[tuple[str, str], list[RoutedRequest]] = defaultdict(list)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Have these replicas, and no others."""
+        """Route to exactly these replicas."""
         super().update_replicas(replicas)
         if self._fleet is None:
             self._fleet = ReplicaFleet(self._config)
@@ -77,7 +78,7 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
         self._fleet.follow(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Have this replica no more."""
+        """Stop routing to this replica."""
         super().on_replica_actor_died(replica_id)
         if self._fleet is not None:
             self._fleet.follow(self._replicas.values())
@@ -85,33 +86,33 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas one by one, the best first; all together where there is nothing to go by."""
+        """Return the replicas one by one, the best first, or all together if Kvist cannot rank them."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # before it is asked again
+            pending_request.routing_context.should_backoff = True  # before Serve calls this again
         if self._router is None or pending_request is None:
             return [candidate_replicas]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         others = [worker.url for worker in self._router.known.fleet.workers if worker.url not in by_name]
         try:
             choice = await self._router.choose(*request_of(pending_request.args), others)
-        except RequestError:  # which the replica answers
+        except RequestError:  # the replica answers with an error of its own
             return [candidate_replicas]
         pending_request.kvist_choice = choice
         ranked = [[by_name.pop(name)] for name in choice.decision.ranked_workers if name in by_name]
         return [*ranked, list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count a request where it runs, whichever replica took it."""
+        """Count a request at the replica that accepted it."""
         super().on_request_routed(pending_request, replica_id, result)
         choice: Choice | None = getattr(pending_request, "kvist_choice", None)
         choice = None if choice is None else choice.at(replica_id.unique_id)
         if choice is not None and self._router is not None and self._router.known.fleet.get(replica_id.unique_id):
-            # Serve does not tell of first bytes.
+            # Serve does not report first bytes.
             routed = self._router.begin(choice, is_streamed=False)
             self._running[replica_id.unique_id, pending_request.metadata.internal_request_id].append(routed)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it no more."""
+        """Release the request's load."""
         super().on_request_completed(replica_id, internal_request_id)
         for routed in self._running.pop((replica_id.unique_id, internal_request_id), ()):
             routed.answered()
@@ -123,7 +124,7 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
                 self._router = router
                 while True:
                     fleet.expect()
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_EXPECT_INTERVAL_S)
         except Exception:
             logger.exception("requests are routed by Serve alone deployment=%s", self._deployment_id)
             raise
@@ -131,8 +132,8 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
             self._router = None
 
 
-class ReplicaFleet:
-    """The replicas of a deployment, as a `Router` knows workers: all are healthy, and serve whatever is asked."""
+class ReplicaFleet(ComposedContext):
+    """The replicas of a deployment as workers of a `Router`: all are healthy, and serve any model."""
 
     def __init__(self, config: RouterConfig) -> None:
         now_s = time.monotonic
@@ -141,22 +142,15 @@ class ReplicaFleet:
         self.index = FleetIndex(replace(config, state_dir=None), now_s)
         self.fleet = Fleet(config.block_size, self.index, now_s)
         self.models = Models(config, self.fleet)
-        self._exits = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        """Read the model that is configured, and follow the streams; raises InvalidValueError."""
-        async with AsyncExitStack() as exits:
-            await exits.enter_async_context(self.models)
-            await exits.enter_async_context(self.index)
-            await self.models.configured()
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+    async def _open(self, exits: AsyncExitStack) -> None:
+        """Read the configured model and follow the streams; raises InvalidValueError."""
+        await exits.enter_async_context(self.models)
+        await exits.enter_async_context(self.index)
+        await self.models.wait_for_configured()
 
     def follow(self, replicas: Iterable[RunningReplica]) -> None:
-        """Have exactly these replicas; one whose streams are none is expected to hold what it was given."""
+        """Set the replicas; the cache of one whose streams cannot be followed is guessed from what it was given."""
         wanted = {replica.replica_id.unique_id: replica for replica in replicas}
         for worker in self.fleet.workers:
             if worker.url not in wanted:
@@ -167,7 +161,7 @@ class ReplicaFleet:
         for name, replica in wanted.items():
             if self.fleet.get(name) is not None:
                 continue
-            self.load.name(WorkerRank(name, 0))
+            self.load.register(WorkerRank(name, 0))
             try:
                 self.index.follow(name, replica.replica_metadata.get(EVENT_SOURCES, ()))
             except InvalidValueError as error:
@@ -175,14 +169,14 @@ class ReplicaFleet:
             self.fleet.put(Worker(name, (), HealthGauge(is_healthy=True), CircuitBreaker()))
 
     def expect(self) -> None:
-        """Expect replicas without streams to keep what they were given, for a while."""
+        """Guess that replicas without streams keep what they were given, up to `expected_cache_tokens`."""
         for worker in self.fleet.workers:
             num_blocks = self._config.expected_cache_tokens // self.fleet.block_size_of(worker.url, None)
             self.index.expect(worker.url, num_blocks)
 
 
 def request_of(arguments: Sequence[Any]) -> tuple[str, bytes]:
-    """Return the endpoint and body of OpenAI's API that a call's first argument is for; raises RequestError."""
+    """Return a call's first argument as a path and a body of OpenAI's API; raises RequestError."""
     first: Any = arguments[0] if arguments else None
     if hasattr(first, "model_dump"):
         first = first.model_dump(mode="json", exclude_unset=True)

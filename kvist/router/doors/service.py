@@ -1,15 +1,15 @@
-"""A running router: everything built from one configuration, started and ended together.
+"""A running router: builds everything from one configuration, starts it and stops it.
 
     async with RouterService(RouterConfig(worker_urls=(...))) as service:
         ...  # serves on service.url
 
-The server listens once each worker was asked, and stops first, in this order (`docs/operating.md`):
+The server starts to listen when each worker was asked once. It is the first to stop (`docs/operating.md`):
 
-    drain       `/readiness` fails for `drain_delay_s`; requests are still taken
-    close       nothing is listened to any more; what runs goes on for `shutdown_timeout_s`
-    shut down   what still runs is ended: a stream by an event that says why, where it can be
+    drain       `/readiness` fails for `drain_delay_s`; requests are still accepted
+    close       it no longer listens; running requests have `shutdown_timeout_s` to end
+    shut down   requests that still run are ended; a stream, if possible, by an event that says why
 
-The index joins when it is compiled; until then requests are routed by load.
+Until the index is compiled, requests are routed by load.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from http import HTTPStatus
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from prometheus_client.core import Metric
 
+from kvist.contexts import ComposedContext
 from kvist.http import (
     HttpLimits,
     HttpServer,
@@ -58,13 +58,10 @@ from kvist.router.doors.auth import (
 )
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.journal import Journal
-from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, json_answer, question_of, show
+from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, json_answer, question_of, send_answer
 from kvist.router.doors.live import STATE_PATH
 from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
-from kvist.router.fleet.board import LoadBoard
-from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.replicas import num_replicas
 from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.metrics import PREFIX, RouterMetrics
 from kvist.router.prompts import COMPLETION_PATH
@@ -85,17 +82,17 @@ TRACES_CLOSE_TIMEOUT_S = 0.5
 USAGE_PATH = "/usage"
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret", STATE_PATH})
 WORKER_HEADER = b"x-kvist-worker"
-"""Names the worker that an administrator's request to an endpoint of a worker is for."""
+"""The header that names the worker of an administrator's request to an endpoint of workers."""
 
 
 OpenKnowledge: TypeAlias = Callable[
     [UpstreamPool, RouterMetrics, Callable[[], Iterator[Metric | None]]], AbstractAsyncContextManager[FleetKnowledge]
 ]
-"""Opens what is known of the fleet, for a router that has this pool and these metrics."""
+"""Makes a router's `FleetKnowledge` from its pool, its metrics and a function that yields its gauges."""
 
 
-class RouterService:
-    """Serves from `async with` on until the block ends, and then as said above; at once if an error ends it."""
+class RouterService(ComposedContext):
+    """A router that serves while its context is open, and then stops as explained above; at once after an error."""
 
     def __init__(
         self,
@@ -104,14 +101,13 @@ class RouterService:
         knowledge: OpenKnowledge | None = None,
         recording: Beginning | None = None,
     ) -> None:
-        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows.
+        """`started_s` is when the process started, by the monotonic clock, if the caller knows.
 
-        What is known of the fleet comes from `knowledge`, by default from a keeper of its own. If it comes from
-        elsewhere, this is one of several processes, which share the port, and the `recording`.
+        By default the router has a keeper of its own. If `knowledge` comes from elsewhere, this is one of several
+        processes, which share the port and the `recording`.
         """
         self._config, self._recording = config, recording or Beginning()
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
         self._is_draining = False
         self._forwarder: Forwarder
@@ -121,18 +117,6 @@ class RouterService:
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            await self._start(exits)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Drain, stop listening, let requests end, release everything."""
-        await self._exits.__aexit__(kind, error, trace)
-
     @property
     def url(self) -> str:
         """Return where the router listens."""
@@ -140,9 +124,9 @@ class RouterService:
         return self._config.url_at(self._server.port)
 
     def reload(self, config: RouterConfig) -> None:
-        """Take over what of another configuration may change while the router runs; say what needs a restart.
+        """Apply the settings that may change while the router runs, and log those that need a restart.
 
-        Certificates are read from their files again. Raises InvalidValueError, and no setting changes, if that fails.
+        Certificates are read from their files again. Raises InvalidValueError, and changes no setting, if that fails.
         """
         renewed, changed, fixed = self._config.changed_to(config)
         self._certificates.renew(renewed)
@@ -154,7 +138,7 @@ class RouterService:
         if fixed:
             logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
 
-    async def _start(self, exits: AsyncExitStack) -> None:
+    async def _open(self, exits: AsyncExitStack) -> None:
         config = self._config
         self._metrics = RouterMetrics()
         await exits.enter_async_context(self._keys)
@@ -177,7 +161,7 @@ class RouterService:
             self._keys.judge,
             self._refuse,
             known.on_routed,
-            Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).ended,
+            Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).record,
             self._open_tracing(exits),
             self._access_log,
             recorder,
@@ -194,14 +178,14 @@ class RouterService:
             self._handle, host=config.host, port=config.port, limits=limits, tls=tls, is_shared=self._is_shared
         )
         self._server = await exits.enter_async_context(server)
-        known.load.show_listening()
+        known.load.set_listening()
         exits.push_async_exit(self._drain)
         logger.info(
             "router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, time.monotonic() - self._started_s
         )
 
     async def _drain(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Have whoever sends requests look elsewhere before they are taken no more."""
+        """Fail `/readiness` for a while, so that load balancers go elsewhere before the router stops to listen."""
         self._is_draining = True
         if kind is None:
             logger.info("router drains delay_s=%g", self._config.drain_delay_s)
@@ -210,11 +194,9 @@ class RouterService:
     def _own_keeper(
         self, pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
     ) -> Keeper:
-        load = LoadTracker(LoadBoard(num_replicas=num_replicas(self._config)))
         return Keeper(
             self._config,
             pool,
-            load,
             self._started_s,
             registry=metrics.registry,
             gauges=gauges,
@@ -222,7 +204,7 @@ class RouterService:
         )
 
     def _gauges(self) -> Iterator[Metric | None]:
-        if self._server is not None:  # the others of several processes ask this one as soon as it knows the fleet
+        if self._server is not None:  # a keeper process may ask before it is there
             yield from self._forwarder.gauges()
             yield from server_metrics(PREFIX, self._server.statistics())
 
@@ -236,7 +218,7 @@ class RouterService:
         return tracing
 
     def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | Producer | None:
-        """Answer any request, with an OpenAI error where it cannot be served."""
+        """Handle any request; answer with an OpenAI error if it cannot be served."""
         given_id = request.header(b"x-request-id")
         request_id = given_id or self._new_request_id()
         try:
@@ -246,20 +228,20 @@ class RouterService:
         except RequestError as error:
             if error.param == "x-request-id":
                 request_id = self._new_request_id()
-            self._turn_away(request, responder, error, request_id)
+            self._reject(request, responder, error, request_id)
             return None
         return self._guarded(work, request, responder, request_id) if isinstance(work, Coroutine) else work
 
     async def _guarded(
         self, work: Coroutine[Any, Any, None], request: Request, responder: Responder, request_id: bytes
     ) -> None:
-        """Answer with an OpenAI error, too, where work that waits finds that it cannot serve the request."""
+        """Finish asynchronous work on a request; answer with an OpenAI error if it raises one."""
         try:
             await work
         except RequestError as error:
-            self._turn_away(request, responder, error, request_id)
+            self._reject(request, responder, error, request_id)
 
-    def _turn_away(self, request: Request, responder: Responder, error: RequestError, request_id: bytes) -> None:
+    def _reject(self, request: Request, responder: Responder, error: RequestError, request_id: bytes) -> None:
         self._refuse(responder, error, request_id)
         if self._access_log is not None:
             self._access_log.write(request, request_id, error.status, error.message)
@@ -297,8 +279,8 @@ class RouterService:
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
         if config.cors_origins:
             responder.own_headers = cors_headers(request, config.cors_origins)
-            if (told := preflight_headers(request)) is not None:
-                responder.answer(HTTPStatus.NO_CONTENT, told)
+            if (headers := preflight_headers(request)) is not None:
+                responder.answer(HTTPStatus.NO_CONTENT, headers)
                 return None
         tenant = self._keys.tenant_of(request)
         check_client_request(request)
@@ -308,7 +290,7 @@ class RouterService:
         return self._forwarder.forward(request, responder, request_id, tenant, is_administrator=is_admin)
 
     async def _show_usage(self, request: Request, responder: Responder) -> None:
-        """Tell a tenant what it has used, an administrator what all have."""
+        """Answer a tenant with its own usage, an administrator with that of all tenants."""
         name = None
         if not is_administrator(request, self._config.admin_key):
             tenant = await self._keys.judge(request)
@@ -318,7 +300,7 @@ class RouterService:
         await self._answer_operator(request, responder, name)
 
     def _check_watcher(self, request: Request) -> None:
-        """Raise RequestError unless the request may go on to be told what the page shows."""
+        """Raise RequestError unless the request may receive the events of the live page, or no longer may."""
         require_administrator(request, self._config.admin_key)
         if self._is_draining:
             raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is shutting down", code="shutting_down")
@@ -328,10 +310,10 @@ class RouterService:
             answer = await self._explain_route(request.body)
         else:
             answer = await self.known.answer(question_of(request, self._config, self._is_draining, tenant))
-        show(answer, responder)
+        send_answer(answer, responder)
 
     async def _explain_route(self, body: bytes) -> Answer:
-        """Return where a request with this body would go; nothing is sent."""
+        """Return where a request with this body would go, without sending it."""
         routing, admission = self._forwarder.routing, self._forwarder.admission
         ask = await self._forwarder.reader.read(None, body)
         full = admission.full(ask.model, ())
@@ -351,7 +333,7 @@ class RouterService:
         return url
 
     async def _pass_to_worker(self, request: Request, url: str, responder: Responder, request_id: bytes) -> None:
-        """Pass a request to a worker, and the answer back, both as they are."""
+        """Forward a request to a worker and its answer to the client, both unchanged."""
         forwarded = forwarded_headers(request, self._config, url, request_id)
         headers = [field for field in forwarded if field[0] != WORKER_HEADER]
         try:
@@ -367,11 +349,11 @@ class RouterService:
             self._refuse(responder, worker_failure(error), request_id)
 
     def _new_request_id(self) -> bytes:
-        """Return 32 hex digits that no other request, of this router or another, has."""
+        """Return 32 hex digits that are unique among all requests of all routers."""
         return b"%b%012x" % (self._request_id_prefix, next(self._request_numbers))
 
     async def _show_models(self, request: Request, responder: Responder) -> None:
-        """Answer with the model that the path names, or else with a list, of those that the tenant may ask for."""
+        """Answer with the model that the path names, or with the list of all that the tenant may use."""
         tenant, model_id = await self._keys.judge(request), request.path.removeprefix(MODELS_PATH).lstrip("/")
         entries = [entry for entry in self.known.models.entries(tenant.models) if model_id in ("", entry["id"])]
         if model_id and not entries:

@@ -1,5 +1,5 @@
-"""Who the workers are: found, asked what they serve, checked, and how much each has to do.
+"""Who the workers are: how they are found, what they serve, whether they are healthy, and how much each has to do.
 
-`fleet` holds them all and `worker` is one; `membership` has them come, be checked and go, `discovery` says who is
-wanted, `identity` is what each says of itself, `load` what it was given and has not ended.
+`fleet` holds them all and `worker` is one; `membership` adds, checks and removes them, `discovery` finds who is wanted,
+`identity` is what each says of itself, `load` the requests that it was given and that have not ended.
 """

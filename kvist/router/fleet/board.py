@@ -1,16 +1,16 @@
-"""Numbers that the router's processes share: each front has a row, and in it a cell for each rank of the fleet.
+"""Numbers that the router's processes share: a table with a row for each front and a column for each rank of the fleet.
 
-    whole board     how many columns are named; names of columns; rows
-    row             one cell of what the front does as a whole, and one for each column; what it knows for prices
-    cell            up to eight numbers, of eight bytes each; `Cell` and `Whole` say which
+    whole board     how many columns have a name; the names of columns; the rows
+    row             one cell for the front itself, and one for each column; what priced policies know
+    cell            up to eight numbers, of eight bytes each; `RankField` and `FrontField` say which
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
-    queues          how many wait for the models of each number
-    tenants         what they have under way and may still ask (`kvist.router.tenants.rows`)
+    queues          how many requests wait for the models of each number
+    tenants         what they have in flight and may still ask for (`kvist.router.tenants.rows`)
 
-Routers beside this one (`replicas`) have rows behind those of its fronts, which the keeper writes as it hears them.
-Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
-sum, or the greatest, is what one process would have. Who follows the fleet names the columns, and nobody else. All of
-it is in memory that outlives each of them, but not the router; a row is cleared before another process takes it over.
+Other routers (`replicas`) have rows behind those of the fronts, which the keeper writes when it receives their
+summaries. Only its front writes to a row; a reader takes the sum, or the maximum, of a cell over all rows, which is
+what a single process would have counted. Only the keeper names columns. The memory outlives each of these processes,
+but not the router; a row is cleared before another process takes it over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
 MAX_NAME_BYTES = 256
 NUM_QUEUES = 1 << 12
-"""Models whose numbers are alike but for that many share a queue's bound."""
+"""Models whose numbers are equal modulo this share one counter, and so the bound of a queue."""
 _WORD, _CELL_WORDS = 8, 8
 _NAMES_AT = 64
 _ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
@@ -42,8 +42,8 @@ TENANTS_WORD = QUEUES_WORD + NUM_QUEUES
 _ROW_WORDS = TENANTS_WORD + TENANT_ROW_WORDS
 
 
-class Cell(IntEnum):
-    """What a front has given a rank to do (`kvist.router.fleet.load`); those from RECENT on are floats."""
+class RankField(IntEnum):
+    """The numbers in a rank's cell: its load by one front (`kvist.router.fleet.load`); floats from RECENT on."""
 
     RUNNING = 0
     PREFILL = 1
@@ -51,14 +51,14 @@ class Cell(IntEnum):
     ANSWERED = 3
     RECENT = 4
     RECENT_AT = 5
-    HEARD_AT = 6
+    LAST_BYTE_AT = 6
 
 
-class Whole(IntEnum):
-    """What a front does as a whole; those from HEAD_SINCE on are floats.
+class FrontField(IntEnum):
+    """The numbers in a front's own cell; floats from HEAD_SINCE on.
 
     HEAD is the number of the model that its first waiting request is for, 0 if none waits; ALIVE_AT is when it last
-    said so.
+    wrote that.
     """
 
     LISTENING = 0
@@ -72,18 +72,18 @@ class Whole(IntEnum):
 
 
 def board_bytes(num_rows: int) -> int:
-    """Return how much memory a board of so many rows is in, which is taken as it is written to."""
+    """Return the size of a board with so many rows; its memory is only taken as it is written to."""
     return _ROWS_AT + num_rows * _ROW_WORDS * _WORD
 
 
 def clear_row(memory: mmap.mmap, row: int) -> None:
-    """Take back all that a front which is gone said, or another router."""
+    """Clear the row of a front, or of another router, that is gone."""
     start, size_bytes = _ROWS_AT + row * _ROW_WORDS * _WORD, _ROW_WORDS * _WORD
     memory[start : start + size_bytes] = bytes(size_bytes)
 
 
 class LoadBoard:
-    """A board as one process sees it. All rows but those of `front`, if it is one, are for reading."""
+    """One process's view of the board. A front may write to its own row only."""
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class LoadBoard:
         num_replicas: int = 0,
         names_columns: bool = True,
     ) -> None:
-        """Share what is in `memory`, of `board_bytes` of all rows; by default this process is all there is."""
+        """Use shared `memory`, of `board_bytes` for all rows; by default a board of this process alone."""
         num_rows = num_fronts + num_replicas
         memory = mmap.mmap(-1, board_bytes(num_rows)) if memory is None else memory
         self.num_fronts, self.num_rows, self._names_columns = num_fronts, num_rows, names_columns
         self.memory = memory
         self.ints, self.floats = memoryview(memory).cast("q"), memoryview(memory).cast("d")
         start = _ROWS_AT // _WORD
-        self.wholes = range(start, start + num_rows * _ROW_WORDS, _ROW_WORDS)
-        """Where each row's own cell begins in `ints` and `floats`, those of fronts first."""
+        self.row_starts = range(start, start + num_rows * _ROW_WORDS, _ROW_WORDS)
+        """Where each row begins in `ints` and `floats`, with the front's own cell; other routers' rows come last."""
         strides, work_at = (_ROW_WORDS * _WORD,), _ROWS_AT + _CELLS_WORDS * _WORD
         self.work: NDArray[np.float64] = np.ndarray(
             (num_rows, NUM_FIELDS, MAX_COLUMNS), float, memory, work_at, (*strides, MAX_COLUMNS * _WORD, _WORD)
@@ -112,29 +112,29 @@ class LoadBoard:
         self.cell_ints: NDArray[np.int64] = np.ndarray(
             (num_rows, 1 + MAX_COLUMNS, _CELL_WORDS), np.int64, memory, _ROWS_AT, (*strides, _CELL_WORDS * _WORD, _WORD)
         )
-        """All cells, that of the row as a whole first; `cell_floats` are the same."""
+        """All cells, the front's own first; `cell_floats` is the same memory."""
         self.cell_floats = self.cell_ints.view(float)
-        self.learnt_before: dict[WorkerRank, tuple[float, float]] = {}
-        """What a rank begins with that is named from now on, as `learnt` returns it."""
+        self.saved_speeds: dict[WorkerRank, tuple[float, float]] = {}
+        """What `learnt` returns first for a rank that gets a column from now on."""
         self.columns: dict[WorkerRank, int] = {}
-        """Those that are named, as far as this process knows."""
+        """Those that have a name, as far as this process knows."""
         self._free: list[int] = []
         self._read_names()
 
     def cells(self, target: WorkerRank) -> range | None:
-        """Return where the cells of a rank begin, front by front; None while it is not named."""
-        column, wholes = self.column(target), self.wholes
+        """Return where the cells of a rank begin, one for each row; None while it has no column."""
+        column, rows = self.column(target), self.row_starts
         if column is None:
             return None
         offset = (1 + column) * _CELL_WORDS
-        return range(wholes.start + offset, wholes.stop + offset, wholes.step)
+        return range(rows.start + offset, rows.stop + offset, rows.step)
 
     def column(self, target: WorkerRank) -> int | None:
-        """Return the column of a rank; None while it is not named."""
+        """Return the column of a rank, which the keeper assigns if it has none yet; None where that is left to do."""
         column = self.columns.get(target)
         if column is None:
             if self._names_columns:
-                column = self._name(target)
+                column = self._assign_column(target)
             else:
                 self._read_names()
                 column = self.columns.get(target)
@@ -146,18 +146,18 @@ class LoadBoard:
         return {target: (float(seconds[idx]), float(work[idx])) for idx, target in enumerate(self.columns) if work[idx]}
 
     def forget(self, worker: str) -> None:
-        """Let the columns of a worker's ranks be others' once nothing runs there."""
+        """Free the columns of a worker's ranks; each is assigned anew once no request runs there."""
         for target in [target for target in self.columns if target.worker == worker]:
             column = self.columns.pop(target)
             if self._names_columns:
                 self._write_name(column, b"")
                 self._free.append(column)
 
-    def _name(self, target: WorkerRank) -> int:
+    def _assign_column(self, target: WorkerRank) -> int:
         name = f"{target.rank} {target.worker}".encode()
         if len(name) > MAX_NAME_BYTES:
             raise InvalidValueError("url", target.worker, f"at most {MAX_NAME_BYTES - 8} bytes")
-        running = self.cell_ints[:, 1:, Cell.RUNNING]
+        running = self.cell_ints[:, 1:, RankField.RUNNING]
         column = next((each for each in self._free if not running[:, each].any()), None)
         if column is not None:
             self._free.remove(column)
@@ -169,7 +169,7 @@ class LoadBoard:
             if column == MAX_COLUMNS:
                 raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
             self.ints[0] += 1
-        if (learnt := self.learnt_before.get(target)) is not None:  # no front knows of the column yet
+        if (learnt := self.saved_speeds.get(target)) is not None:  # no front knows of the column yet
             self.work[0, [LEARNT_S, LEARNT], column] = learnt
         self._write_name(column, name)
         self.columns[target] = column
@@ -178,7 +178,7 @@ class LoadBoard:
     def _write_name(self, column: int, name: bytes) -> None:
         start = _NAMES_AT + column * MAX_NAME_BYTES
         first, *rest = name.ljust(MAX_NAME_BYTES, b"\0")
-        self.memory[start] = 0  # who reads meanwhile finds no name, not a part of one
+        self.memory[start] = 0  # a concurrent reader finds no name, rather than a part of one
         self.memory[start + 1 : start + MAX_NAME_BYTES] = bytes(rest)
         self.memory[start] = first
 

@@ -1,8 +1,8 @@
-"""Follows sources of workers, whose URLs `kvist.router.sources` explains, and tells what each of them wants.
+"""Follows sources of workers, whose URLs `kvist.router.sources` explains, and reports the workers that each names.
 
-starting   it has not said anything yet
-ok         what it said last holds: all of its workers, or none
-failed     it cannot be asked or says nothing of use: what it said last still holds, and it is asked again
+starting   it has not answered yet
+ok         its last answer holds: it named all of its workers, or none
+failed     it cannot be asked, or its answer is of no use: the last good answer still holds, and it is asked again
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from kvist.contexts import BackgroundTasks
 from kvist.errors import InvalidValueError, KvistError
 from kvist.files import file_stamp
 from kvist.router.config import RouterConfig
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Tell: TypeAlias = Callable[[Iterable[WantedWorker]], None]
+Report: TypeAlias = Callable[[Iterable[WantedWorker]], None]
 """Is called with all workers that a source wants now."""
 
-LOOK_S = 1.0
-"""How often a file is looked at."""
+POLL_S = 1.0
+"""How often a file is checked for changes."""
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 MIN_TTL_S, MAX_TTL_S = 1.0, 60.0
-"""How soon a name is asked for again, whatever its answers say; at once after the first where there is none."""
+"""Bounds of the time after which a name is resolved again, whatever TTL its records have, if it has any."""
 DNS_TIMEOUT_S = 5.0
 SILENCE_S = 15.0
-"""After so long without another announcement a worker is gone."""
+"""A worker that has not announced itself for so long is gone."""
 MAX_ANNOUNCED = 4096
 CONNECT_S = 5.0
 
@@ -53,7 +54,7 @@ class SourceError(KvistError):
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """One source and what became of it; `is_complete` once it has named all of its workers."""
+    """One source and its state; `is_complete` once it has named all of its workers."""
 
     url: SourceUrl
     task: asyncio.Task[None] = field(init=False)
@@ -61,40 +62,35 @@ class Source:
     is_complete: bool = False
     problem: str | None = None
     num_workers: int = 0
-    heard_at_s: float | None = None
+    answered_at_s: float | None = None
 
     @property
     def state(self) -> str:
-        """Return how it is, as said above."""
-        return "failed" if self.problem is not None else "starting" if self.heard_at_s is None else "ok"
+        """Return the state, as explained above."""
+        return "failed" if self.problem is not None else "starting" if self.answered_at_s is None else "ok"
 
 
 class Discovery:
-    """The sources of one configuration; `want` is told which workers the source of a URL wants."""
+    """The sources of a configuration; `set_wanted` is called with a source's URL and the workers that it wants."""
 
-    def __init__(self, want: Callable[[str, Iterable[WantedWorker]], None]) -> None:
-        self._want = want
+    def __init__(self, set_wanted: Callable[[str, Iterable[WantedWorker]], None]) -> None:
+        self._set_wanted = set_wanted
         self._networks: tuple[str, ...] = ()
         self.sources: dict[str, Source] = {}
 
-    def follow(self, config: RouterConfig, tasks: asyncio.TaskGroup) -> None:
-        """Follow what the configuration names from now on, and nothing else."""
+    def follow(self, config: RouterConfig, tasks: BackgroundTasks) -> None:
+        """Follow exactly the sources that the configuration names."""
         self._networks = config.allowed_event_networks
         for url in self.sources.keys() - set(config.discover):
             self.sources.pop(url).task.cancel()
-            self._want(url, ())
+            self._set_wanted(url, ())
         for url in config.discover:
             if url not in self.sources:
                 source = self.sources[url] = Source(SourceUrl.parse(url))
                 source.task = tasks.create_task(self._follow(url, source), name=f"kvist-discovery {source.url.name}")
 
-    def end(self) -> None:
-        """Follow nothing any more; what was wanted stays so."""
-        for source in self.sources.values():
-            source.task.cancel()
-
     def name_of(self, url: str) -> str:
-        """Return what a source is called where others see it; whoever is no source has its own name."""
+        """Return the public name, without secrets, of the source with this URL; any other text as it is."""
         return self.sources[url].url.name if url in self.sources else url
 
     @property
@@ -102,12 +98,12 @@ class Discovery:
         """Return whether every source has named its workers."""
         return all(source.is_complete for source in self.sources.values())
 
-    async def tried(self) -> None:
-        """Wait until every source has been asked, whatever came of it."""
+    async def wait_until_tried(self) -> None:
+        """Wait until every source was asked once, whether or not it answered."""
         await asyncio.gather(*(source.was_tried.wait() for source in self.sources.values()))
 
     def explain(self) -> list[dict[str, Any]]:
-        """Return how each source is, as an operator reads it."""
+        """Return the state of each source, for an operator to read."""
         now_s = monotonic()
         return [
             {
@@ -115,7 +111,7 @@ class Discovery:
                 "state": source.state,
                 "reason": source.problem,
                 "workers": source.num_workers,
-                "age_s": None if source.heard_at_s is None else round(now_s - source.heard_at_s, 3),
+                "age_s": None if source.answered_at_s is None else round(now_s - source.answered_at_s, 3),
             }
             for source in self.sources.values()
         ]
@@ -133,25 +129,25 @@ class Discovery:
     async def _follow(self, url: str, source: Source) -> None:
         num_failures = 0
 
-        def tell(workers: Iterable[WantedWorker], *, is_complete: bool = True) -> None:
+        def report(workers: Iterable[WantedWorker], *, is_complete: bool = True) -> None:
             nonlocal num_failures
             if self.sources.get(url) is not source:
-                return  # who announced itself while the source was dropped
+                return  # a worker announced itself while the source was dropped
             num_failures = 0
             if source.problem is not None:
                 logger.info("discovery goes on source=%s", source.url.name)
             wanted = {worker.url: worker for worker in workers}
-            source.num_workers, source.problem, source.heard_at_s = len(wanted), None, monotonic()
+            source.num_workers, source.problem, source.answered_at_s = len(wanted), None, monotonic()
             source.is_complete |= is_complete
-            self._want(url, wanted.values())
+            self._set_wanted(url, wanted.values())
             source.was_tried.set()
 
-        longest_s = LOOK_S if source.url.scheme == "file" else MAX_RETRY_S
+        longest_s = POLL_S if source.url.scheme == "file" else MAX_RETRY_S
         follow: Callable[[Any], Awaitable[None]] | None = None
         while True:
             try:
                 follow = follow or _following(source.url, lambda: self._networks)
-                await follow(tell)
+                await follow(report)
             except (KvistError, OSError) as error:
                 if source.problem != str(error):
                     logger.error("discovery failed, what was found stays source=%s reason=%s", source.url.name, error)
@@ -162,20 +158,20 @@ class Discovery:
 
 
 def _following(url: SourceUrl, networks: Callable[[], tuple[str, ...]]) -> Callable[[Any], Awaitable[None]]:
-    """Return what tells of the workers there until it fails, and may be called again then.
+    """Return a function that follows the source and reports its workers until it fails; it may be called again.
 
     Raises MissingExtraError.
     """
     match url.scheme:
         case "file":
-            return lambda tell: _follow_file(Path(url.path), tell)
+            return lambda report: _follow_file(Path(url.path), report)
         case "kubernetes":
             from kvist.router.fleet.kubernetes import KubernetesSource
 
             return KubernetesSource(url).follow
         case "nats":
             return Announcements(url, networks).follow
-    return lambda tell: _follow_name(url, tell)
+    return lambda report: _follow_name(url, report)
 
 
 # --- Files and names --------------------------------------------------------------------------------------------------
@@ -185,24 +181,21 @@ class _WorkersFile(msgspec.Struct, forbid_unknown_fields=True):
     workers: list[WantedWorker]
 
 
-async def _follow_file(path: Path, tell: Tell) -> NoReturn:
-    seen = None
+async def _follow_file(path: Path, report: Report) -> NoReturn:
+    last = None
     while True:
         stamp = file_stamp(path)
-        if stamp is None or stamp != seen:
-            seen = stamp
-            tell(_read_workers(path))
-        await asyncio.sleep(LOOK_S)
+        if stamp is None or stamp != last:
+            last = stamp
+            try:
+                workers = read_struct(path, _WorkersFile).workers
+            except ValueError as error:
+                raise SourceError(f"{path}: {error}") from None
+            report(workers)
+        await asyncio.sleep(POLL_S)
 
 
-def _read_workers(path: Path) -> list[WantedWorker]:
-    try:
-        return read_struct(path, _WorkersFile).workers
-    except ValueError as error:
-        raise SourceError(f"{path}: {error}") from None
-
-
-async def _follow_name(url: SourceUrl, tell: Tell) -> NoReturn:
+async def _follow_name(url: SourceUrl, report: Report) -> NoReturn:
     from dns.asyncresolver import Resolver
     from dns.exception import DNSException
 
@@ -212,14 +205,14 @@ async def _follow_name(url: SourceUrl, tell: Tell) -> NoReturn:
             resolver.nameservers, resolver.port = [url.nameserver[0]], url.nameserver[1]
         while True:
             workers, ttl_s = await _resolve(resolver, url)
-            tell(workers)
+            report(workers)
             await asyncio.sleep(min(max(ttl_s, MIN_TTL_S), MAX_TTL_S))
     except DNSException as error:
         raise SourceError(str(error)) from None
 
 
 async def _resolve(resolver: Resolver, url: SourceUrl) -> tuple[list[WantedWorker], float]:
-    """Return the workers that a name stands for now, and for how long; a name that is not there stands for none."""
+    """Return the workers that a name resolves to, none if it does not exist, and for how many seconds that holds."""
     from dns.resolver import NXDOMAIN
 
     records, ttls = [], []
@@ -247,25 +240,26 @@ class _Announcement(WantedWorker, frozen=True, forbid_unknown_fields=False):
 
 
 class Announcements:
-    """Workers that say over NATS every few seconds that they are there; who is silent is gone, unless all are unheard.
+    """Workers that announce themselves over NATS every few seconds; one that stops is gone, unless NATS was away.
 
-    Where their events are counts as far as what a worker itself announces.
+    Their event endpoints are checked like those that a worker announces over HTTP.
     """
 
     def __init__(self, url: SourceUrl, networks: Callable[[], tuple[str, ...]]) -> None:
         self._url, self._networks = url, networks
-        self._heard: dict[str, tuple[WantedWorker, float]] = {}
+        self._announced: dict[str, tuple[WantedWorker, float]] = {}
+        """Each worker, and when it was last announced."""
         self._is_malformed = False
 
-    async def follow(self, tell: Callable[..., None]) -> NoReturn:
-        """Tell of the workers, and raise SourceError while no server can be reached."""
+    async def follow(self, report: Callable[..., None]) -> NoReturn:
+        """Report the workers regularly; raises SourceError if no server can be reached."""
         from kvist.events.transports.nats import FAILURES, shared_link
 
         assert self._url.broker is not None
 
-        async def received(message: Any) -> None:
-            if self._hear(message.data):
-                tell([worker for worker, _ in self._heard.values()], is_complete=False)
+        async def on_message(message: Any) -> None:
+            if self._receive(message.data):
+                report([worker for worker, _ in self._announced.values()], is_complete=False)
 
         async with shared_link(self._url.broker, self) as link:
             while True:
@@ -275,34 +269,35 @@ class Announcements:
                 except TimeoutError:
                     raise SourceError(link.problem or "no connection") from None
                 with suppress(*FAILURES):  # the link says why
-                    subscription = await client.subscribe(self._url.path, cb=received)
-                    since_s = monotonic()  # nobody was heard before that
+                    subscription = await client.subscribe(self._url.path, cb=on_message)
+                    since_s = monotonic()
                     try:
                         while link.client is client:
-                            self._forget_silent(since_s)
-                            workers = [worker for worker, _ in self._heard.values()]
-                            tell(workers, is_complete=monotonic() - since_s > SILENCE_S)
-                            await asyncio.sleep(LOOK_S)
+                            self._drop_silent(since_s)
+                            workers = [worker for worker, _ in self._announced.values()]
+                            report(workers, is_complete=monotonic() - since_s > SILENCE_S)
+                            await asyncio.sleep(POLL_S)
                     finally:
                         await subscription.unsubscribe()
 
-    def _forget_silent(self, since_s: float) -> None:
+    def _drop_silent(self, since_s: float) -> None:
+        """Drop workers that were silent for too long, of which the time before this subscription does not count."""
         oldest_s = monotonic() - SILENCE_S
-        self._heard = {url: each for url, each in self._heard.items() if max(each[1], since_s) >= oldest_s}
+        self._announced = {url: each for url, each in self._announced.items() if max(each[1], since_s) >= oldest_s}
 
-    def _hear(self, data: bytes) -> bool:
-        """Take an announcement and return whether it says anything new."""
+    def _receive(self, data: bytes) -> bool:
+        """Apply an announcement and return whether it changed anything."""
         try:
-            said = msgspec.json.decode(data, type=_Announcement)
-            streams = [event_endpoint(said.url, each, self._networks()) for each in said.kv_event_sources]
+            announced = msgspec.json.decode(data, type=_Announcement)
+            streams = [event_endpoint(announced.url, each, self._networks()) for each in announced.kv_event_sources]
         except (msgspec.DecodeError, UnicodeDecodeError, InvalidValueError) as error:
             if not self._is_malformed:
                 self._is_malformed = True
                 logger.warning("announcement skipped, as others may be: %s source=%s", error, self._url.name)
             return False
-        before = self._heard.pop(said.url, None)
-        if said.leaving or len(self._heard) >= MAX_ANNOUNCED:
+        before = self._announced.pop(announced.url, None)
+        if announced.leaving or len(self._announced) >= MAX_ANNOUNCED:
             return before is not None
-        worker = WantedWorker(said.url, tuple(streams), said.role)
-        self._heard[said.url] = worker, monotonic()
+        worker = WantedWorker(announced.url, tuple(streams), announced.role)
+        self._announced[announced.url] = worker, monotonic()
         return before is None or before[0] != worker

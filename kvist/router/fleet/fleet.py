@@ -1,6 +1,6 @@
-"""The workers as a request meets them: who they are, and which of them may take it.
+"""The workers of a router, and which of them may take a request.
 
-What is known of them comes from whoever checks them (`membership`), in this process or in another one.
+Their state is kept up to date by `membership`, in this process or in another one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvist.router.index import Caches, RankStatus
 from kvist.router.policy.decision import Role
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block of workers of whom nobody knows it: what load is counted in, and what they are expected to hold."""
+"""The block size of workers that do not say theirs: their load and their guessed caches are counted in such blocks."""
 
 RANKS_MAX_AGE_S = 0.05
 """How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
 
 
 class BlockSizes(NamedTuple):
-    """The sizes there are, the smallest first, and the greatest that divides all of them: what depths count."""
+    """The block sizes of some workers, the smallest first, and their greatest common divisor, which depths count in."""
 
     each: tuple[int, ...]
     unit: int
@@ -40,10 +40,10 @@ class Fleet:
         now_s: Callable[[], float],
         engines: frozenset[str] | None = None,
     ) -> None:
-        """Begin with nobody; `index` is None where the policy does not look at caches.
+        """Begin without workers; `index` is None if the policy does not use it.
 
-        Blocks are of so many tokens where nobody tells. Workers of other engines than these, if any are named, are
-        given nothing.
+        `block_size` is assumed for workers that do not say theirs. If `engines` are given, workers of any other engine
+        get no requests.
         """
         self.engines = engines
         self._block_size = block_size or DEFAULT_BLOCK_SIZE
@@ -54,39 +54,39 @@ class Fleet:
         self._ranks_known_at_s = 0.0
         self._adapters: frozenset[str | None] = frozenset()
         self._model_ids: frozenset[str | None] = frozenset()
-        self._sizes_seen: Mapping[str, int] = {}
+        self._last_sizes: Mapping[str, int] = {}
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
         self._serving: dict[str | None, list[Worker]] = {}
         self.has_prefill_workers = False
-        """Whether some worker, in whatever state, is there to compute prompts for others."""
+        """Whether some worker, in whatever state, has the role to compute prompts for others."""
         self.has_roles = False
-        """Whether some worker is there to compute prompts for others, or to go on with them."""
+        """Whether some worker has the role to compute prompts for others, or to decode what others computed."""
         self.has_pulls = False
-        """Whether some worker fetches what others hold of a prompt."""
+        """Whether some worker can fetch the part of a prompt that another holds."""
         self.bounded: set[str] = set()
-        """The workers whose room has, or had, a bound."""
+        """The workers whose number of requests has, or once had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
         """Is called when some worker may have room that had none."""
         self.on_paused: Callable[[Worker], None] = lambda _: None
-        """Is called when a worker has asked to be spared."""
+        """Is called when a worker has asked for no requests for a while."""
         self.on_models: Callable[[], None] = lambda: None
-        """Is called when there are other models than there were."""
+        """Is called when the models that workers serve have changed."""
         self.renderings = Renderings()
 
     def put(self, worker: Worker) -> None:
-        """Take a worker in, in the place of one of this URL if there is one."""
+        """Add a worker, or replace the one of the same URL."""
         self._workers[worker.url] = worker
-        self.identified()
+        self.refresh()
 
     def remove(self, url: str) -> None:
-        """Forget a worker."""
+        """Remove a worker."""
         self.bounded.discard(url)
         self.renderings.differing.pop(url, None)
         del self._workers[url]
-        self.identified()
+        self.refresh()
 
-    def identified(self) -> None:
-        """Take in what some worker says that it serves."""
+    def refresh(self) -> None:
+        """Recompute what follows from the workers' identities, after some of them have changed."""
         self._sizes_of_models.clear()
         self._serving.clear()
         self._ranks.clear()
@@ -107,23 +107,23 @@ class Fleet:
 
     def block_sizes(self, model: str | None) -> BlockSizes:
         """Return the tokens per block of the workers that serve the model."""
-        told = {} if self._index is None else self._index.block_sizes
-        if told is not self._sizes_seen:
-            self._sizes_seen = told
+        known = {} if self._index is None else self._index.block_sizes
+        if known is not self._last_sizes:
+            self._last_sizes = known
             self._sizes_of_models.clear()
         sizes = self._sizes_of_models.get(model)
         if sizes is None:
             urls = [worker.url for worker in self._workers.values() if worker.serves(model)]
-            known = tuple(sorted({told[url] for url in urls if url in told}))
-            sizes = BlockSizes(known or (self._block_size,), gcd(*known) or self._block_size)
-            if model in self._model_ids or model is None:  # of others there may be any number
+            each = tuple(sorted({known[url] for url in urls if url in known}))
+            sizes = BlockSizes(each or (self._block_size,), gcd(*each) or self._block_size)
+            if model in self._model_ids or model is None:  # clients may make up any number of others
                 self._sizes_of_models[model] = sizes
         return sizes
 
     def block_size_of(self, worker: str, model: str | None) -> int:
-        """Return the tokens per block of one of those; where nobody knows, the smallest of the others'."""
-        told = {} if self._index is None else self._index.block_sizes
-        return told.get(worker) or self.block_sizes(model).each[0]
+        """Return the tokens per block of a worker; if unknown, the smallest of those that serve the model."""
+        known = {} if self._index is None else self._index.block_sizes
+        return known.get(worker) or self.block_sizes(model).each[0]
 
     @property
     def workers(self) -> list[Worker]:
@@ -143,7 +143,7 @@ class Fleet:
                 for worker in self._workers.values()
                 if worker.serves(model) and (self.engines is None or worker.engine in self.engines)
             ]
-            if model in self._model_ids or model is None:  # of others there may be any number
+            if model in self._model_ids or model is None:  # clients may make up any number of others
                 self._serving[model] = serving
         return [
             worker
@@ -176,7 +176,7 @@ class Fleet:
         return list(found.values())
 
     def ranks(self, worker: Worker) -> list[RankStatus]:
-        """Return the worker's ranks, as they were a moment ago; one that no stream tells of has one, 0."""
+        """Return the worker's ranks, as of up to `RANKS_MAX_AGE_S` ago; a worker without events has one, rank 0."""
         now_s = self._now_s()
         if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S:
             self._ranks.clear()

@@ -1,8 +1,8 @@
-"""What a worker says about itself: whether it is up, which models it serves, where it streams its KV events.
+"""Asks a worker about itself: whether it is up, which models it serves, where it streams its KV events.
 
-A bundled engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings; of
-any other engine only the model list is read, and what its cache is, which /metrics has (vLLM, SGLang).
-What is announced is a claim: an event endpoint is dialled only where `event_endpoint` allows it.
+Kvist's engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings. Of any
+other engine the model list is read, and the size of its cache in /metrics (vLLM, SGLang).
+An announced event endpoint is a claim: it is dialled only if `event_endpoint` allows it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a worker said; None where it did not. Without a model list it is taken to serve any model.
+    """What a worker says of itself, None where it does not. Without a model list it is taken to serve any model.
 
-    `num_cache_tokens` is what its prefix cache holds, 0 where it has none; `started_s` the Unix time of its start.
-    `cache_block` is how many tokens a block of its cache has, and the type of their numbers, scales included;
+    `num_cache_tokens` is the size of its prefix cache, 0 if it has none; `started_s` the Unix time of its start.
+    `cache_block` is the number of tokens in a block of its cache, and their data type, scales included;
     `bootstrap_port` is where decode workers of SGLang find a prefill worker.
     """
 
@@ -58,12 +58,12 @@ class Identity(msgspec.Struct, frozen=True):
     cache_block: tuple[int | None, str | None] = (None, None)
     bootstrap_port: int | None = None
     model_paths: tuple[str, ...] = ()
-    """Where it says that its tokeniser is, or its model: directories, or names on the Hugging Face Hub."""
+    """Where its tokeniser and its model are: directories, or names on the Hugging Face Hub."""
     tokens_per_s: float | None = None
-    """How fast it fetches what another worker holds of a prompt; None where it does not, or gives nothing either."""
+    """How fast it fetches the part of a prompt that another worker holds; None if it neither fetches nor gives any."""
 
     def has_restarted(self, earlier: Identity) -> bool:
-        """Return whether this is another process than the one that said so earlier, by what both said."""
+        """Return whether the worker's process is a new one, by the start times then and now, if both are known."""
         return None not in (self.started_s, earlier.started_s) and self.started_s != earlier.started_s
 
 
@@ -97,12 +97,10 @@ class _ModelList(msgspec.Struct, frozen=True):
 
 
 async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_for_metrics: bool = False) -> Identity:
-    """Return the identity of a healthy worker, which is sent this authorization.
+    """Check a worker's health and return its identity; `asks_for_metrics` reads the size of its cache, too.
 
-    Its /metrics are of interest where no stream tells what it caches.
-
-    Raises UpstreamError when it is unreachable or says it is not healthy, MalformedMessageError for an answer that is
-    not what it should be. The caller bounds the time.
+    Raises UpstreamError if it is unreachable or says that it is not healthy, MalformedMessageError for an answer of the
+    wrong form. The caller bounds the time.
     """
     status, _ = await fetch(pool, url, "/health", authorization)
     if not 200 <= status < 300:
@@ -113,9 +111,9 @@ async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_fo
 
 
 def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
-    """Return the endpoint to dial for a worker's announced one; a wildcard host means the worker's own.
+    """Return the endpoint to dial for the one that a worker announces; a wildcard host means the worker's own.
 
-    Raises InvalidValueError unless it is on the worker's own host or, as an address, in an allowed network.
+    Raises InvalidValueError unless it is on the worker's own host or its address is in an allowed network.
     """
     own_host = _plain_host(urlsplit(url).hostname or "")
     if is_broker_url(announced):
@@ -136,7 +134,7 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
 
 
 def _broker_endpoint(own_host: str, announced: str, allowed_networks: Sequence[str]) -> str:
-    """Return the broker's URL: all its hosts must be allowed, and no file or login of ours be named by a worker."""
+    """Return the broker's URL, which must have allowed hosts only, and name no login or file of the router's own."""
     broker = BrokerUrl.parse(announced).with_worker(None)
     if broker.has_secrets or "deliver" in broker.options:
         raise InvalidValueError("kv_events.endpoint", broker.public, "a URL without a login, files and deliver")
@@ -155,7 +153,9 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         answer = None  # another engine's page
     if not isinstance(answer, dict):
         return Identity()
-    known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=_model_paths(answer))
+    paths = [answer.get(name) for name in ("tokenizer_path", "model_path")]
+    model_paths = tuple(path for path in paths if isinstance(path, str) and path)
+    known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=model_paths)
     try:
         if "disaggregation_mode" in answer:
             return _sglang_identity(answer, known)
@@ -175,25 +175,21 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         role=info.role,
         transfer_endpoints=transfers.endpoints,
         cache_block=(info.block_size, info.kv_cache_dtype),
-        tokens_per_s=transfers.tokens_per_s and float(f"{transfers.tokens_per_s:.1e}"),  # it never rests
+        # Rounded, as the measured speed changes all the time.
+        tokens_per_s=transfers.tokens_per_s and float(f"{transfers.tokens_per_s:.1e}"),
     )
 
 
-def _sglang_identity(said: Mapping[str, Any], known: Identity) -> Identity:
-    mode = said["disaggregation_mode"]
-    told = {
+def _sglang_identity(server_info: Mapping[str, Any], known: Identity) -> Identity:
+    mode = server_info["disaggregation_mode"]
+    fields = {
         "engine": "sglang",
-        "version": said.get("version"),
+        "version": server_info.get("version"),
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
-        "cache_block": [said.get("page_size"), said.get("kv_cache_dtype")],
-        "bootstrap_port": said.get("disaggregation_bootstrap_port"),
+        "cache_block": [server_info.get("page_size"), server_info.get("kv_cache_dtype")],
+        "bootstrap_port": server_info.get("disaggregation_bootstrap_port"),
     }
-    return msgspec.convert(msgspec.structs.asdict(known) | told, Identity)
-
-
-def _model_paths(server_info: dict[str, Any]) -> tuple[str, ...]:
-    paths = [server_info.get(name) for name in ("tokenizer_path", "model_path")]
-    return tuple(path for path in paths if isinstance(path, str) and path)
+    return msgspec.convert(msgspec.structs.asdict(known) | fields, Identity)
 
 
 def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
@@ -204,18 +200,18 @@ def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
 
 
 async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
-    """Return the identity with what /metrics tells; a page that is of no use changes nothing."""
+    """Return the identity with what /metrics say; a page that cannot be read changes nothing."""
     try:
         status, body = await fetch(pool, url, "/metrics", authorization)
-        told = (_VLLM_CACHE, _SGLANG_CACHE, _START)
-        lines = [line for line in body.decode().splitlines() if line.startswith(told)] if status == 200 else []
+        names = (_VLLM_CACHE, _SGLANG_CACHE, _START)
+        lines = [line for line in body.decode().splitlines() if line.startswith(names)] if status == 200 else []
         families = text_string_to_metric_families("\n".join(lines))
         samples = [sample for family in families for sample in family.samples]
     except (MalformedMessageError, ValueError):
         return identity
     found: dict[str, Any] = {"started_s": next((each.value for each in samples if each.name == _START), None)}
     caches = [sample for sample in samples if sample.name in (_VLLM_CACHE, _SGLANG_CACHE)]
-    # A data-parallel rank has a cache of its own, which all its tensor-parallel ranks tell of.
+    # Each data-parallel rank has a cache of its own, which each of its tensor-parallel ranks reports.
     by_rank = {each.labels.get("engine", each.labels.get("dp_rank")): _num_tokens(each) for each in caches}
     if sizes := [size for size in by_rank.values() if size is not None]:
         found["num_cache_tokens"] = sum(sizes)
@@ -225,7 +221,7 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
 
 
 def _num_tokens(cache: Sample) -> int | None:
-    """Return how many tokens a cache holds, None where its metric does not tell (yet)."""
+    """Return the size of a cache in tokens, None if its metric does not say it (yet)."""
     if cache.name == _SGLANG_CACHE:
         return int(cache.value) if 0 <= cache.value < _MAX_TOKENS else None
     if cache.labels.get("enable_prefix_caching") == "False":

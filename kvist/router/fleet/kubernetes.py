@@ -1,10 +1,10 @@
-"""What the API of Kubernetes tells: workers, and how urgent requests are.
+"""Reads workers, and the priorities of requests, from the API of Kubernetes.
 
     workers       the endpoints of a service, pods by their labels, or those of an InferencePool at each of its ports
     objectives    the InferenceObjectives of a pool: a request names one, which has a priority
 
-Objects are listed once and watched from there. A watch that ends is gone on with from the last version that was seen,
-by a bookmark too; where the API has forgotten that one (410), all is listed anew.
+Objects are listed once and then watched. A watch that ends is resumed from the last resource version, which bookmarks
+update, too; if the API has forgotten that one (410), everything is listed again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ROLE = "kvist.dev/role"
 """The label or annotation, of a pod or of a service, that gives workers a role."""
 PAGE_SIZE = 500
 WATCH_S = 300.0
-"""How long a watch is asked for; one from which nothing comes for a tenth longer is cut."""
+"""How long a watch is asked for; one that sends nothing for a tenth longer is cut."""
 TIMEOUT_S = 10.0
 MIN_WATCH_S = 1.0
-"""A watch that ends sooner is not asked for again at once."""
+"""A watch that ends sooner is resumed only after about that time."""
 POOLS = "inference.networking.k8s.io/v1"
 OBJECTIVES = ("llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2")
-"""Where objects of these kinds are in the API; of objectives the first place that there is counts."""
+"""The API groups of these kinds; of those of objectives the first that has the object counts."""
 OBJECTIVES_RETRY_S = 30.0
 _GONE = 410
 
 
 class _Struct(msgspec.Struct, frozen=True, rename="camel"):
-    """A part of an object; what the API leaves out or says to be null is None."""
+    """A part of an object; what the API leaves out or sets to null is None."""
 
 
 class _Metadata(_Struct, frozen=True):
@@ -68,7 +68,7 @@ class _Endpoint(_Struct, frozen=True):
 
 
 class _Object(_Struct, frozen=True):
-    """An EndpointSlice or a Pod: what either has and the other has not is None, or empty."""
+    """An EndpointSlice or a Pod; fields that only the other kind has are None or empty."""
 
     metadata: _Metadata
     address_type: str | None = None
@@ -93,37 +93,37 @@ class _Event(_Struct, frozen=True):
 
 
 class _GoneError(Exception):
-    """The API has forgotten the version that was asked for."""
+    """The API has forgotten the resource version that was asked for."""
 
 
 class Watched:
-    """The objects of one path of the API, kept up to date while `follow` runs; None until they were listed."""
+    """The objects of one path of the API, kept up to date while `follow` runs; None until they are listed."""
 
     def __init__(self, path: str, **selectors: str) -> None:
         self.path, self._selectors = path, selectors
         self.objects: dict[str, _Object] | None = None
         self._version: str | None = None
 
-    async def follow(self, client: httpx2.AsyncClient, tell: Callable[[], None]) -> NoReturn:
-        """Tell whenever there are others, or they are not as they were; raises SourceError."""
+    async def follow(self, client: httpx2.AsyncClient, on_change: Callable[[], None]) -> NoReturn:
+        """Call `on_change` whenever objects have changed; raises SourceError."""
         try:
             while True:
                 began_s = asyncio.get_running_loop().time()
                 try:
                     if self._version is None:
                         await self._list(client)
-                    await self._watch(client, tell)
+                    await self._watch(client, on_change)
                 except _GoneError:
                     self._version = None
                 except SourceError:
-                    self._version = None  # which may be what it refuses
+                    self._version = None  # the API may refuse because of it
                     raise
                 lasted_s = asyncio.get_running_loop().time() - began_s
                 await asyncio.sleep(max(0.0, MIN_WATCH_S - lasted_s) * random.uniform(0.5, 1.0))
         except (httpx2.HTTPError, ConfigError) as error:
             raise SourceError(f"{self.path}: {error or type(error).__name__}") from None
         except msgspec.DecodeError as error:
-            self._version = None  # what was skipped would be lacking
+            self._version = None  # resuming would skip the change that was not understood
             raise SourceError(f"{self.path}: {error}") from None
 
     async def _list(self, client: httpx2.AsyncClient) -> None:
@@ -139,7 +139,7 @@ class Watched:
             params["continue"] = page.metadata.continue_
         self.objects, self._version = objects, page.metadata.resource_version
 
-    async def _watch(self, client: httpx2.AsyncClient, tell: Callable[[], None]) -> None:
+    async def _watch(self, client: httpx2.AsyncClient, on_change: Callable[[], None]) -> None:
         assert self.objects is not None
         assert self._version is not None
         params = self._selectors | {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": self._version}
@@ -148,24 +148,24 @@ class Watched:
         async with client.stream("GET", self.path, params=params, timeout=timeout) as answer:
             if answer.status_code != 200:
                 _check(answer.status_code, await answer.aread())
-            tell()
+            on_change()
             async for line in _lines(answer):
                 event = msgspec.json.decode(line, type=_Event)
                 if event.type == "ERROR":
                     _check(msgspec.json.decode(event.object, type=dict[str, Any]).get("code"), event.object)
-                seen = msgspec.json.decode(event.object, type=_Object)
-                self._version = seen.metadata.resource_version
+                changed = msgspec.json.decode(event.object, type=_Object)
+                self._version = changed.metadata.resource_version
                 if event.type == "BOOKMARK":
                     continue
                 if event.type == "DELETED":
-                    self.objects.pop(seen.metadata.name, None)
+                    self.objects.pop(changed.metadata.name, None)
                 else:
-                    self.objects[seen.metadata.name] = seen
-                tell()
+                    self.objects[changed.metadata.name] = changed
+                on_change()
 
 
 class KubernetesSource:
-    """The workers of one URL: what was listed stays known between two calls of `follow`."""
+    """The workers of one source's URL; the listed objects are kept between two calls of `follow`."""
 
     def __init__(self, url: SourceUrl) -> None:
         self._url = url
@@ -179,20 +179,20 @@ class KubernetesSource:
         else:
             path = f"apis/{POOLS}/namespaces/{url.host}/inferencepools"
             self._pool = Watched(path, fieldSelector=f"metadata.name={url.options['pool']}")
-            self._members = Watched(pods)  # labels are looked at here: those of the pool may change
+            self._members = Watched(pods)  # labels are matched here, as the pool's selector may change
 
-    async def follow(self, tell: Callable[[Iterable[WantedWorker]], None]) -> NoReturn:
-        """Tell of the workers whenever they change; raises SourceError. Credentials are read anew each time."""
+    async def follow(self, report: Callable[[Iterable[WantedWorker]], None]) -> NoReturn:
+        """Report the workers whenever they change; raises SourceError. Credentials are read again at each call."""
 
-        def told() -> None:
+        def on_change() -> None:
             if self._members.objects is not None and (self._pool is None or self._pool.objects is not None):
-                tell(self._workers(self._members.objects))
+                report(self._workers(self._members.objects))
 
         async with await asyncio.to_thread(_make_client) as client:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for each in filter(None, (self._members, self._pool)):
-                        tasks.create_task(each.follow(client, told), name=f"kvist-watch {each.path}")
+                        tasks.create_task(each.follow(client, on_change), name=f"kvist-watch {each.path}")
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         raise AssertionError("a watch goes on until it fails")
@@ -225,7 +225,7 @@ class KubernetesSource:
         return [] if port is None else [port]
 
     def _ports_of_pool(self, pod: _Object) -> list[int]:
-        """Return the pool's ports if the pod is one of it; each of them is a worker."""
+        """Return the pool's ports, each of which is a worker, if the pool selects the pod."""
         assert self._pool is not None
         for pool in (self._pool.objects or {}).values():
             wanted = pool.spec.get("selector", {}).get("matchLabels")
@@ -234,7 +234,7 @@ class KubernetesSource:
         return []
 
     def _port(self, ports: Iterable[dict[str, Any]]) -> int | None:
-        """Return the port that is asked for, or the only one; a pod need not name one that is a number."""
+        """Return the port that the URL asks for or, if it does not, the only one; a pod need not declare a number."""
         numbers: dict[str, int] = {each.get("name") or "": each.get("port") or each["containerPort"] for each in ports}
         wanted = self._url.options.get("port")
         if wanted is None:
@@ -246,14 +246,14 @@ class KubernetesSource:
 
 
 class Objectives:
-    """How urgent requests are by the InferenceObjective of one pool that they name, while `follow` runs."""
+    """The priorities of a pool's InferenceObjectives, kept up to date while `follow` runs."""
 
     def __init__(self, url: SourceUrl) -> None:
         self._pool = url.options["pool"]
         self._places = [Watched(f"apis/{place}/namespaces/{url.host}/inferenceobjectives") for place in OBJECTIVES]
 
     async def follow(self) -> NoReturn:
-        """Keep priorities up to date, whether or not there are such objects, or the API may be asked."""
+        """Follow the objectives forever; an API that has none or refuses is logged, and asked again later."""
         problems: dict[Watched, str] = {}
         while True:
             for place in self._places:
@@ -267,7 +267,7 @@ class Objectives:
             await asyncio.sleep(OBJECTIVES_RETRY_S)
 
     def priority(self, name: str) -> int:
-        """Return the priority of an objective, higher first; 0 of one that is not there or does not say."""
+        """Return the priority of an objective, higher first; 0 if there is none of this name or it has none."""
         for place in self._places:
             if (found := (place.objects or {}).get(name)) and found.spec.get("poolRef", {}).get("name") == self._pool:
                 return found.spec.get("priority") or 0
@@ -275,17 +275,17 @@ class Objectives:
 
 
 def _make_client() -> httpx2.AsyncClient:
-    """Return a client of the cluster that this runs in or, elsewhere, of the one that kubectl would ask."""
+    """Return a client of the cluster that this runs in or, outside of one, of the one that kubectl would use."""
     try:
         config = KubeConfig.from_env().get()
-        assert config is not None  # it raises where there is none
+        assert config is not None  # `get` raises if there is none
         return AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
     except (ConfigError, yaml.YAMLError, httpx2.InvalidURL, KeyError, TypeError, ValueError) as error:
         raise SourceError(f"no configuration of a cluster: {error}") from None
 
 
 def _check(status: int | None, body: Any) -> None:
-    """Raise unless the API did what it was asked to."""
+    """Raise _GoneError or SourceError unless the status is 200."""
     if status == _GONE:
         raise _GoneError
     if status != 200:
@@ -297,7 +297,7 @@ def _check(status: int | None, body: Any) -> None:
 
 
 async def _lines(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    """Yield whole lines: what is cut is not one. Texts may have what other ways to split take for an end."""
+    """Yield whole lines without a cut last one, split at newlines only: texts may have Unicode line separators."""
     rest = b""
     async for piece in answer.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,14 +1,15 @@
-"""What each rank has to do now, counted by the router from the requests it dispatched and has not seen end.
+"""The load of each rank, counted by the router from the requests that it dispatched and that have not ended.
 
     dispatch ──────────── first byte of the answer ──────────────── end, error or disconnect
     running_requests +1                                             −1
     prefill_tokens  +uncached    −uncached                          (−uncached, if no byte came)
     recent_prefill_tokens +uncached, then halves every half-life: it outlives the request
 
-An event of a stream is taken for one token. Answers that are not streamed keep their prefill tokens to the end, for
-nothing shows where prefill stopped.
+An event of a stream counts as one token. Answers that are not streamed keep their prefill tokens to the end, for
+nothing shows when prefill ended.
 
-Where several processes are the router, each counts its own on a board that all read (`board`): loads are those of all.
+If the router is several processes, each counts its own requests on a board that all read (`board`), and loads are sums
+over all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from collections.abc import Callable
 import numpy as np
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.board import MAX_COLUMNS, NUM_QUEUES, QUEUES_WORD, TENANTS_WORD, Cell, LoadBoard, Whole
+from kvist.router.fleet.board import (
+    MAX_COLUMNS,
+    NUM_QUEUES,
+    QUEUES_WORD,
+    TENANTS_WORD,
+    FrontField,
+    LoadBoard,
+    RankField,
+)
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import Dispatched, PricedPolicy
@@ -30,11 +39,12 @@ from kvist.router.tenants.rows import TenantRows
 
 _IDLE_INTERVAL_S = 0.05
 _ALIVE_S = 1.0
-_RUNNING, _PREFILL, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
+"""A front that has not updated its queue head for so long may have stopped."""
+_RUNNING, _PREFILL, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _LAST_BYTE_AT = map(int, RankField)
 
 
 class ActiveRequest:
-    """One dispatched request, which gives back everything it counts once it ends; priced, where decisions are."""
+    """One dispatched request. Its load is released when it ends; `priced` is its share of a priced policy's load."""
 
     __slots__ = ("_cell", "_prefill_tokens", "_priced", "_tracker", "num_tokens")
 
@@ -47,83 +57,84 @@ class ActiveRequest:
         tracker.ints[cell + _PREFILL] += uncached_tokens
 
     def end_prefill(self) -> None:
-        """Take the first byte of the answer: its prefill is done."""
+        """Release the prefill tokens: the first byte of the answer has come."""
         if self._cell is not None:
             self._tracker.ints[self._cell + _PREFILL] -= self._prefill_tokens
             self._tracker.ints[self._cell + _ANSWERED] += 1
             self._prefill_tokens = 0
             self._tracker.on_freed()
 
-    def answered(self, now_s: float) -> None:
-        """Learn from the first token when it came."""
+    def on_first_token(self, now_s: float) -> None:
+        """Let a priced policy learn from the time that the first token took."""
         if self._priced is not None:
             self._priced.answered(now_s)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count what the answer grew by."""
+        """Count further tokens of the answer."""
         self.num_tokens += num_tokens
         if self._priced is not None:
             self._priced.add_tokens(num_tokens)
 
     def finish(self, now_s: float, num_output_tokens: int | None = None) -> None:
-        """Give back what is still counted, and learn from an answer that says how long it is; once."""
+        """Release all load, once; a priced policy learns from an answer whose length is known."""
         if self._priced is not None:
             self._priced.finish(now_s, num_output_tokens)
         cell, self._cell = self._cell, None
         if cell is not None:
-            ints = self._tracker.ints
+            tracker, ints = self._tracker, self._tracker.ints
             ints[cell + _RUNNING] -= 1
             ints[cell + _PREFILL] -= self._prefill_tokens
             ints[cell + _ENDED] += 1
-            self._tracker.on_ended()
+            ints[tracker.own_row + FrontField.RUNNING] -= 1
+            tracker.on_freed()
 
 
 class LoadTracker:
     """The load of every rank. Not thread-safe: it belongs to the event loop."""
 
     def __init__(self, board: LoadBoard | None = None, front: int = 0) -> None:
-        """Count in this front's row of a board; by default there is no other."""
+        """Count in this front's row of a board; by default it is the only front."""
         self.board = board or LoadBoard()
         self.ints, self._floats = self.board.ints, self.board.floats
         self._front = front
-        self._whole = self.board.wholes[front]
-        starts = [whole + TENANTS_WORD for whole in self.board.wholes[: self.board.num_fronts]]
+        self.own_row = self.board.row_starts[front]
+        starts = [row + TENANTS_WORD for row in self.board.row_starts[: self.board.num_fronts]]
         self.tenants = TenantRows(self.ints, self._floats, starts, front)
         self._cells: dict[WorkerRank, range] = {}
         self._workers: dict[str, list[range]] = {}
         self.on_freed: Callable[[], None] = lambda: None
-        """Is called when a worker has less to do than it had, as far as this process knows."""
+        """Is called when a request of this process has ended, or its prefill has."""
 
     def begin(
         self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float, priced: Dispatched | None = None
     ) -> ActiveRequest:
-        """Count a request from its dispatch on."""
-        cells = self.name(target)
-        assert cells is not None, target  # who is decided for was named before
+        """Count a request, which is dispatched now."""
+        cells = self.register(target)
+        assert cells is not None, target  # it was registered before it could be chosen
         cell, floats = cells[self._front], self._floats
         uncached_tokens = max(0, prompt.num_tokens - overlap_tokens)
         floats[cell + _RECENT] = self._decayed(cell, now_s) + uncached_tokens
         floats[cell + _RECENT_AT] = now_s
-        self.ints[self._whole + Whole.RUNNING] += 1
+        self.ints[self.own_row + FrontField.RUNNING] += 1
         return ActiveRequest(self, cell, uncached_tokens, priced)
 
     def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
-        """Return a policy that prices requests by what all processes have under way."""
+        """Return a policy that prices requests by the load of all processes."""
         in_flight = PromptsInFlight(self.board.in_flight, MAX_COLUMNS, block_size, self._front)
         work = WorkRows(self.board.work, self._front, num_shared=self.board.num_fronts)
         return PricedPolicy(settings, work, in_flight, block_size)
 
     def column(self, target: WorkerRank) -> int:
-        """Return what the rank is called in prices."""
+        """Return the rank's column on the board, which is its number in priced policies."""
         column = self.board.column(target)
-        assert column is not None, target  # who is decided for was named before
+        assert column is not None, target  # it was registered before it could be chosen
         return column
 
-    def name(self, target: WorkerRank) -> range | None:
-        """Know a rank from now on, so that its worker's numbers are those of all its ranks, whoever counted them.
+    def register(self, target: WorkerRank) -> range | None:
+        """Count a rank among its worker's from now on, and return its cells.
 
-        Return its cells, None where another process is to name it first. Raises InvalidValueError for one that has no
-        place on the board.
+        Returns None where the process that assigns columns has not given it one yet. Raises InvalidValueError if the
+        board has no room for it.
         """
         cells = self._cells.get(target)
         if cells is None and (cells := self.board.cells(target)) is not None:
@@ -132,9 +143,9 @@ class LoadTracker:
         return cells
 
     def load(self, target: WorkerRank, now_s: float) -> Load:
-        """Return what the rank has to do now."""
+        """Return the rank's load now."""
         ints, running, prefill, recent = self.ints, 0, 0, 0.0
-        for cell in self.name(target) or ():
+        for cell in self.register(target) or ():
             running += ints[cell + _RUNNING]
             prefill += ints[cell + _PREFILL]
             recent += self._decayed(cell, now_s)
@@ -149,7 +160,7 @@ class LoadTracker:
         return self._sum(worker, _PREFILL)
 
     def prompt_speeds(self) -> dict[str, float]:
-        """Return how many prompt tokens a second each worker's ranks compute, as first tokens have told."""
+        """Return how many prompt tokens a second each worker's ranks compute, learnt from times to first tokens."""
         totals: dict[str, tuple[float, float]] = {}
         for target, (seconds, work) in self.board.learnt().items():
             before = totals.get(target.worker, (0.0, 0.0))
@@ -161,78 +172,78 @@ class LoadTracker:
         return self._sum(worker, _ENDED)
 
     def num_steps(self, worker: str) -> int:
-        """Return how many answers of the worker have begun so far and how many have ended, together."""
+        """Return how many answers of the worker have begun so far plus how many have ended."""
         return self._sum(worker, _ANSWERED) + self._sum(worker, _ENDED)
 
-    def heard(self, worker: str, at_s: float) -> None:
-        """Note when this process last had a byte from the worker."""
+    def set_last_byte_at(self, worker: str, at_s: float) -> None:
+        """Record when this process last received a byte from the worker."""
         for cells in self._workers.get(worker, ()):
-            self._floats[cells[self._front] + _HEARD_AT] = at_s
+            self._floats[cells[self._front] + _LAST_BYTE_AT] = at_s
 
-    def heard_at_s(self, worker: str) -> float:
-        """Return when any process said that it last had a byte from the worker."""
+    def last_byte_at_s(self, worker: str) -> float:
+        """Return when any front last recorded that it received a byte from the worker; 0.0 if none did."""
         every = self._workers.get(worker, ())
-        return max((self._floats[cell + _HEARD_AT] for cells in every for cell in cells), default=0.0)
+        return max((self._floats[cell + _LAST_BYTE_AT] for cells in every for cell in cells), default=0.0)
 
     @property
     def num_running(self) -> int:
         """Return how many requests of all workers have not ended."""
-        return sum(self.ints[whole + Whole.RUNNING] for whole in self.board.wholes)
+        return sum(self.ints[row + FrontField.RUNNING] for row in self.board.row_starts)
 
     @property
     def num_dispatched(self) -> int:
-        """Return how many decisions were acted on."""
-        return sum(self.ints[whole + Whole.DISPATCHED] for whole in self.board.wholes)
+        """Return how many times a worker was asked for an answer."""
+        return sum(self.ints[row + FrontField.DISPATCHED] for row in self.board.row_starts)
 
     @property
     def num_waiting(self) -> int:
-        """Return how many wait for a worker, for whichever model, at whichever front."""
-        ends = ((whole + QUEUES_WORD, whole + QUEUES_WORD + NUM_QUEUES) for whole in self.board.wholes)
+        """Return how many requests wait for a worker, for any model, at all fronts."""
+        ends = ((row + QUEUES_WORD, row + QUEUES_WORD + NUM_QUEUES) for row in self.board.row_starts)
         return sum(int(np.asarray(self.ints[begin:end]).sum()) for begin, end in ends)
 
-    def show_listening(self) -> None:
-        """Note that this process takes requests."""
-        self.ints[self._whole + Whole.LISTENING] = 1
+    def set_listening(self) -> None:
+        """Record that this front listens."""
+        self.ints[self.own_row + FrontField.LISTENING] = 1
 
-    def dispatched(self) -> None:
-        """Note that a decision was acted on."""
-        self.ints[self._whole + Whole.DISPATCHED] += 1
+    def count_dispatch(self) -> None:
+        """Count that a worker was asked for an answer."""
+        self.ints[self.own_row + FrontField.DISPATCHED] += 1
 
-    def show_head(self, model: int, priority: int, start: float, since_s: float, now_s: float) -> None:
-        """Show other fronts the first that waits here: the number of its model, 0 if nobody waits."""
-        ints, floats, whole = self.ints, self._floats, self._whole
-        ints[whole + Whole.HEAD_PRIORITY] = priority
-        floats[whole + Whole.HEAD_START], floats[whole + Whole.HEAD_SINCE] = start, since_s
-        floats[whole + Whole.ALIVE_AT] = now_s
-        ints[whole + Whole.HEAD] = model
+    def set_queue_head(self, model: int, priority: int, start: float, since_s: float, now_s: float) -> None:
+        """Publish the first request of this front's queue; its model has a number, which is 0 if none waits."""
+        ints, floats, row = self.ints, self._floats, self.own_row
+        ints[row + FrontField.HEAD_PRIORITY] = priority
+        floats[row + FrontField.HEAD_START], floats[row + FrontField.HEAD_SINCE] = start, since_s
+        floats[row + FrontField.ALIVE_AT] = now_s
+        ints[row + FrontField.HEAD] = model
 
-    def show_queued(self, model: int, num: int) -> None:
-        """Note that so many more wait here for the model of this number, or, below 0, that they left."""
-        self.ints[self._whole + QUEUES_WORD + model % NUM_QUEUES] += num
+    def add_queued(self, model: int, num: int) -> None:
+        """Add to the number of requests that wait at this front for a model, which is given by its number."""
+        self.ints[self.own_row + QUEUES_WORD + model % NUM_QUEUES] += num
 
     def num_queued(self, model: int) -> int:
-        """Return how many wait for the model of this number, at whichever front."""
-        return sum(self.ints[whole + QUEUES_WORD + model % NUM_QUEUES] for whole in self.board.wholes)
+        """Return how many requests wait for the model of this number, at all fronts."""
+        return sum(self.ints[row + QUEUES_WORD + model % NUM_QUEUES] for row in self.board.row_starts)
 
-    def first_elsewhere(self, now_s: float, model: int | None = None) -> tuple[int, float, float, int] | None:
-        """Return priority, start, arrival and front of who is the first of those that other fronts show to wait.
+    def other_queue_head(self, now_s: float, model: int | None = None) -> tuple[int, float, float, int] | None:
+        """Return priority, start, arrival and front of the request that is first among other fronts' queue heads.
 
-        Of one model only, if given. A front that has shown nothing for long may have stopped.
+        Only requests for `model` count, if it is given.
         """
         if self.board.num_fronts == 1:
             return None
         heads = [
             (
-                self.ints[whole + Whole.HEAD_PRIORITY],
-                self._floats[whole + Whole.HEAD_START],
-                self._floats[whole + Whole.HEAD_SINCE],
+                self.ints[row + FrontField.HEAD_PRIORITY],
+                self._floats[row + FrontField.HEAD_START],
+                self._floats[row + FrontField.HEAD_SINCE],
                 front,
             )
-            for front, whole in enumerate(self.board.wholes)
+            for front, row in enumerate(self.board.row_starts)
             if front != self._front
-            and (number := self.ints[whole + Whole.HEAD])
+            and (number := self.ints[row + FrontField.HEAD])
             and (model is None or number == model)
-            and now_s - self._floats[whole + Whole.ALIVE_AT] < _ALIVE_S
+            and now_s - self._floats[row + FrontField.ALIVE_AT] < _ALIVE_S
         ]
         return min(heads, default=None)
 
@@ -247,11 +258,6 @@ class LoadTracker:
             del self._cells[target]
         self._workers.pop(worker, None)
         self.board.forget(worker)
-
-    def on_ended(self) -> None:
-        """Take the end of a request."""
-        self.ints[self._whole + Whole.RUNNING] -= 1
-        self.on_freed()
 
     def _sum(self, worker: str, field: int) -> int:
         ints = self.ints

@@ -1,8 +1,8 @@
-"""How workers come, are checked, and go.
+"""Adds workers to the fleet, checks them, and removes them.
 
-Each worker has a task that checks it, learns what it serves and points the indexer at its event stream. A worker is
-there while somebody wants it: settings, an administrator, or a source that they name (`discovery`). Then it drains: it
-takes nothing new, and is forgotten when its last request has ended or its time is up.
+Each worker has a task that checks it, reads what it serves and points the indexer at its event stream. A worker stays
+as long as it is wanted: by settings, by an administrator, or by a source that settings name (`discovery`). Then it
+drains: it gets no new requests, and is removed when its last request has ended or `drain_timeout_s` is over.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from http import HTTPStatus
-from itertools import chain
-from typing import Self
 
-from kvist.errors import InvalidValueError, MalformedMessageError, leave_group
+from kvist.contexts import BackgroundTasks, ComposedContext
+from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.openai.errors import RequestError
@@ -33,7 +32,7 @@ from kvist.router.fleet.worker import (
     CircuitState,
     HealthGauge,
     Worker,
-    read_report,
+    parse_report,
 )
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
@@ -42,19 +41,15 @@ from kvist.router.sources import WantedWorker
 logger = logging.getLogger(__name__)
 
 UNSURE_INTERVAL_S = 0.5
-"""Time between checks of a worker that is not healthy, or failed the last one, where that is less than the interval."""
-
+"""The longest time between checks of a worker that is not healthy or that failed the last check."""
 REPORT_INTERVAL_S = 1.0
-
 FIRST_CHECKS_S = 1.0
-"""How long the router's start waits for workers that say nothing."""
-
-
+"""How long the router's start waits for workers that do not answer."""
 SETTINGS, ADMINISTRATOR, EARLIER = "settings", "administrator", "earlier process"
-"""Who may want workers, beside the sources that settings name; what one before another says of a worker counts."""
+"""Who may want workers, beside the sources that settings name; the first that wants one sets its role and streams."""
 
 
-class Membership:
+class Membership(ComposedContext):
     """Checks the workers of a fleet while its context is open; all methods belong to the event loop."""
 
     def __init__(
@@ -68,7 +63,7 @@ class Membership:
         now_s: Callable[[], float],
         on_removed: Callable[[str], None],
     ) -> None:
-        """Take the configured workers; `index` is None where the policy does not look at caches."""
+        """Start with the configured workers; `index` is None if the policy does not use it."""
         self._config = config
         self._pool = pool
         self._fleet = fleet
@@ -77,61 +72,54 @@ class Membership:
         self._on_removed = on_removed
         self._wanted: dict[str, dict[str, WantedWorker]] = {SETTINGS: {}, ADMINISTRATOR: {}}
         self._removed: set[str] = set()
-        """Those that an administrator does not want until somebody wants them anew."""
-        self.discovery = Discovery(self.want)
+        """Those that an administrator removed; one comes back when a source wants it that did not."""
+        self.discovery = Discovery(self.set_wanted)
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
         self._renderings = RenderingChecks(config, pool, fleet.renderings, models, now_s)
         self._now_s = now_s
 
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self._tasks)
         self.reconfigure(self._config)
         # A router that listened before it had asked anybody would refuse its first requests.
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_CHECKS_S):
-                await self.discovery.tried()
+                await self.discovery.wait_until_tried()
                 await asyncio.gather(*(worker.was_checked.wait() for worker in self._fleet.workers))
-        return self
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.discovery.end()
-        for task in chain(*self._watches.values(), self._drains.values(), self._renderings.tasks.values()):
-            task.cancel()
-        await leave_group(self._tasks, error)
 
     def check_renderings(self) -> None:
-        """Have workers asked whose model has a tokeniser now."""
+        """Compare tokens with the workers whose model has a tokeniser now."""
         for worker in self._fleet.workers:
             if worker.was_checked.is_set():
                 self._renderings.on_health_check(worker, self._tasks)
 
     def add(self, worker: WantedWorker) -> Worker:
-        """Take a worker in that an administrator wants.
+        """Add a worker for an administrator.
 
-        Event sources and a role given here count whatever the worker announces. Raises InvalidValueError, and
-        RequestError (409) for one that is already there, or still draining.
+        Event sources and a role given here win over what the worker announces. Raises InvalidValueError, and
+        RequestError (409) if the worker is already there or still draining.
         """
         if (present := self._fleet.get(worker.url)) is not None:
             raise RequestError(HTTPStatus.CONFLICT, f"worker {worker.url} is already there and {present.state}")
-        self._load.name(WorkerRank(worker.url, 0))
-        self.want(ADMINISTRATOR, [*self._wanted[ADMINISTRATOR].values(), worker])
+        self._load.register(WorkerRank(worker.url, 0))
+        self.set_wanted(ADMINISTRATOR, [*self._wanted[ADMINISTRATOR].values(), worker])
         added = self._fleet.get(worker.url)
         assert added is not None
         return added
 
     def remove(self, worker: Worker) -> None:
-        """Drain a worker for an administrator, whoever else wants it now."""
+        """Drain a worker for an administrator, even if others want it now."""
         self._wanted[ADMINISTRATOR].pop(worker.url, None)
         self._removed.add(worker.url)
         self._drain(worker)
 
-    def want(self, source: str, workers: Iterable[WantedWorker]) -> None:
-        """Have the workers that this source wants now, in the place of those that it did, and drain whom nobody wants.
+    def set_wanted(self, source: str, workers: Iterable[WantedWorker]) -> None:
+        """Replace the workers that this source wants; start new ones, and drain those that nobody wants any more.
 
-        One that an administrator has removed comes back if a source wants it that did not. Raises InvalidValueError
-        for a worker that cannot be had; all others are.
+        A worker that an administrator removed comes back if a source wants it that did not before. Raises
+        InvalidValueError, after all others were started, if a worker cannot be added.
         """
         earlier = self._wanted.get(source, {})
         self._wanted[source] = {worker.url: worker for worker in workers}
@@ -146,7 +134,7 @@ class Membership:
             if (worker := self._fleet.get(url)) is None:
                 try:
                     worker = self._start(every[url])
-                except InvalidValueError as error:  # which holds up no others
+                except InvalidValueError as error:
                     refusal = error if url in self._wanted[source] else refusal
                     continue
             worker.configured_event_sources, worker.configured_role = every[url].kv_event_sources, every[url].role
@@ -157,35 +145,35 @@ class Membership:
                 self._drains.pop(url).cancel()
                 self._fleet.on_room()
         if EARLIER in self._wanted and source != EARLIER and self.discovery.is_complete:
-            self.want(EARLIER, ())
+            self.set_wanted(EARLIER, ())
             del self._wanted[EARLIER]
         if refusal is not None:
             raise refusal
 
     def adopt(self, workers: Iterable[tuple[WantedWorker, Iterable[str]]]) -> None:
-        """Have the workers that a process before this one had, with who wanted each, until it is known who does now."""
+        """Keep the workers of the process before this one, each with who wanted it, until all sources have answered."""
         known = list(workers)
-        self.want(EARLIER, [worker for worker, _ in known])
-        self.want(ADMINISTRATOR, [worker for worker, wanted_by in known if ADMINISTRATOR in wanted_by])
+        self.set_wanted(EARLIER, [worker for worker, _ in known])
+        self.set_wanted(ADMINISTRATOR, [worker for worker, wanted_by in known if ADMINISTRATOR in wanted_by])
         urls = {worker.url for worker, _ in known}
         for worker in self._fleet.workers:
             if worker.url not in urls and SETTINGS in worker.wanted_by:
                 self.remove(worker)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on; a worker's next health check finds its new event sources."""
+        """Apply another configuration; a worker's next health check finds its new event sources."""
         self._config, self._renderings.config = config, config
         wanted = [
             WantedWorker(url, config.kv_event_sources.get(url, ()), config.role_of(url))
             for url in config.every_worker_url
         ]
-        self.want(SETTINGS, wanted)
+        self.set_wanted(SETTINGS, wanted)
         self.discovery.follow(config, self._tasks)
 
     def _start(self, wanted: WantedWorker) -> Worker:
-        """Take a worker in and start checking it; raises InvalidValueError."""
+        """Add a worker and start to check it; raises InvalidValueError."""
         url = wanted.url
-        self._load.name(WorkerRank(url, 0))
+        self._load.register(WorkerRank(url, 0))
         config = self._config
         worker = Worker(
             url,
@@ -194,26 +182,26 @@ class Membership:
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
             capacity=Capacity(config.max_worker_requests),
         )
-        worker.breaker.on_change = lambda *_: self._on_circuit(worker.breaker)
+        worker.breaker.on_change = lambda *_: self._on_circuit_change(worker.breaker)
         if config.max_worker_requests is not None:
             self._fleet.bounded.add(url)
         if self._index is not None:
             self._index.follow(url, wanted.kv_event_sources)
         self._fleet.put(worker)
-        watches = {"health": self._watch(worker), "report": self._attend(worker)}
+        watches = {"health": self._check_regularly(worker), "report": self._poll_load(worker)}
         self._watches[url] = [
             self._tasks.create_task(each, name=f"kvist-{what} {url}") for what, each in watches.items()
         ]
         logger.info("worker added url=%s", url)
         return worker
 
-    def _on_circuit(self, breaker: CircuitBreaker) -> None:
-        """Have who waits try a worker as soon as its circuit allows that."""
+    def _on_circuit_change(self, breaker: CircuitBreaker) -> None:
+        """Let waiting requests try the worker as soon as its open circuit allows a trial."""
         if breaker.state is CircuitState.OPEN:
             asyncio.get_running_loop().call_later(breaker.cooldown_s, self._fleet.on_room)
 
     def _drain(self, worker: Worker) -> None:
-        """Give the worker nothing new, and forget it once its requests have ended or `drain_timeout_s` is over."""
+        """Give the worker no new requests, and remove it once its requests have ended or `drain_timeout_s` is over."""
         if not worker.is_draining:
             worker.is_draining, worker.wanted_by = True, ()
             if self._index is not None:
@@ -221,7 +209,7 @@ class Membership:
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
             self._drains[worker.url] = task
-            self._fleet.on_room()  # elsewhere, for who waits for this one
+            self._fleet.on_room()  # requests that wait for this worker may go to others
 
     async def _remove_when_idle(self, worker: Worker) -> None:
         try:
@@ -242,7 +230,7 @@ class Membership:
         self._on_removed(worker.url)
         logger.info("worker removed url=%s", worker.url)
 
-    async def _watch(self, worker: Worker) -> None:
+    async def _check_regularly(self, worker: Worker) -> None:
         while True:
             await self._check(worker)
             self._renderings.on_health_check(worker, self._tasks)
@@ -251,8 +239,8 @@ class Membership:
                 interval_s = min(interval_s, UNSURE_INTERVAL_S)
             await asyncio.sleep(interval_s)
 
-    async def _attend(self, worker: Worker) -> None:
-        """While requests run, learn each second how many the worker runs, and give up one that says nothing."""
+    async def _poll_load(self, worker: Worker) -> None:
+        """Read each second how many requests the worker runs, while it has some; give it up if it sends nothing."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
@@ -260,19 +248,19 @@ class Membership:
             if warms_from is not None and self._load.num_steps(worker.url) - warms_from >= WARM_UP_STEPS:
                 worker.capacity.warms_from = None
             if not self._load.running_requests(worker.url):
-                worker.capacity.forget()
+                worker.capacity.reset()
                 continue
             try:
                 async with self._pool.clock.timeout(timeout_s):
                     status, page = await fetch(self._pool, worker.url, "/metrics", authorization)
             except TimeoutError:
-                silent_s = min(self._pool.silent_s(worker.url), self._now_s() - self._load.heard_at_s(worker.url))
+                silent_s = min(self._pool.silent_s(worker.url), self._now_s() - self._load.last_byte_at_s(worker.url))
                 if silent_s >= timeout_s:
                     self._give_up(worker, timeout_s)
             except (UpstreamError, MalformedMessageError):
                 continue  # health checks and circuits judge by that
             else:
-                report = read_report(page) if status == HTTPStatus.OK else None
+                report = parse_report(page) if status == HTTPStatus.OK else None
                 if report is not None:
                     num_in_flight = self._load.running_requests(worker.url)
                     worker.capacity.learn(report, num_in_flight, self._load.ended_requests(worker.url))
@@ -281,33 +269,34 @@ class Membership:
                     self._fleet.on_room()
 
     def _give_up(self, worker: Worker, silent_s: float) -> None:
-        """Give a worker nothing more until health checks pass, and what it has not begun to answer to others."""
+        """Set a silent worker unhealthy, and let other workers have the requests that it has not begun to answer."""
         logger.warning("worker is silent url=%s silent_s=%g", worker.url, silent_s)
-        worker.health.give_up()
+        worker.health.set_unhealthy()
         worker.last_failure = f"said nothing for {silent_s:g} s, though asked"
         worker.give_up(silent_s)
         self._fleet.on_room()
 
     async def _check(self, worker: Worker) -> None:
-        """Probe once and take in what the worker said of itself."""
+        """Run one health check, and apply what the worker says of itself."""
+        # Without a stream /metrics say how much it caches, and without an engine's name what its blocks are.
         is_untold = self._index is not None and not self._index.is_told(worker.url)
-        is_apart = worker.role is not Role.BOTH and not worker.identity.engine  # what are its blocks?
+        is_apart = worker.role is not Role.BOTH and not worker.identity.engine
         authorization = self._config.authorization(worker.url)
         try:
             async with self._pool.clock.timeout(self._config.health_timeout_s):
                 identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold or is_apart)
         except (UpstreamError, MalformedMessageError) as error:
-            if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing
+            if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # a busy worker keeps its cache
                 self._index.forget_expected(worker.url)
-            self._checked(worker, str(error))
+            self._record_check(worker, str(error))
         except TimeoutError:
-            self._checked(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
+            self._record_check(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
         else:
-            self._identified(worker, identity)
-            self._checked(worker, None)
+            self._apply_identity(worker, identity)
+            self._record_check(worker, None)
         self._fleet.on_room()
 
-    def _checked(self, worker: Worker, failure: str | None) -> None:
+    def _record_check(self, worker: Worker, failure: str | None) -> None:
         worker.last_failure = failure
         worker.was_checked.set()
         if worker.health.record(failure is None):
@@ -322,7 +311,7 @@ class Membership:
             )
 
     def _warm_up(self, worker: Worker) -> None:
-        """Let a worker in by what it takes where others like it are busy: as it is empty, it would get everything."""
+        """Start to warm a worker up if others like it are busy: as it is empty, it would get all requests at once."""
         models = worker.model_ids or (None,)
         if any(
             other is not worker and other.role is worker.role and self._load.running_requests(other.url)
@@ -332,12 +321,12 @@ class Membership:
             worker.capacity.warms_from = self._load.num_steps(worker.url)
             self._fleet.bounded.add(worker.url)
 
-    def _identified(self, worker: Worker, identity: Identity) -> None:
+    def _apply_identity(self, worker: Worker, identity: Identity) -> None:
         has_restarted = identity.has_restarted(worker.identity)
-        worker.identify(identity)
+        worker.set_identity(identity)
         if has_restarted:
             self._renderings.expire(worker.url)
-        self._fleet.identified()
+        self._fleet.refresh()
         if self._index is None or worker.is_draining:
             return
         has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None
@@ -357,7 +346,7 @@ class Membership:
         self._index.expect(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
 
     def _follow_announced(self, worker: Worker, identity: Identity, index: FleetIndex) -> None:
-        """Follow the announced stream, or none where it is not one that may be dialled."""
+        """Follow the announced event stream, or none if its address is not allowed."""
         endpoints: list[str] = []
         announced, error = identity.event_endpoint, None
         if announced is None:

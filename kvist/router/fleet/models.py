@@ -1,8 +1,8 @@
-"""The models that workers serve: under which names, and from which files their prompts become tokens.
+"""The models that workers serve: their names, their aliases, and the files that tokenise their prompts.
 
-Where a model's files are, `models` or `model_path` of the configuration say; else its workers: a directory, or a name
-on the Hugging Face Hub, that is there on this machine, too. Nothing is fetched. Each directory is read once, on a
-thread; until it is, and where none is found, prompts of text are routed by load.
+`models` or `model_path` of the configuration say where a model's files are; else its workers name a directory, or a
+model of the Hugging Face Hub, that this machine has, too. Nothing is downloaded. Each directory is read once, on a
+thread; before that, and if there is none, prompts of text are routed by load.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvist.errors import InvalidValueError, leave_group
+from kvist.contexts import BackgroundTasks, ComposedContext
+from kvist.errors import InvalidValueError
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
 from kvist.router.config import RouterConfig
@@ -35,7 +37,7 @@ _PROMPT_FIELDS = ("messages", "input", "prompt")
 
 
 class ModelFiles(NamedTuple):
-    """What a model's directory is read for: its tokeniser and what attention costs it; `problem` says what lacks."""
+    """What a model's directory says: its tokeniser and its cost of attention; `problem` says why there is none."""
 
     path: str | None = None
     tokenizer: ChatTokenizer | None = None
@@ -44,7 +46,7 @@ class ModelFiles(NamedTuple):
 
 
 class ModelPolicy(NamedTuple):
-    """How workers for a model are chosen, and from which length on prompts are computed for others."""
+    """How workers for a model are chosen, and up to which length the worker that answers computes the prompt itself."""
 
     policy: Policy | PriceSettings
     max_local_prefill_tokens: int
@@ -53,13 +55,13 @@ class ModelPolicy(NamedTuple):
 _NONE = ModelFiles()
 
 
-class Models:
+class Models(ComposedContext):
     """Knows the models of a fleet while its context is open; all methods belong to the event loop."""
 
     def __init__(
         self, config: RouterConfig, fleet: Fleet, on_loaded: Callable[[ChatTokenizer], None] = lambda _: None
     ) -> None:
-        """Look for what the workers of `fleet` serve whenever that changes; a tokeniser that is there is told."""
+        """Follow the models that the workers of `fleet` serve; `on_loaded` is called with each tokeniser."""
         self._config, self._fleet, self._on_loaded = config, fleet, on_loaded
         self._loads: dict[str, asyncio.Task[ModelFiles]] = {}
         self._located: dict[str, str | None] = {}
@@ -67,45 +69,39 @@ class Models:
         self._bases: dict[str | None, str] = {}
         self._policies: dict[str | None, ModelPolicy] = {}
         self._default = _NONE
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
         self.inline_body_bytes = INLINE_BODY_BYTES
-        """How long a body may be that is read on the event loop, whatever its model."""
-        fleet.on_models = self.look
+        """The longest body that is parsed on the event loop, whatever its model."""
+        fleet.on_models = self.refresh
 
-    async def __aenter__(self) -> Self:
-        """Begin to read what the configuration names."""
-        await self._tasks.__aenter__()
+    async def _open(self, exits: AsyncExitStack) -> None:
+        """Start to read the directories that the configuration names."""
+        await exits.enter_async_context(self._tasks)
         for path in self._configured_paths():
             self._load(path)
-        return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for load in self._loads.values():
-            load.cancel()
-        await leave_group(self._tasks, error)
-
-    async def configured(self) -> None:
-        """Wait for what the configuration names; raises InvalidValueError if some of it is no model's directory."""
+    async def wait_for_configured(self) -> None:
+        """Wait for the directories that the configuration names; raises InvalidValueError if one is no model's."""
         for path in self._configured_paths():
             files = await self._load(path)
             if files.tokenizer is None:
                 raise InvalidValueError("model_path", path, f"a model's directory ({files.problem or _TOKENIZER})")
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on."""
+        """Apply another configuration."""
         self._config = config
-        self.look()
+        self.refresh()
 
     def files(self, model: str | None) -> ModelFiles:
-        """Return what is known of a model, or of the one there is where a request names none."""
+        """Return the files of a model; of the only one, if the model is not known or a request names none."""
         return self._files_of.get(model, self._default)
 
     def tokenizer(self, model: str | None) -> ChatTokenizer | None:
-        """Return the model's tokeniser, None where its text cannot be read."""
+        """Return the model's tokeniser, None if its prompts cannot be tokenised."""
         return self.files(model).tokenizer
 
     def policy(self, model: str | None) -> ModelPolicy:
-        """Return how the configuration has workers for a model chosen."""
+        """Return the model's policy by the configuration."""
         known = model if model in self._files_of else None
         if known not in self._policies:
             config = self._config.of(self._bases.get(known, known))
@@ -115,11 +111,11 @@ class Models:
 
     @property
     def prefill_dialect(self) -> str:
-        """Return what workers speak to hand prompts over that do not say."""
+        """Return the dialect of prefill workers that do not say which engine they are."""
         return self._config.prefill_dialect
 
-    def look(self) -> None:
-        """See which models there are now, and begin to read what is new; what is read already counts at once."""
+    def refresh(self) -> None:
+        """Update which models there are, and start to read directories that are new."""
         paths: dict[str, str | None] = {}
         self._policies.clear()
         self._bases.clear()
@@ -130,19 +126,19 @@ class Models:
                     paths[model.id] = self._path_of(self._bases[model.id], model, worker.identity)
         for path in {*self._configured_paths(), *filter(None, paths.values())}:
             self._load(path)
-        self._files_of = {model: self._read_by_now(path) for model, path in paths.items()}
+        self._files_of = {model: self._files_in(path) for model, path in paths.items()}
         known = {path for path in paths.values() if path is not None}
         default = self._config.model_path or (known.pop() if len(known) == 1 else None)
-        self._default = self._read_by_now(default)
+        self._default = self._files_in(default)
         files = (*self._files_of.values(), self._default)
         limits = [each.tokenizer.inline_body_bytes for each in files if each.tokenizer is not None]
         self.inline_body_bytes = min(limits, default=INLINE_BODY_BYTES)
 
     def target(self, fields: Fields) -> str | None:
-        """Return the model that a request is for if it names an alias.
+        """Return the model that an alias stands for, None if the request names no alias.
 
-        Of several, one conversation always gets the same: who says `user` or `prompt_cache_key` by that, others by
-        their first turn.
+        If an alias stands for several models, a conversation always gets the same one, by its `user` or
+        `prompt_cache_key`, else by its first turn.
         """
         model = fields.get("model")
         shares = self._config.aliases.get(model) if isinstance(model, str) else None
@@ -156,7 +152,7 @@ class Models:
         return next(reversed(shares))
 
     def entries(self, allowed: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield what `GET /v1/models` lists: what healthy workers serve, of what is allowed, and aliases of that."""
+        """Yield the list of `GET /v1/models`: the allowed models that healthy workers serve, and their aliases."""
         served = {model.id: model.entry for model in self._fleet.models() if allowed is None or model.id in allowed}
         yield from served.values()
         for alias, shares in self._config.aliases.items():
@@ -165,14 +161,14 @@ class Models:
                 yield served[root] | {"id": alias, "root": root, "parent": None}
 
     def explain(self) -> dict[str, Any]:
-        """Return, for each model, how many workers serve it, and how its prompts are read; and what aliases mean."""
+        """Return for each model how many workers serve it and how it is tokenised, and what each alias stands for."""
         page: dict[str, Any] = {}
         for worker in self._fleet.workers:
             for model in worker.identity.models or ():
                 files = self.files(model.id)
-                told = {"workers": 0, "healthy": 0, "adapter_of": model.parent}
-                told |= {"tokenizer": files.path, "problem": files.problem}
-                each = page.setdefault(model.id, told)
+                row = {"workers": 0, "healthy": 0, "adapter_of": model.parent}
+                row |= {"tokenizer": files.path, "problem": files.problem}
+                each = page.setdefault(model.id, row)
                 each["workers"] += 1
                 each["healthy"] += worker.state is WorkerState.HEALTHY
         for alias, shares in self._config.aliases.items():
@@ -205,14 +201,15 @@ class Models:
         if load.cancelled() or load.exception() is not None:
             return
         files = load.result()
-        self.look()
+        self.refresh()
         if files.tokenizer is None:
             logger.warning("prompts are routed by load path=%s reason=%s", files.path, files.problem)
         else:
             logger.info("tokeniser loaded path=%s", files.path)
             self._on_loaded(files.tokenizer)
 
-    def _read_by_now(self, path: str | None) -> ModelFiles:
+    def _files_in(self, path: str | None) -> ModelFiles:
+        """Return what was read of a directory so far."""
         if path is None:
             return _NONE
         load = self._loads[path]
@@ -220,7 +217,7 @@ class Models:
 
 
 def read_files(path: str) -> ModelFiles:
-    """Return what is in a model's directory."""
+    """Read a model's directory."""
     try:
         tokenizer, problem = ChatTokenizer.load(Path(path)), None
     except InvalidValueError as error:
@@ -229,7 +226,7 @@ def read_files(path: str) -> ModelFiles:
 
 
 def read_alpha(path: str) -> float:
-    """Return what attention costs the model of a directory, or an 8B model where its `config.json` does not say."""
+    """Return the cost of attention by a model's `config.json`, or that of an 8B model if it does not say."""
     try:
         config = msgspec.json.decode((Path(path) / "config.json").read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -239,7 +236,7 @@ def read_alpha(path: str) -> float:
 
 
 def locate(claim: str) -> str | None:
-    """Return where the files of a model are here that a worker names: its directory, or what the Hub's cache has."""
+    """Return the local directory of a model that a worker names by a path or a name on the Hub, if there is one."""
     path = Path(claim)
     if path.is_absolute():
         return claim if (path / _TOKENIZER).is_file() else None
@@ -247,15 +244,15 @@ def locate(claim: str) -> str | None:
 
     try:
         cached = try_to_load_from_cache(claim, _TOKENIZER)
-    except ValueError:  # it is no name
+    except ValueError:  # not a name on the Hub
         return None
     return str(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def _sticky_part(fields: Fields) -> Any:
-    """Return what the turns of one conversation have in common."""
-    said = next((fields[name] for name in _STICKY_FIELDS if isinstance(fields.get(name), str)), None)
+    """Return the part of a request that all requests of a conversation share."""
+    key = next((fields[name] for name in _STICKY_FIELDS if isinstance(fields.get(name), str)), None)
     turns = next((fields[name] for name in _PROMPT_FIELDS if fields.get(name)), None)
-    if said is not None or not isinstance(turns, list):
-        return said or turns
+    if key is not None or not isinstance(turns, list):
+        return key or turns
     return next((turn for turn in turns if isinstance(turn, dict) and turn.get("role") == "user"), turns)

@@ -1,7 +1,7 @@
-"""Whether workers make of a chat the tokens that the router makes of it: a few chats are tokenised here and there.
+"""Checks whether workers tokenise chats as the router does: both tokenise a few probes, and the tokens are compared.
 
-What templates treat in ways of their own is a kind of chat. Each kind has a probe that shows it as early as a chat can.
-Where a worker's tokens of it are others, chats of that kind are matched there by no more tokens than were the same.
+There is a probe for each kind of chat that templates may treat differently, which shows the difference as early as a
+chat can. If a worker's tokens of a probe differ, chats of that kind are matched there only up to the first difference.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvist.contexts import BackgroundTasks
 from kvist.errors import MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.openai.errors import RequestError
@@ -29,19 +30,19 @@ from kvist.router.prompts import KnownModels
 logger = logging.getLogger(__name__)
 
 RECHECK_S = 300.0
-"""How long a verdict stands: a worker may have been started anew between two health checks."""
+"""How long a verdict holds: a worker may have been restarted between two health checks."""
 
 TIMEOUT_S = 10.0
 MAX_ASKED_AT_ONCE = 8
 _USUAL_FIELDS = ["name", "description", "parameters"]
-"""Of a tool's function, in the order that vLLM makes of any; SGLang leaves it as it is."""
+"""The fields of a tool's function, in the order that vLLM always puts them in; SGLang keeps the client's order."""
 
 _NUM_SHOWN = 8
-"""Tokens of a difference that are shown, and of what stands before it."""
+"""How many tokens from a difference on are shown, and how many before it."""
 
 
 class Kind(StrEnum):
-    """What a request has that is rendered in a way of its own; every chat is plain, and has what it has beside."""
+    """Features of a request that templates may treat differently; every chat is plain, and may have others as well."""
 
     PLAIN = "plain"
     SYSTEM = "system"
@@ -66,7 +67,7 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where a worker's tokens of a probe are first others than the router's, and those from a little before on."""
+    """The index of the first token of a probe that differs, and the tokens of both sides around it."""
 
     token: int
     router: Shown
@@ -74,7 +75,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class RenderingState(StrEnum):
-    """Whether a worker makes of chats the tokens that the router makes of them."""
+    """Whether a worker's tokens are the same as the router's."""
 
     SAME = "same"
     DIFFERS = "differs"
@@ -82,7 +83,7 @@ class RenderingState(StrEnum):
 
 
 class Rendering(msgspec.Struct, frozen=True):
-    """A verdict, what it rests on, and where each kind of chat is first rendered otherwise."""
+    """A verdict on a worker, its reason, and the first difference in each kind of chat that differs."""
 
     state: RenderingState = RenderingState.UNKNOWN
     reason: str | None = "not asked yet"
@@ -98,7 +99,7 @@ _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 
 
 class Renderings:
-    """Where workers are known to render chats otherwise than the router: kinds of chats, and tokens that are the same.
+    """For each worker the kinds of chats that it renders differently, and how many leading tokens are the same.
 
     All methods belong to the event loop.
     """
@@ -107,18 +108,18 @@ class Renderings:
         self.differing: dict[str, Mapping[Kind, int]] = {}
         self._special_starts: frozenset[str] = frozenset()
 
-    def start(self, tokenizer: ChatTokenizer) -> None:
-        """Tell chats apart by what this model's special tokens begin with, too."""
+    def add_special_tokens(self, tokenizer: ChatTokenizer) -> None:
+        """Recognise this model's special tokens in chats, too, by the characters that they begin with."""
         self._special_starts |= frozenset(token[0] for token in _special_tokens(tokenizer)) | {"<", "["}
 
-    def learn(self, url: str, num_same_tokens: Mapping[Kind, int]) -> None:
-        """Take how many tokens of each kind that a worker renders otherwise are the same."""
+    def set_differing(self, url: str, num_same_tokens: Mapping[Kind, int]) -> None:
+        """Set how many leading tokens are the same, for each kind of chat that a worker renders differently."""
         self.differing.pop(url, None)
         if num_same_tokens:
             self.differing[url] = num_same_tokens
 
     def limits(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> dict[str, int]:
-        """Return how many tokens of a request are surely the same at workers that render some part of it otherwise."""
+        """Return, by its URL, each worker that may render the request differently, and how many tokens are the same."""
         if not self.differing:
             return {}
         kinds = self._kinds_of(chat, fields)
@@ -155,7 +156,7 @@ class Renderings:
 
 
 class RenderingChecks:
-    """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
+    """Checks workers when they join and when they may have been restarted; all methods belong to the event loop."""
 
     def __init__(
         self,
@@ -165,43 +166,43 @@ class RenderingChecks:
         models: KnownModels,
         now_s: Callable[[], float],
     ) -> None:
-        """Compare with the tokeniser of a worker's first model, and make known what is found."""
+        """Compare with the tokeniser of a worker's first model, and write what differs to `known`."""
         self.config, self._pool, self._known, self._now_s = config, pool, known, now_s
         self._models = models
         self._asked_at_s: dict[str, float] = {}
         self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def on_health_check(self, worker: Worker, tasks: asyncio.TaskGroup) -> None:
-        """Have a worker that answers asked in a task of its own, if it is time."""
+    def on_health_check(self, worker: Worker, tasks: BackgroundTasks) -> None:
+        """Start to check a worker that passed its health check, in a task of its own, if a check is due."""
         url, now_s = worker.url, self._now_s()
         tokenizer = self._models.tokenizer(_model_of(worker)) if self.config.policy == "kv" else None
         if worker.last_failure is not None:
             self.expire(url)
-        elif tokenizer is None or url in self.tasks or worker.is_draining:
+        elif tokenizer is None or url in self._tasks or worker.is_draining:
             return
         elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
             self._asked_at_s[url] = now_s
-            task = tasks.create_task(self._ask(worker, tokenizer), name=f"kvist-rendering {url}")
-            self.tasks[url] = task
-            task.add_done_callback(lambda ended: self.tasks.get(url) is ended and self.tasks.pop(url))
+            task = tasks.create_task(self._check(worker, tokenizer), name=f"kvist-rendering {url}")
+            self._tasks[url] = task
+            task.add_done_callback(lambda ended: self._tasks.get(url) is ended and self._tasks.pop(url))
 
     def expire(self, url: str) -> None:
-        """Let the worker be asked again: who answers next may be another."""
+        """Let the worker be checked again: another process may answer next."""
         self._asked_at_s.pop(url, None)
 
     def forget(self, url: str) -> None:
-        """Drop what is known of a removed worker."""
+        """Drop the state of a removed worker, and cancel its check."""
         self.expire(url)
-        if (task := self.tasks.pop(url, None)) is not None:
+        if (task := self._tasks.pop(url, None)) is not None:
             task.cancel()
 
-    async def _ask(self, worker: Worker, tokenizer: ChatTokenizer) -> None:
+    async def _check(self, worker: Worker, tokenizer: ChatTokenizer) -> None:
         earlier = worker.rendering
         worker.rendering = earlier or Rendering()
         async with self._turns:
             found = worker.rendering = await self._compare(worker, tokenizer)
-        self._known.learn(worker.url, {kind: each.token for kind, each in found.differences.items()})
+        self._known.set_differing(worker.url, {kind: each.token for kind, each in found.differences.items()})
         if earlier is None or earlier.state is not found.state:
             level = logging.INFO if found.state is RenderingState.SAME else logging.WARNING
             logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
@@ -209,20 +210,20 @@ class RenderingChecks:
     async def _compare(self, worker: Worker, tokenizer: ChatTokenizer) -> Rendering:
         probes, model = _make_probes(_special_tokens(tokenizer)), _model_of(worker)
         named = {} if model is None else {"model": model}
-        here = await asyncio.to_thread(lambda: {kind: _tokens_here(tokenizer, probes[kind]) for kind in probes})
+        expected = await asyncio.to_thread(lambda: {kind: _own_tokens(tokenizer, probes[kind]) for kind in probes})
         differences: dict[Kind, Difference] = {}
         refused = []
         for kind, probe in probes.items():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    there = await self._tokens_there(worker.url, probe | named)
+                    tokens = await self._worker_tokens(worker.url, probe | named)
             except TimeoutError:
                 return Rendering(reason=f"{kind}: no answer to POST /tokenize within {TIMEOUT_S:g} s")
             except (UpstreamError, MalformedMessageError) as error:
                 return Rendering(reason=f"{kind}: {error}")
-            if there is None:
-                refused += [] if here[kind] is None else [kind.value]
-            elif (difference := _first_difference(tokenizer, here[kind] or [], there)) is not None:
+            if tokens is None:
+                refused += [] if expected[kind] is None else [kind.value]
+            elif (difference := _first_difference(tokenizer, expected[kind] or [], tokens)) is not None:
                 differences[kind] = difference
         if differences:
             kind, first = next(iter(differences.items()))
@@ -232,8 +233,8 @@ class RenderingChecks:
             return Rendering(reason=f"the worker refuses to tokenise: {', '.join(refused)}")
         return Rendering(RenderingState.SAME, None)
 
-    async def _tokens_there(self, url: str, probe: dict[str, Any]) -> list[int] | None:
-        """Return the worker's tokens, None where it refuses such a request."""
+    async def _worker_tokens(self, url: str, probe: dict[str, Any]) -> list[int] | None:
+        """Return the worker's tokens of a probe, None if it refuses to tokenise it."""
         status, answer = await fetch(
             self._pool, url, "/tokenize", self.config.authorization(url), msgspec.json.encode(probe)
         )
@@ -242,12 +243,12 @@ class RenderingChecks:
         if status != HTTPStatus.OK:
             raise UpstreamError(url, f"POST /tokenize answered {status}")
         try:
-            told = _decode_tokenized(answer)
+            found = _decode_tokenized(answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedMessageError(f"{url}/tokenize", str(error)) from None
-        if told.count != len(told.tokens):
-            raise MalformedMessageError(f"{url}/tokenize", f"{len(told.tokens)} tokens, and count {told.count}")
-        return told.tokens
+        if found.count != len(found.tokens):
+            raise MalformedMessageError(f"{url}/tokenize", f"{len(found.tokens)} tokens, and count {found.count}")
+        return found.tokens
 
 
 def _model_of(worker: Worker) -> str | None:
@@ -294,7 +295,8 @@ def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:
     return probes | {Kind.PROMPT: {"prompt": f"Hi {unicode} {special} "}}
 
 
-def _tokens_here(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] | None:
+def _own_tokens(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] | None:
+    """Return the router's tokens of a probe, None if its template refuses it."""
     try:
         if "prompt" in probe:
             tokens = tokenizer.tokenize_text(probe["prompt"])
@@ -306,13 +308,13 @@ def _tokens_here(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] |
     return token_ids
 
 
-def _first_difference(tokenizer: ChatTokenizer, here: list[int], there: list[int]) -> Difference | None:
-    if here == there:
+def _first_difference(tokenizer: ChatTokenizer, expected: list[int], tokens: list[int]) -> Difference | None:
+    if expected == tokens:
         return None
-    pairs = enumerate(zip(here, there, strict=False))
-    at = next((idx for idx, (ours, theirs) in pairs if ours != theirs), min(len(here), len(there)))
+    pairs = enumerate(zip(expected, tokens, strict=False))
+    at = next((idx for idx, (ours, theirs) in pairs if ours != theirs), min(len(expected), len(tokens)))
     shown = slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
-    return Difference(at, *(Shown(each[shown], tokenizer.text(each[shown])) for each in (here, there)))
+    return Difference(at, *(Shown(each[shown], tokenizer.text(each[shown])) for each in (expected, tokens)))
 
 
 def _texts_of(content: Any) -> list[str]:

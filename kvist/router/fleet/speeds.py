@@ -1,4 +1,4 @@
-"""Speeds that were learnt of ranks, in a file, so that a router that starts again need not learn them anew."""
+"""Saves the learnt speeds of ranks in a file, so that a router that restarts need not learn them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvist.errors import leave_group
+from kvist.contexts import BackgroundTasks
 from kvist.events import WorkerRank
 from kvist.files import in_thread, write_atomically
 from kvist.router.fleet.board import LoadBoard
@@ -23,7 +23,7 @@ _Positive = Annotated[float, Meta(gt=0, lt=1e15)]
 
 
 class _LearntSpeed(msgspec.Struct, frozen=True):
-    """What a rank computed, in units of `kvist.router.policy.work`, and in how many seconds."""
+    """How much work a rank did, in units of `kvist.router.policy.work`, in how many seconds."""
 
     worker: str
     rank: int
@@ -32,25 +32,23 @@ class _LearntSpeed(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def kept_speeds(path: Path, board: LoadBoard, interval_s: float) -> AsyncIterator[None]:
-    """Put on a board what was learnt before, and save what is there, every so often and at the end.
+async def saved_speeds(path: Path, board: LoadBoard, interval_s: float) -> AsyncIterator[None]:
+    """Load the board's speeds from a file, and save them every `interval_s` and at the end.
 
-    A failing disk costs no more than that.
+    A file that cannot be read or written is logged, and nothing else.
     """
     try:
         saved = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=list[_LearntSpeed])
-        board.learnt_before = {WorkerRank(each.worker, each.rank): (each.seconds, each.work) for each in saved}
+        board.saved_speeds = {WorkerRank(each.worker, each.rank): (each.seconds, each.work) for each in saved}
     except FileNotFoundError:
         pass
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         _logger.warning("learnt speeds not loaded: %s path=%s", error, path)
-    tasks = await asyncio.TaskGroup().__aenter__()
-    saving = tasks.create_task(_save_regularly(path, board, interval_s), name="kvist-speeds")
     try:
-        yield
+        async with BackgroundTasks() as tasks:
+            tasks.create_task(_save_regularly(path, board, interval_s), name="kvist-speeds")
+            yield
     finally:
-        saving.cancel()
-        await leave_group(tasks, None)
         await _save(path, board)
 
 

@@ -1,15 +1,15 @@
-"""One engine as the router sees it: its state follows from its health, its identity and the administrator's wish.
+"""One engine as the router sees it: its health, its circuit, what it says of itself, and how many requests it may have.
 
-Two state machines, without clock or I/O, are each worker's: health from periodic checks, a circuit from real requests.
-How many requests it is given at a time is what it runs, as it reports, and a small reserve:
+Health follows from periodic checks, the circuit from real requests; both are state machines without clock or I/O.
+A worker is given as many requests at a time as it runs, by its own reports, and a small reserve:
 
-    it has a queue of its own    the bound falls to what it ran of late and the reserve, so that no batch runs dry
-    it has hardly one            the bound grows by a quarter, until it bounds nothing: the worker may take more
-    it has nothing to do         the bound is forgotten
-    it never reports             no bound, but a fixed one
+    it has a queue of its own    the bound falls to what it ran of late plus the reserve, so that no batch runs dry
+    it has hardly a queue        the bound grows by a quarter, until it no longer limits: the worker may take more
+    it has nothing to do         the bound is dropped
+    it never reports             there is no bound, unless a fixed one is configured
     it is new among busy others  it warms up: a few requests at first, and one more for each first byte and each end
 
-The reserve stands in the worker's own queue; all beyond it waits at the router, where it is decided late.
+The reserve waits in the worker's own queue; all other requests wait at the router, which chooses their worker late.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ MIN_RESERVE = 4
 RESERVE_SHARE = 8
 """The reserve is at least so small a part of what runs …"""
 RESERVES_A_SECOND = 10
-"""… and what ends in so small a part of a second: the router needs that long to make up for many that end at once."""
+"""… and at least what ends in so small a part of a second, which the router needs to replace many that end at once."""
 WARM_UP_REQUESTS = 4
 WARM_UP_STEPS = 512
-"""What a worker may have at first, and after how many first bytes and ends it is warm."""
-_FAR = 4
-"""A bound of so many times what is in flight bounds nothing."""
-_PEAK_KEPT = 0.9
-"""Of what ran at most, from report to report: requests that end together leave a batch half empty for a moment."""
-
+"""How many requests a new worker may have at first, and after how many first bytes and ends it is warm."""
+_NO_LIMIT_FACTOR = 4
+"""A bound of so many times the requests in flight is dropped, as it limits nothing."""
+_PEAK_DECAY = 0.9
+"""From report to report, of the most that ran: requests that end together leave a batch half empty for a moment."""
 _ENDS_AVERAGED = 8
-"""Over so many reports."""
+"""The rate of ends is averaged over so many reports."""
 
 _GAUGE = re.compile(
     rb"(?m)^(?:vllm:num_requests_|sglang:num_|kvist_engine_requests_)(running|waiting|running_reqs|queue_reqs)"
@@ -50,33 +49,33 @@ _GAUGE = re.compile(
 )
 
 _UNKNOWN = frozenset({None, "auto"})
-"""What a worker says of its cache's blocks if that follows from something else."""
+"""What a worker says of its cache's block size or type if that depends on other settings."""
 
 
-class Report(NamedTuple):
-    """What a worker says it does: requests in its batch, and those that it lets wait."""
+class LoadReport(NamedTuple):
+    """How many requests a worker says are in its batch, and in its own queue."""
 
     num_running: int
     num_waiting: int
 
 
-def read_report(page: bytes) -> Report | None:
+def parse_report(page: bytes) -> LoadReport | None:
     """Return what a metrics page of vLLM, SGLang or Kvist's engine reports, over all ranks; None for any other page."""
     counts = {True: 0.0, False: 0.0}
     matches = _GAUGE.findall(page)
     try:
         for name, value in matches:
             counts[name.startswith(b"running")] += float(value)
-        return Report(int(counts[True]), int(counts[False])) if matches else None
+        return LoadReport(int(counts[True]), int(counts[False])) if matches else None
     except (ValueError, OverflowError):
         return None
 
 
 @dataclass(slots=True)
 class Capacity:
-    """A worker's bound, None where there is none; `paused_until_s` is set while it has asked to be spared.
+    """How many requests a worker may have; `paused_until_s` is set while it has asked for none.
 
-    `warms_from` is how many steps (`LoadTracker.num_steps`) it had taken when it came, None where it is warm.
+    `warms_from` is its number of steps (`LoadTracker.num_steps`) when it began to warm up, None once it is warm.
     """
 
     fixed_requests: int | None = None
@@ -84,36 +83,36 @@ class Capacity:
     paused_until_s: float = 0.0
     warms_from: int | None = None
     ends_a_second: float = 0.0
-    """How many of its requests ended in a second of late, by its reports."""
+    """How many of its requests have ended in a second of late."""
     _num_running: int = 0
     _peak_running: float = 0.0
     _num_ended: int = 0
 
     @property
     def max_requests(self) -> int | None:
-        """Return how many requests the worker is given at a time."""
+        """Return how many requests a warm worker may have at a time, None if any number."""
         return self.learnt_requests if self.fixed_requests is None else self.fixed_requests
 
     def bound(self, num_steps: int) -> int | None:
-        """Return how many requests it is given at a time now that it has taken so many steps."""
+        """Return how many requests it may have at a time after so many steps, None if any number."""
         most = self.max_requests
         if self.warms_from is None:
             return most
-        let_in = WARM_UP_REQUESTS + max(0, num_steps - self.warms_from)  # a front that died takes its count along
-        return let_in if most is None else min(most, let_in)
+        warm_up = WARM_UP_REQUESTS + max(0, num_steps - self.warms_from)  # the count of a front that died is lost
+        return warm_up if most is None else min(most, warm_up)
 
-    def learn(self, report: Report, num_in_flight: int, num_ended: int = 0) -> None:
-        """Take a report that came while so many of the router's requests were in flight, and so many had ended so far.
+    def learn(self, report: LoadReport, num_in_flight: int, num_ended: int = 0) -> None:
+        """Update the bound from a report; so many of the router's requests are in flight, and have ended so far.
 
-        Where others send to the worker too, each router takes its share of what is too much.
+        If other routers send to the worker, too, each reduces its bound by its share of what is too much.
         """
         num_more, self._num_running = report.num_running - self._num_running, report.num_running
-        self._peak_running = max(report.num_running, self._peak_running * _PEAK_KEPT)
+        self._peak_running = max(report.num_running, self._peak_running * _PEAK_DECAY)
         peak, num_just_ended, self._num_ended = int(self._peak_running), num_ended - self._num_ended, num_ended
         self.ends_a_second += (num_just_ended - self.ends_a_second) / _ENDS_AVERAGED
-        if num_more == peak == report.num_running:  # it has just begun: nobody knows yet how fast requests end
+        if num_more == peak == report.num_running:  # it has just begun: how fast requests end is not known yet
             return
-        # A batch that grows takes as many from the worker's queue until the next report.
+        # A batch that has grown by so many may take as many more from the worker's queue until the next report.
         reserve = max(MIN_RESERVE, peak // RESERVE_SHARE, num_just_ended // RESERVES_A_SECOND, num_more)
         excess = report.num_running + report.num_waiting - peak - reserve
         bound = self.learnt_requests
@@ -122,18 +121,18 @@ class Capacity:
             self.learnt_requests = max(MIN_RESERVE, num_in_flight - int(excess * share))
         elif bound is not None and report.num_waiting < reserve // 2:
             grown = bound + max(MIN_RESERVE, bound // 4)
-            self.learnt_requests = grown if grown < _FAR * max(MIN_RESERVE, num_in_flight) else None
+            self.learnt_requests = grown if grown < _NO_LIMIT_FACTOR * max(MIN_RESERVE, num_in_flight) else None
 
-    def forget(self) -> None:
-        """Take an idle worker: what comes next may be of another kind."""
+    def reset(self) -> None:
+        """Drop what was learnt of a worker that is idle now, as its next requests may be of another kind."""
         self.learnt_requests, self._num_running, self._peak_running = None, 0, 0.0
 
 
 @dataclass(slots=True)
 class HealthGauge:
-    """One check never decides about a worker that has a verdict: `num_failures` or `num_successes` in a row do.
+    """A verdict on a worker's health, which `num_failures` or `num_successes` checks in a row change.
 
-    `is_healthy` is None before the first verdict, which one passed check makes.
+    `is_healthy` is None before the first verdict; a single passed check is enough for that one.
     """
 
     num_failures: int = 3
@@ -143,7 +142,7 @@ class HealthGauge:
     """Checks in a row that contradict the verdict."""
 
     def record(self, passed: bool) -> bool:
-        """Take the result of a check and return whether the verdict changed."""
+        """Record the result of a check and return whether the verdict changed."""
         if passed == self.is_healthy:
             self._streak = 0
             return False
@@ -154,8 +153,8 @@ class HealthGauge:
         self.is_healthy, self._streak = passed, 0
         return True
 
-    def give_up(self) -> None:
-        """Take a failure that decides at once."""
+    def set_unhealthy(self) -> None:
+        """Set the verdict to unhealthy at once."""
         self.is_healthy, self._streak = False, 0
 
 
@@ -187,7 +186,7 @@ class CircuitBreaker:
     failures_in_a_row: int = 0
     retry_at_s: float = 0.0
     on_change: Callable[[Change, float], None] = lambda *_: None
-    """Is told what changed the circuit: which of the methods below, and when if that is of interest."""
+    """Is called with the name of the method below that changed the circuit, and the time if that matters."""
 
     def allows(self, now_s: float) -> bool:
         """Return whether a request may be sent now."""
@@ -204,13 +203,13 @@ class CircuitBreaker:
         return True
 
     def succeed(self) -> None:
-        """Take a request's success: the circuit closes."""
+        """Record that a request succeeded: the circuit closes."""
         if self.state is not CircuitState.CLOSED or self.failures_in_a_row:
             self.state, self.failures_in_a_row = CircuitState.CLOSED, 0
             self.on_change("succeed", 0.0)
 
     def fail(self, now_s: float) -> None:
-        """Take a request's failure."""
+        """Record that a request failed."""
         self.failures_in_a_row += 1
         if self.state is CircuitState.HALF_OPEN or self.failures_in_a_row >= self.num_failures:
             self.state = CircuitState.OPEN
@@ -218,17 +217,17 @@ class CircuitBreaker:
         self.on_change("fail", now_s)
 
     def abandon(self) -> None:
-        """Take the end of a trial that proved nothing, also where another process has yet to say that it began."""
+        """Record that a trial ended without a verdict, even if this process was not told yet that it had begun."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.OPEN
         self.on_change("abandon", 0.0)
 
     def doubt(self) -> None:
-        """Open at the next failure: requests of another router fail there, which may be its own fault."""
+        """Make the next failure open the circuit, as requests of another router fail, which may be that one's fault."""
         self.failures_in_a_row = max(self.failures_in_a_row, self.num_failures - 1)
 
     def apply(self, what: Change, now_s: float) -> None:
-        """Take what changed the same circuit in another process, as `on_change` was told there."""
+        """Apply a change that the same circuit made in another process, as reported to its `on_change`."""
         if what == "fail":
             self.fail(now_s)
         else:
@@ -248,15 +247,15 @@ class Unanswered(Protocol):
     """A request that a worker has not begun to answer."""
 
     def on_silence(self, silent_s: float) -> None:
-        """The worker has said nothing for so long, to nobody."""
+        """React to a worker that has sent nothing at all for so long."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One engine. `event_error` says why its announced events are not followed.
 
-    `was_checked` is set from the first health check on, however it went. A configured role wins over the announced one.
-    `rendering` is None where the router tokenises nothing.
+    `was_checked` is set after the first health check, whether it passed or not. A configured role wins over the
+    announced one. `rendering` is None while the router has not compared tokens with the worker.
     """
 
     url: str
@@ -270,18 +269,18 @@ class Worker:
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     configured_role: Role | None = None
     wanted_by: tuple[str, ...] = ()
-    """Settings, an administrator, or the URLs of sources."""
+    """Who wants the worker: settings, an administrator, or sources by their names."""
     rendering: Rendering | None = None
     model_ids: frozenset[str | None] | None = None
-    """Those that it says it has, None while it never did."""
+    """The models that it says it serves, None before it has said so."""
     engine: str | None = None
-    """Whose API it has, by its own word or its model list's; None where neither says."""
+    """Which engine it is, by its own word or its model list's; None if neither says."""
     adapters: frozenset[str | None] = frozenset()
     capacity: Capacity = field(default_factory=Capacity)
     unanswered: set[Unanswered] = field(default_factory=set)
-    """What it was asked by this process and has not sent a first byte for."""
+    """Requests of this process for which it has not sent a first byte."""
     num_given_up: int = 0
-    """How often it was found to say nothing, though asked."""
+    """How often it was given up because it sent nothing."""
 
     @property
     def state(self) -> WorkerState:
@@ -294,16 +293,16 @@ class Worker:
 
     @property
     def role(self) -> Role:
-        """Return what the worker is there for."""
+        """Return the configured role or, without one, the announced role."""
         return self.identity.role if self.configured_role is None else self.configured_role
 
     @property
     def can_fetch(self) -> bool:
-        """Return whether it can go on with what a prefill worker computed."""
+        """Return whether it can decode a prompt that a prefill worker computed."""
         return self.role is Role.DECODE or (self.role is Role.BOTH and bool(self.identity.transfer_endpoints))
 
-    def identify(self, identity: Identity) -> None:
-        """Take in what the worker says of itself now."""
+    def set_identity(self, identity: Identity) -> None:
+        """Update what the worker says of itself, and what follows from that."""
         self.identity = identity
         if identity.models is not None:
             self.model_ids = frozenset(model.id for model in identity.models)
@@ -312,13 +311,13 @@ class Worker:
         self.engine = identity.engine or next((owner for owner in owners if isinstance(owner, str)), None)
 
     def give_up(self, silent_s: float) -> None:
-        """Tell the requests that it has not begun to answer that it was silent for so long."""
+        """Tell the requests that it has not begun to answer that it has sent nothing for so long."""
         self.num_given_up += 1
         for unanswered in [*self.unanswered]:
             unanswered.on_silence(silent_s)
 
-    def fits(self, other: Worker) -> bool:
-        """Return whether the blocks of one can be the other's, by what both say: their models, sizes and types."""
+    def has_compatible_cache(self, other: Worker) -> bool:
+        """Return whether the workers can exchange cache blocks, by their models and their blocks' sizes and types."""
         ours, theirs = self.identity.cache_block, other.identity.cache_block
         if ours != theirs and any(
             pair[0] != pair[1] and _UNKNOWN.isdisjoint(pair) for pair in zip(ours, theirs, strict=True)
@@ -327,5 +326,5 @@ class Worker:
         return self.model_ids is None or other.model_ids is None or not self.model_ids.isdisjoint(other.model_ids)
 
     def serves(self, model: str | None) -> bool:
-        """Return whether the worker has the model; one that never told has any."""
+        """Return whether the worker serves the model; one that has not said what it serves is taken to serve any."""
         return model is None or self.model_ids is None or model in self.model_ids

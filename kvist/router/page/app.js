@@ -1,4 +1,4 @@
-// The page's state, how it stays true, and which view is shown.
+// The state of the page, how it is kept up to date, and which view is shown.
 
 import { fill, h } from "/ui/dom.js";
 import fleet from "/ui/fleet.js";
@@ -19,7 +19,7 @@ let shown, stream, retryMs, isDue;
 
 export const now = () => state.clock + (performance.now() - state.arrived) / 1000;
 
-// Asks the router as whoever uses the page; where that is nobody it knows, the page asks for a key.
+// Asks the router with the key of this session, if there is one; if the router refuses, the page asks for a key.
 export async function ask(path, options = {}) {
   const key = sessionStorage.getItem("key");
   const headers = { ...options.headers, ...(key && { authorization: `Bearer ${key}` }) };
@@ -36,17 +36,17 @@ export async function ask(path, options = {}) {
 
 class Refused extends Error {}
 
-// Says it to who listens, too, once.
-function say(output, text) {
+// Sets a text that screen readers announce, only if it has changed.
+function setText(output, text) {
   if (output.textContent !== text) output.textContent = text;
 }
 
-function show(text, kind) {
-  say($("connection"), text);
+function showConnection(text, kind) {
+  setText($("connection"), text);
   $("connection").className = `connection ${kind}`;
 }
 
-function take(news, view) {
+function apply(news, view) {
   [state.clock, state.arrived, known[view]] = [news.now, performance.now(), news.number];
   if (news.is_whole) {
     state.workers.clear();
@@ -75,38 +75,38 @@ export async function follow() {
   const own = (stream = new AbortController());
   const view = shown.source;
   let watchdog;
-  const heard = () => {
+  const resetWatchdog = () => {
     clearTimeout(watchdog);
     watchdog = setTimeout(() => own.abort(), SILENCE_MS);
   };
   try {
-    heard();
+    resetWatchdog();
     const response = await ask(`/ui/events?view=${view}&since=${known[view] ?? 0}${state.at === null ? "" : `&at=${state.at}`}`, { signal: own.signal });
     if (!response.ok) throw new Error(`the router answered ${response.status}`);
     let rest = "";
     for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
-      heard();
+      resetWatchdog();
       retryMs = 500;
       const events = (rest + piece).split("\n\n");
       rest = events.pop();
       for (const event of events) {
         const [name, data] = event.split("\n").map((line) => line.slice(line.indexOf(": ") + 2));
         if (name === "state") {
-          take(JSON.parse(data), view);
-          show(state.at === null ? "Live" : "Recorded", "good");
-        } else show(JSON.parse(data).error?.message ?? "The router does not know its fleet just now", "bad");
+          apply(JSON.parse(data), view);
+          showConnection(state.at === null ? "Live" : "Recorded", "good");
+        } else showConnection(JSON.parse(data).error?.message ?? "The router does not know its fleet just now", "bad");
       }
     }
   } catch (error) {
     if (error instanceof Refused) {
       clearTimeout(watchdog);
-      show("A key is needed", "bad");
+      showConnection("A key is needed", "bad");
       return;
     }
   }
   clearTimeout(watchdog);
   if (own !== stream) return; // another one has taken over
-  show("Connection lost; trying again …", "bad");
+  showConnection("Connection lost; trying again …", "bad");
   setTimeout(() => own === stream && follow(), retryMs);
   retryMs = Math.min(5000, retryMs * 1.5);
 }
@@ -119,12 +119,12 @@ export function draw() {
     const bad = state.fleet?.problems.filter((each) => each.until === null && each.is_bad).length ?? 0;
     document.title = `${bad ? `(${bad}) ` : ""}${shown.title} · Kvist`;
     if (views.health) $("views").querySelector("[href='#health']").dataset.count = bad || "";
-    say($("wrong"), bad ? `${bad} wrong: see Health` : "");
+    setText($("wrong"), bad ? `${bad} wrong: see Health` : "");
     if (state.fleet) shown.update(state);
   });
 }
 
-// Shows what the address says; whoever followed a link goes on reading there, and behind a link that is closed again.
+// Shows the view that the address names; the focus follows a link, and returns to it when its detail is closed.
 function open(event) {
   const [name, ...rest] = location.hash.slice(1).split("/");
   const [view, before, key] = [views[name] ?? views.fleet, shown, rest.map(decodeURIComponent).join("/")];

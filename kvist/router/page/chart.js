@@ -1,4 +1,4 @@
-// Lines over time, each told apart by its dashes too.
+// Lines over time, which also differ by their dashes.
 
 import { h } from "/ui/dom.js";
 
@@ -12,7 +12,7 @@ export class Chart {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.width = null));
   }
 
-  // Lines are [name, values], with a value or null for each time; shows what is from `min` to `max`, and says what was `at`.
+  // Lines are [name, values], with a value or null for each time; shows times from `min` to `max`, and the values `at` one of them.
   update(times, lines, min, max, at = null) {
     const data = [times, ...lines.map(([, values]) => values)];
     if (this.width !== this.element.clientWidth) this.build(lines, times.length < 3);
@@ -20,11 +20,11 @@ export class Chart {
     this.plot.setScale("x", { min, max });
     if (this.plot.cursor.idx == null) this.plot.setLegend({ idx: times.length - 1 });
     if (at !== null) this.plot.setCursor({ left: this.plot.valToPos(at, "x"), top: 0 });
-    this.element.setAttribute("aria-label", [this.label, ...lines.map((line) => this.told(...line))].join("; "));
+    this.element.setAttribute("aria-label", [this.label, ...lines.map((line) => this.describe(...line))].join("; "));
   }
 
-  // What who does not see a line is told of it.
-  told(name, values) {
+  // The description of a line for screen readers.
+  describe(name, values) {
     const known = values.filter((each) => each != null);
     if (!known.length) return `${name}: nothing yet`;
     const [least, most, last] = [Math.min(...known), Math.max(...known), known.at(-1)].map(this.format);
@@ -38,11 +38,11 @@ export class Chart {
       this.element.style.color = `var(${name})`;
       return getComputedStyle(this.element).color;
     };
-    const told = (format) => (_, value) => (value == null ? "–" : format(value));
+    const shown = (format) => (_, value) => (value == null ? "–" : format(value));
     const axis = (format) => ({ stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, space: 70, values: (_, values) => values.map(format) });
-    const series = lines.map(([label], idx) => ({ label, stroke: colour(`--line-${idx + 1}`), width: 2, dash: DASHES[idx], points: { show: isSparse }, value: told(this.format) }));
+    const series = lines.map(([label], idx) => ({ label, stroke: colour(`--line-${idx + 1}`), width: 2, dash: DASHES[idx], points: { show: isSparse }, value: shown(this.format) }));
     const scales = { x: { auto: false }, y: { range: this.range ?? ((_, low, high) => [0, 1.05 * high || 1]) } };
-    const options = { width: this.width, height: this.height, scales, axes: [{ ...axis(this.moment), size: 34 }, { ...axis(this.format), size: 68, space: 30 }], series: [{ value: told(this.moment) }, ...series] };
+    const options = { width: this.width, height: this.height, scales, axes: [{ ...axis(this.moment), size: 34 }, { ...axis(this.format), size: 68, space: 30 }], series: [{ value: shown(this.moment) }, ...series] };
     this.plot = new uPlot(options, null, this.element);
     this.element.style.color = "";
   }

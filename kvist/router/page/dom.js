@@ -20,18 +20,18 @@ export function fill(element, ...children) {
 
 const keyOf = (node, idx) => `${node.nodeName} ${node.dataset?.key ?? idx}`;
 
-// Has an element show these, by as few changes as can be: whoever reads, points at or has chosen what stays goes on.
+// Replaces the children of an element by as few changes as possible, so that focus and selection stay where they are.
 export function refill(element, ...children) {
   const known = new Map([...element.childNodes].map((node, idx) => [keyOf(node, idx), node]));
   arrange(element, flat(children).map((child, idx) => {
     const fresh = child instanceof Node ? child : new Text(child);
     const old = known.get(keyOf(fresh, idx));
     known.delete(keyOf(fresh, idx)); // it stands in one place
-    return old ? become(old, fresh) : fresh;
+    return old ? morph(old, fresh) : fresh;
   }));
 }
 
-function become(old, fresh) {
+function morph(old, fresh) {
   if (old.isEqualNode(fresh)) return old;
   if (old instanceof Text) old.data = fresh.data;
   else {
@@ -43,7 +43,7 @@ function become(old, fresh) {
   return old;
 }
 
-// Has an element have these children in this order; what has the focus keeps it.
+// Sets the children of an element, in this order; the focused element keeps the focus.
 function arrange(element, nodes) {
   const focused = document.activeElement;
   const wanted = new Set(nodes);
@@ -91,10 +91,10 @@ export const field = (label, input) => h("label", {}, h("span", { class: "unseen
 
 const spaced = (name) => name.replaceAll("-", " ");
 
-// A bar of parts, each [name, value], as long as their sum is of `whole`; `told` shows a value where no number stands beside it.
-export function bar(parts, whole, told = null) {
-  const seen = parts.filter(([, value]) => value > 0).map(([name, value]) => ({ name, value, text: told && `${spaced(name)} ${told(value)}` }));
-  const label = told && seen.map((each) => each.text).join(", ");
+// A bar of parts, each [name, value], as long as their sum is of `whole`; `format` shows the values, if no number beside the bar does.
+export function bar(parts, whole, format = null) {
+  const seen = parts.filter(([, value]) => value > 0).map(([name, value]) => ({ name, value, text: format && `${spaced(name)} ${format(value)}` }));
+  const label = format && seen.map((each) => each.text).join(", ");
   return h("span", { class: "bar", ...(label ? { role: "img", "aria-label": label } : { "aria-hidden": "true" }) }, seen.map(({ name, value, text }) => {
     const part = h("span", { class: `part ${name}`, title: text });
     part.style.width = `${Math.min(100, (100 * value) / whole)}%`;
@@ -105,7 +105,7 @@ export function bar(parts, whole, told = null) {
 export const legend = (names) =>
   h("ul", { class: "legend" }, names.map((name) => h("li", {}, h("span", { class: `part ${name}` }), ` ${spaced(name)}`)));
 
-// What is known of one of them, which a link opens and another one closes.
+// The details of one row, which a link opens and another one closes.
 export class Detail {
   constructor(label, href, ...children) {
     this.title = h("h2", { tabindex: "-1" });
@@ -118,9 +118,9 @@ export class Detail {
   }
 }
 
-// A table that stays: rows are known by their key, and those whose data are others are drawn anew.
+// A table that is updated in place: rows are identified by their key, and drawn again if their data have changed.
 export class Table {
-  // `link` says where a row's first cell leads, `scale` how long its bars are at most, `nothing` what is said where there are no rows.
+  // `link` returns the target of a row's first cell, `scale` the longest bar of all rows; `nothing` is shown without rows.
   constructor(caption, columns, key, { sort = null, link = null, scale = null, nothing = "None." } = {}) {
     Object.assign(this, { columns, key, link, scale, sort, isDown: false, rows: new Map(), last: [] });
     this.head = columns.map((column) => {
@@ -174,6 +174,6 @@ export class Table {
       return h(idx ? "td" : "th", props, marked, note && h("small", {}, note), column.bar && bar(...column.bar(data, longest)));
     });
     const fresh = h("tr", {}, cells);
-    return { element: before ? become(before.element, fresh) : fresh, data, longest };
+    return { element: before ? morph(before.element, fresh) : fresh, data, longest };
   }
 }

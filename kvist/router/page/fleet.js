@@ -27,7 +27,7 @@ const COLUMNS = [
 let table, tiles, search, only, detail, kept, list, url;
 
 function details(worker) {
-  const told = {
+  const values = {
     State: worker.shown.state.slice(0, 2).filter(Boolean).join(": "),
     Engine: [worker.engine ?? "not told", worker.version].filter(Boolean).join(" "),
     Models: worker.models?.join(", ") ?? "any",
@@ -45,7 +45,7 @@ function details(worker) {
   });
   const ranks = worker.kv_events.ranks.map((rank) => h("li", {}, `rank ${rank.rank}: ${rank.state ?? "not known"}, ${number(rank.blocks)} blocks`));
   return [
-    facts(told),
+    facts(values),
     h("h3", {}, "Event streams and ranks"),
     h("ul", {}, streams, ranks, streams.length + ranks.length ? [] : h("li", {}, "none")),
   ];

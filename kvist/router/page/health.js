@@ -1,4 +1,4 @@
-// What is not as it should be, newest first.
+// The problems of the fleet, the newest first.
 
 import { now } from "/ui/app.js";
 import { clock, duration, h, host, refill } from "/ui/dom.js";

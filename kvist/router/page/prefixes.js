@@ -1,4 +1,4 @@
-// The tree of prefixes: what requests asked for of late, or what was held at a moment of recordings; and who holds it.
+// The tree of prefixes that recent requests asked for, or that recordings held at a moment, and who holds them.
 
 import { linkTo, now, state } from "/ui/app.js";
 import { Detail, Table, count, duration, h, host, number, plain, refill, seconds, share } from "/ui/dom.js";
@@ -14,11 +14,11 @@ const PLACE = [
   { name: "To token", class: "number", value: (n) => n.to_tokens, text: (n) => number(n.to_tokens) },
 ];
 const HOLDERS = { name: "Held by", class: "number", value: (n) => n.num_holders, text: (n) => [number(n.num_holders), tiers(n)] };
-// How a node is sized, by which share it is green, and what is said of it: where requests are looked at, and where recordings are.
+// The size of a node, its share of green, its description and its texts: in the live page, and for recordings.
 const ASKED = {
   size: (n) => n.uses,
   held: (n) => n.hits / n.uses,
-  told: (n) => `asked for ${count(n.uses, "time")}, ${share(n.hits, n.uses)} of them where it was held; last ${ago(n)}`,
+  describe: (n) => `asked for ${count(n.uses, "time")}, ${share(n.hits, n.uses)} of them where it was held; last ${ago(n)}`,
   note: "What requests begin with: as wide as often asked for, each below what it goes on from, up to the token that it says; the greener, the more often the chosen worker held it. From a sample of at most 20 requests a second.",
   nothing: "No request was looked at yet whose prompt is read.",
   gone: "Nobody asked for this prefix of late.",
@@ -36,7 +36,7 @@ const ASKED = {
 const RECORDED = {
   size: (n) => n.blocks,
   held: (n) => n.num_holders / n.num_ranks,
-  told: (n) => `${number(n.blocks)} blocks of it and of what follows it, held by ${number(n.num_holders)} of ${number(n.num_ranks)} ranks; the newest came at ${seconds(n.newest_s)}`,
+  describe: (n) => `${number(n.blocks)} blocks of it and of what follows it, held by ${number(n.num_holders)} of ${number(n.num_ranks)} ranks; the newest came at ${seconds(n.newest_s)}`,
   note: "What was held then: as wide as blocks are held of it and of what follows it, each below what it goes on from, up to the token that it says; the greener, the more ranks held it. What snapshots alone tell of has no place here.",
   nothing: "Nothing was held then of which is known what it follows.",
   gone: "This prefix was not held then.",
@@ -58,13 +58,13 @@ const link = (node) => `#prefixes/${node.prefix}`;
 
 function branch(node, nodes, whole, level) {
   const below = nodes.filter((each) => each.parent === node.place && kind.size(each) >= MIN_SHARE * whole);
-  const told = `tokens of ${name(node)}: ${kind.told(node)}`;
+  const description = `tokens of ${name(node)}: ${kind.describe(node)}`;
   const box = h(
     "a",
-    { href: link(node), title: `${number(node.to_tokens)} ${told}`, "aria-current": String(Boolean(isChosen(node))) },
+    { href: link(node), title: `${number(node.to_tokens)} ${description}`, "aria-current": String(Boolean(isChosen(node))) },
     `${number(node.to_tokens)} `,
     h("small", { "aria-hidden": "true" }, node.text ? name(node) : share(kind.held(node), 1)),
-    h("span", { class: "unseen" }, told),
+    h("span", { class: "unseen" }, description),
   );
   box.style.setProperty("--heat", share(kind.held(node), 1).replace(" ", ""));
   const item = h("li", { "data-key": node.prefix }, box, below.length && level < MAX_LEVELS ? h("ul", {}, below.map((each) => branch(each, nodes, whole, level + 1))) : null);
@@ -83,7 +83,7 @@ function details(node) {
   const holders = node.holders.map((holder) => h("li", {}, host(holder.replace(/ 0$/, "").replace(/ (\d+)$/, " rank $1"))));
   const more = node.num_holders - holders.length;
   return [
-    h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model ?? node.recording}: ${kind.told(node)}.`),
+    h("p", {}, `Tokens ${number(node.from_tokens)} to ${number(node.to_tokens)} of ${node.model ?? node.recording}: ${kind.describe(node)}.`),
     node.text && h("pre", {}, node.text),
     node.costly?.length ? h("p", {}, `Ends of prefixes that cost most: ${node.costly.join(", ")}.`) : null,
     h("h3", {}, `Held${node.recording ? "" : " now"}: ${tiers(node)}`),

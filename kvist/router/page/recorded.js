@@ -1,4 +1,4 @@
-// Recordings: which rank held how much at the moment that the slider says, and how that grew.
+// Recordings: how much each rank held at the moment that the slider sets, and how that grew.
 
 import { follow, state } from "/ui/app.js";
 import { Chart } from "/ui/chart.js";
@@ -14,12 +14,12 @@ const COLUMNS = [
   { name: "Blocks", class: "number", value: (r) => sum(r.tiers), text: (r) => [number(sum(r.tiers)), `of ${number(r.peak)} at most`], bar: (r) => [[["fill", sum(r.tiers)]], r.peak || 1] },
 ];
 
-let slider, told, timer, table, tiles, charts;
+let slider, shownTime, timer, table, tiles, charts;
 
 function seek(at) {
   slider.value = at;
   state.at = slider.valueAsNumber;
-  told.textContent = moment(state.at / 1000);
+  shownTime.textContent = moment(state.at / 1000);
   follow();
 }
 
@@ -35,12 +35,12 @@ function play(event) {
   }
 }
 
-// What stands above every view of recordings that last so many milliseconds.
+// The time slider above every view of recordings, which last so many milliseconds.
 export function timeBar(endMs) {
   state.at = endMs;
   slider = h("input", { type: "range", min: 0, max: endMs, value: endMs, oninput: () => seek(slider.value) });
-  told = h("output", {}, moment(endMs / 1000));
-  return h("section", { class: "banner time", "aria-label": "Time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), told);
+  shownTime = h("output", {}, moment(endMs / 1000));
+  return h("section", { class: "banner time", "aria-label": "Time" }, h("button", { type: "button", onclick: play }, "Play"), field("Time since the beginning", slider), shownTime);
 }
 
 export default {

@@ -1,4 +1,4 @@
-// The last requests: where each went, from what terms, how long each part took; and where a prompt would go.
+// The last requests: where each went, the terms of its decision, how long each part took; and where a prompt would go.
 
 import { ask, state } from "/ui/app.js";
 import { Detail, Table, bar, clock, facts, field, fill, h, host, legend, number, plain, refill, seconds, share, tokens } from "/ui/dom.js";
@@ -72,7 +72,7 @@ function decision(title, choice) {
 }
 
 function details(request) {
-  const told = {
+  const values = {
     Ended: clock(request.at),
     Path: request.path,
     Model: request.model ?? "not named",
@@ -90,7 +90,7 @@ function details(request) {
     request.decision ? decision("Who answers", request.decision) : h("p", {}, "It was sent to nobody."),
     request.pull && h("p", {}, `Of the prompt, ${fetched(request.pull)}.`),
     request.prefill && decision("Who computes the prompt", request.prefill),
-    facts(told),
+    facts(values),
     request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
   ];
 }
@@ -103,15 +103,15 @@ async function explain(event) {
   const text = asked.kind === "chat" ? { messages: [{ role: "user", content: asked.prompt }] } : { prompt: asked.prompt };
   try {
     const response = await ask("/route", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ ...(asked.model && { model: asked.model }), ...text }) });
-    const told = await response.json();
-    if (!response.ok) throw new Error(told.error.message);
+    const plan = await response.json();
+    if (!response.ok) throw new Error(plan.error.message);
     fill(
       answer,
-      decision("Who would answer", told),
-      told.queued && h("p", {}, "It would wait for a worker with room."),
-      told.pull && h("p", {}, `Of the prompt, ${fetched(told.pull)}.`),
-      told.local && h("p", {}, `Nobody computes the prompt for another: ${told.local}.`),
-      told.prefill && decision("Who would compute the prompt", told.prefill),
+      decision("Who would answer", plan),
+      plan.queued && h("p", {}, "It would wait for a worker with room."),
+      plan.pull && h("p", {}, `Of the prompt, ${fetched(plan.pull)}.`),
+      plan.local && h("p", {}, `Nobody computes the prompt for another: ${plan.local}.`),
+      plan.prefill && decision("Who would compute the prompt", plan.prefill),
     );
   } catch (error) {
     fill(answer, h("p", { class: "mark bad" }, error.message));

@@ -1,6 +1,6 @@
-"""What a front knows of the fleet: the keeper tells it, and is told what requests make of workers.
+"""A front's copy of what the keeper knows of the fleet; it sends back how requests change the state of workers.
 
-The index it matches in the keeper's memory, with the keeper's word for whose slots are whose.
+It matches prompts in the keeper's index, which it maps; the keeper tells it which slots belong to which rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from kvist import __version__
-from kvist.errors import leave_group
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.http import UpstreamPool
@@ -40,7 +40,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import Seen
-from kvist.router.doors.keeper import Answer, Question, json_answer, refusal
+from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
 from kvist.router.doors.service import RouterService
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
@@ -63,22 +63,22 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 """Between two attempts to reach a keeper."""
-FIRST_NEWS_S = 10.0
+FIRST_SYNC_S = 10.0
 """How long a front that starts waits for a keeper; then it listens, and refuses requests until there is one."""
 ANSWER_TIMEOUT_S, READINESS_TIMEOUT_S = 15.0, 0.5
-"""How long a keeper is waited for; whoever asks for readiness waits a second or so."""
-HEARD_INTERVAL_S = 0.25
+"""How long to wait for the keeper's answer; a readiness probe itself waits only a second or so."""
+REPORT_INTERVAL_S = 0.25
 MAX_ENDED, MAX_SEEN = 4096, 256
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
 
 
 class SharedIndex:
-    """What `kvist.router.index.Caches` is, while there is a keeper; without one, nobody is known to hold anything."""
+    """The `kvist.router.index.Caches` of a front: the keeper's index; empty while there is no keeper."""
 
-    def __init__(self, tell: Callable[[Message], None]) -> None:
-        """Tell the keeper what it needs to know of matches and answers."""
-        self._tell = tell
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        """Report matches and answers to the keeper with `send`, as far as it needs to know of them."""
+        self._send = send
         self._reader: RadixReader | None = None
         self._ranks: dict[str, list[RankStatus]] = {}
         self._targets: dict[int, WorkerRank] = {}
@@ -90,18 +90,18 @@ class SharedIndex:
         return self._reader is not None
 
     def attach(self, reader: RadixReader) -> None:
-        """Match in this index from now on."""
+        """Use this index from now on."""
         self._reader = reader
 
     def detach(self) -> None:
-        """Know nothing of caches any more; the next index counts its givings anew."""
+        """Stop using the index of a keeper that is gone; slots and giving numbers of the next one differ."""
         self._reader = None
         self._targets.clear()
         for worker, ranks in self._ranks.items():
             self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
 
-    def know(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
-        """Take what the keeper says of a worker's ranks, and of its blocks; of one that is gone they are none."""
+    def set_ranks(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
+        """Set the ranks and the block size of a worker, as the keeper reports them; no ranks remove it."""
         if block_size != self.block_sizes.get(worker):
             others = {name: size for name, size in self.block_sizes.items() if name != worker}
             self.block_sizes = others if block_size is None else {**others, worker: block_size}
@@ -122,7 +122,7 @@ class SharedIndex:
         if found is None:
             return None
         if found and reader.wants_uses:
-            self._tell(messages.Used(hashes.tobytes()))
+            self._send(messages.Used(hashes.tobytes()))
         return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
 
     def ranks(self, worker: str) -> list[RankStatus]:
@@ -133,16 +133,16 @@ class SharedIndex:
         return [replace(rank, num_blocks=reader.num_held(rank.slot or 0, rank.clearing or 0)) for rank in ranks]
 
     def is_expecting(self, worker: str) -> bool:
-        """Return whether what the worker was given is all that is known of its cache."""
+        """Return whether the worker streams no events, so that its cache is guessed from the prompts it was given."""
         return any(status.is_approximate for status in self._ranks.get(worker, ()))
 
     def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
-        self._tell(messages.Computed(worker, hashes.tobytes()))
+        """Report that a worker that streams no events now holds all blocks of a prompt."""
+        self._send(messages.Computed(worker, hashes.tobytes()))
 
 
-class RemoteKeeper:
-    """A `FleetKnowledge` while its context is open: as of the last word of the keeper, which may be away."""
+class RemoteKeeper(ComposedContext):
+    """A front's `FleetKnowledge`: the state that the keeper sent last; the keeper may be away."""
 
     def __init__(
         self,
@@ -155,57 +155,54 @@ class RemoteKeeper:
     ) -> None:
         self._config, self._part, self._pool, self._metrics, self._gauges = config, part, pool, metrics, gauges
         self.load = load
-        self.index = SharedIndex(self._tell) if config.policy == "kv" else None
+        self.index = SharedIndex(self._send) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, time.monotonic, config.engines)
-        self.models = Models(config, self.fleet, self.fleet.renderings.start)
-        self.fleet.on_paused = lambda worker: self._tell(messages.Paused(worker.url, worker.capacity.paused_until_s))
+        self.models = Models(config, self.fleet, self.fleet.renderings.add_special_tokens)
+        self.fleet.on_paused = lambda worker: self._send(messages.Paused(worker.url, worker.capacity.paused_until_s))
         self._conversations: Conversations | None = None
         self._link: Link | None = None
-        self._was_told = asyncio.Event()
-        self._told_by: int | None = None
+        self._is_synced = asyncio.Event()
+        self._keeper_pid: int | None = None
         self._bell = part.bells[part.front]
         self._news: dict[str, WorkerNews] = {}
-        self._seen: set[str] = set()
+        self._listed_urls: set[str] = set()
+        """The workers that the present keeper has sent."""
         self._ended = messages.Ended([], [])
-        self._tasks = asyncio.TaskGroup()
-        self._running: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks()
 
-    async def __aenter__(self) -> Self:
-        """Follow the keeper; returns once it has told all, or after a while without."""
-        await self._tasks.__aenter__()
-        asyncio.get_running_loop().add_reader(self._bell, self._on_bell)
-        self._running = [self._tasks.create_task(self._follow()), self._tasks.create_task(self._note_heard())]
-        await self.models.__aenter__()
+    async def _open(self, exits: AsyncExitStack) -> None:
+        """Follow the keeper; returns once its whole state was received, or after `FIRST_SYNC_S`."""
+        await exits.enter_async_context(self.models)
+        await exits.enter_async_context(self._tasks)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._bell, self._on_bell)
+        exits.callback(loop.remove_reader, self._bell)
+        self._tasks.create_task(self._follow(), name="kvist-keeper-link")
+        self._tasks.create_task(self._report_regularly(), name="kvist-keeper-reports")
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._was_told.wait(), FIRST_NEWS_S)
-        await self.models.configured()
-        return self
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._bell)
-        for task in self._running:
-            task.cancel()
-        await self.models.__aexit__(None, error, None)
-        await leave_group(self._tasks, error)
+            await asyncio.wait_for(self._is_synced.wait(), FIRST_SYNC_S)
+        await self.models.wait_for_configured()
 
     async def answer(self, question: Question) -> Answer:
-        """Return the keeper's answer, or what can be said without it."""
+        """Return the keeper's answer, or one of this process where the keeper is not needed or not there."""
         if question.path == "/health":
             return json_answer({"status": "ok", "version": __version__})
-        is_readiness, link = question.path == "/readiness", self._link
+        is_readiness, away = question.path == "/readiness", "is being started"
         if is_readiness and question.is_draining:
             return self._own_readiness(None, is_draining=True)
-        if link is None:
-            return self._own_readiness("is being started") if is_readiness else refusal(_away("is being started"))
         timeout_s = READINESS_TIMEOUT_S if is_readiness else ANSWER_TIMEOUT_S
         try:
-            answer: Answer = await link.ask(question, timeout_s)
-            return answer
+            if self._link is not None:
+                answer: Answer = await self._link.ask(question, timeout_s)
+                return answer
         except TimeoutError:
             away = f"does not answer for {timeout_s:g} s"
         except ConnectionResetError:
             away = "has ended"
-        return self._own_readiness(away) if is_readiness else refusal(_away(away))
+        if is_readiness:
+            return self._own_readiness(away)
+        message = f"the router's process that follows the fleet {away}; requests are routed by load"
+        return error_answer(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1))
 
     def _own_readiness(self, away: str | None, *, is_draining: bool = False) -> Answer:
         page = explain_readiness(self.fleet, self.models, None, is_draining=is_draining)
@@ -213,34 +210,36 @@ class RemoteKeeper:
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def on_routed(self, request: Routed) -> None:
-        """Tell the keeper soon; while it is away, no more than there is room for."""
+        """Report the request to the keeper soon; while it is away, requests beyond `MAX_ENDED` are dropped."""
         if len(self._ended.requests) < MAX_ENDED:
             self._ended.requests.append(request)
 
     def on_seen(self, request: Seen) -> None:
-        """Likewise."""
+        """Report it likewise, up to `MAX_SEEN`."""
         if len(self._ended.seen) < MAX_SEEN:
             self._ended.seen.append(request)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on; the keeper reads its own itself."""
+        """Apply another configuration; the keeper process reads its own."""
         self.models.reconfigure(config)
 
     def connect(self, conversations: Conversations, admission: Admission) -> None:
-        """Have other fronts know of responses and of room, and this one of theirs."""
+        """Share stored responses with the other fronts, and wake them when workers have room."""
         self._conversations = conversations
-        conversations.on_kept = lambda response_id, kept: self._tell(messages.Said(response_id, kept.worker, kept.said))
+        conversations.on_kept = lambda response_id, kept: self._send(
+            messages.ResponseStored(response_id, kept.worker, kept.said)
+        )
         admission.ring = lambda front: os.eventfd_write(self._part.bells[front], 1)
 
     def _on_bell(self) -> None:
         os.eventfd_read(self._bell)
         self.fleet.on_room()
 
-    # Telling and being told.
+    # Sending and receiving.
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._link is not None:
-            self._link.tell(encode(message))
+            self._link.send(encode(message))
 
     async def _follow(self) -> None:
         while True:
@@ -251,42 +250,38 @@ class RemoteKeeper:
                 await asyncio.sleep(RETRY_S)
                 continue
             link = Link(reader, writer)
-            self._seen = set()
+            self._listed_urls = set()
             known = [*self._news.values()]
-            link.tell(encode(messages.Hello(self._part.front, os.getpid(), self._told_by, known)))
+            link.send(encode(messages.Hello(self._part.front, os.getpid(), self._keeper_pid, known)))
             try:
                 async for frame in link.frames():
-                    self._take(link, _decode(frame))
+                    self._on_message(link, _decode(frame))
             finally:
                 link.close()
-                self._lose()
+                self._link = None
+                if self.index is not None:
+                    self.index.detach()
 
-    def _lose(self) -> None:
-        """Go on without a keeper."""
-        self._link = None
-        if self.index is not None:
-            self.index.detach()
-
-    def _take(self, link: Link, message: ToFront) -> None:
+    def _on_message(self, link: Link, message: ToFront) -> None:
         match message:
             case WorkerNews():
-                self._know(message)
+                self._update_worker(message)
             case messages.WorkerGone(url):
-                self._forget(url)
+                self._remove_worker(url)
             case messages.IndexJoined(path) if self.index is not None:
                 attaching = self._attach(link, self.index, Path(path))
-                self._running.append(self._tasks.create_task(attaching, name="kvist-attach"))
-            case messages.AllTold(pid):
-                for url in [worker.url for worker in self.fleet.workers if worker.url not in self._seen]:
-                    self._forget(url)
-                self._link, self._told_by = link, pid
-                self._was_told.set()
+                self._tasks.create_task(attaching, name="kvist-attach")
+            case messages.Synced(pid):
+                for url in [worker.url for worker in self.fleet.workers if worker.url not in self._listed_urls]:
+                    self._remove_worker(url)
+                self._link, self._keeper_pid = link, pid
+                self._is_synced.set()
             case messages.Answered():
                 link.on_answer(message)
             case messages.Asked(number):
                 families = families_of(itertools.chain(self._gauges(), self._metrics.registry.collect()))
-                link.tell(encode(messages.Answered(number, families)))
-            case messages.Said(response_id, worker, said):
+                link.send(encode(messages.Answered(number, families)))
+            case messages.ResponseStored(response_id, worker, said):
                 if self._conversations is not None:
                     self._conversations.keep(response_id, Kept(worker, said))
 
@@ -297,71 +292,68 @@ class RemoteKeeper:
             if not link.is_closed:
                 logger.warning("the index cannot be mapped: %s", error)
         else:
-            if not link.is_closed:  # or it may be another keeper's
+            if not link.is_closed:  # else the keeper is gone, and another may have started
                 index.attach(reader)
                 logger.info("the index has joined")
 
-    def _know(self, news: WorkerNews) -> None:
-        self._seen.add(news.url)
+    def _update_worker(self, news: WorkerNews) -> None:
+        self._listed_urls.add(news.url)
         self._news[news.url] = news
         worker = self.fleet.get(news.url)
         if worker is None:
             breaker = CircuitBreaker(self._config.breaker_failures, self._config.breaker_cooldown_s)
-            breaker.on_change = lambda what, now_s: self._tell(messages.Happened(news.url, what, now_s))
+            breaker.on_change = lambda what, now_s: self._send(messages.CircuitChanged(news.url, what, now_s))
             worker = Worker(news.url, (), HealthGauge(), breaker, num_given_up=news.num_given_up)
-        # The keeper's word counts; what requests here have made of a circuit comes back with it.
+        # The keeper's circuit replaces ours: changes by requests here were sent to it, and come back with its own.
         worker.breaker.state, worker.breaker.failures_in_a_row, worker.breaker.retry_at_s = news.circuit
         worker.configured_event_sources, worker.configured_role = news.configured_event_sources, news.configured_role
         worker.wanted_by = news.wanted_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
-        paused_until_s = max(news.paused_until_s, worker.capacity.paused_until_s)  # the keeper may not know of ours yet
+        paused_until_s = max(
+            news.paused_until_s, worker.capacity.paused_until_s
+        )  # ours may be on its way to the keeper
         worker.capacity = Capacity(
             news.max_requests, None, paused_until_s, news.warms_from, ends_a_second=news.ends_a_second
         )
-        worker.identify(news.identity)
+        worker.set_identity(news.identity)
         self.fleet.put(worker)
         if news.is_bounded:
             self.fleet.bounded.add(news.url)
-        self.fleet.renderings.learn(news.url, news.same_tokens)
+        self.fleet.renderings.set_differing(news.url, news.same_tokens)
         if self.index is not None:
-            self.index.know(news.url, news.ranks, news.block_size)
+            self.index.set_ranks(news.url, news.ranks, news.block_size)
         for rank in self.fleet.ranks(worker):
-            self.load.name(rank.target)
+            self.load.register(rank.target)
         if news.num_given_up > worker.num_given_up:
             worker.give_up(self._pool.silent_s(news.url))
         worker.num_given_up = news.num_given_up
         self.fleet.on_room()
 
-    def _forget(self, url: str) -> None:
+    def _remove_worker(self, url: str) -> None:
         if self.fleet.get(url) is not None:
             self.fleet.remove(url)
             del self._news[url]
             self.load.forget(url)
             self._metrics.forget_removed()
             if self.index is not None:
-                self.index.know(url, [])
+                self.index.set_ranks(url, [])
 
-    async def _note_heard(self) -> None:
-        """Show now and then what the keeper cannot know: when workers were last heard, and what came of requests."""
+    async def _report_regularly(self) -> None:
+        """Report what the keeper cannot know: ended requests, and when workers last sent something."""
         while True:
-            await asyncio.sleep(HEARD_INTERVAL_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             if (self._ended.requests or self._ended.seen) and self._link is not None:
-                self._tell(self._ended)
+                self._send(self._ended)
                 self._ended = messages.Ended([], [])
             for worker in self.fleet.workers:
                 silent_s = self._pool.silent_s(worker.url)
                 if silent_s < math.inf:
-                    self.load.heard(worker.url, time.monotonic() - silent_s)
-
-
-def _away(what: str) -> RequestError:
-    message = f"the router's process that follows the fleet {what}; requests are routed by load"
-    return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1)
+                    self.load.set_last_byte_at(worker.url, time.monotonic() - silent_s)
 
 
 async def open_reader(path: Path) -> RadixReader:
-    """Map the index of this path; raises OSError if it is not there any more."""
+    """Return a reader of the index in this file; raises OSError if it no longer exists."""
     await compilation.load()
     from kvist.radix import RadixReader
 
@@ -372,7 +364,7 @@ async def open_reader(path: Path) -> RadixReader:
 def make_part(
     config: RouterConfig, part: Part, started_s: float, recording: Beginning | None = None
 ) -> RouterService | KeeperProcess:
-    """Return what this process of a router has to run, as its supervisor says."""
+    """Return the service that this process of a router runs, by the part that its supervisor gave it."""
     is_keeper = part.front == KEEPER
     rows = {"num_fronts": len(part.bells), "num_replicas": part.num_replicas}
     board = LoadBoard(mmap.mmap(part.board, 0), **rows, names_columns=is_keeper)
@@ -384,7 +376,7 @@ def make_part(
 
 
 def end_with_supervisor(part: Part) -> None:
-    """End this process, in order, when the one that started it is gone, which may have left its directory behind."""
+    """Shut this process down when its supervisor is gone, and remove the directory that it may have left behind."""
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def on_end() -> None:

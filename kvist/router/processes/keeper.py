@@ -1,7 +1,7 @@
-"""The process that knows the fleet: what `doors.keeper` is in a router of one process, told to fronts as it changes.
+"""The process that knows the fleet: it runs the `Keeper` of `doors.keeper` and sends its changes to the fronts.
 
-What it was told by administrators outlives it in the fronts, and what it has learnt of circuits does not. Its index
-begins anew, in memory of its own: what a keeper that died has left half done, nobody repairs.
+The next keeper gets the list of workers back from the fronts, with administrators' changes; what was learnt of circuits
+is lost. It builds a new index in memory of its own, as a keeper that died may have left its index half written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvist.contexts import ComposedContext
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper, Question
@@ -35,18 +35,18 @@ from kvist.router.sources import WantedWorker
 logger = logging.getLogger(__name__)
 
 KEEPER_SOCKET = "keeper"
-"""In the router's own directory."""
+"""The name of the socket in the router's own directory."""
 TICK_S = 0.01
-"""What changes is told after so long …"""
+"""Changes are sent after so long …"""
 _REST = 9
-"""… but telling takes no more than one part in ten of the time."""
+"""… but sending takes no more than one part in ten of the time: it rests for so many times as long as it took."""
 _RESCAN_S = 0.25
 _METRICS_TIMEOUT_S = 2.0
 
 _decode = msgspec.msgpack.Decoder(ToKeeper).decode
 
 
-class KeeperProcess:
+class KeeperProcess(ComposedContext):
     """Serves the fronts that connect in `directory` while its context is open."""
 
     def __init__(self, config: RouterConfig, directory: Path, load: LoadTracker, started_s: float) -> None:
@@ -54,42 +54,39 @@ class KeeperProcess:
         self._certificates = Certificates(config)
         self._metrics = FrontMetrics()
         self._fronts: dict[Link, int] = {}
-        self._told: dict[str, bytes] = {}
-        self._is_due = True
+        self._last_sent: dict[str, bytes] = {}
+        """The last frame about each worker, by its URL, and about the index, by an empty string."""
+        self._has_changes = True
         self._has_adopted = False
         self._trials: dict[str, Link] = {}
+        """The front that is trying a worker whose circuit is half-open."""
         self._descriptor = os.memfd_create("kvist-index")
         self._tasks = asyncio.TaskGroup()
-        self._exits = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as exits:
-            pool: UpstreamPool = await exits.enter_async_context(self._certificates.worker_pool())
-            self._keeper = await exits.enter_async_context(
-                Keeper(
-                    self._config,
-                    pool,
-                    self._load,
-                    self._started_s,
-                    registry=self._metrics,
-                    counted=self._metrics.collect,
-                    on_removed=self._on_removed,
-                    descriptor=self._descriptor,
-                )
+    async def _open(self, exits: AsyncExitStack) -> None:
+        pool: UpstreamPool = await exits.enter_async_context(self._certificates.worker_pool())
+        self._keeper = await exits.enter_async_context(
+            Keeper(
+                self._config,
+                pool,
+                self._started_s,
+                self._load,
+                registry=self._metrics,
+                counted=self._metrics.collect,
+                on_removed=self._on_removed,
+                descriptor=self._descriptor,
             )
-            self._keeper.fleet.on_room = self._on_change
-            if self._keeper.replicas is not None:
-                self._keeper.replicas.on_response = self._on_response
-            await exits.enter_async_context(self._tasks)
-            exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
-            path = str(self._directory / KEEPER_SOCKET)
-            server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
-            exits.callback(self._close, server)
-            self._exits = exits.pop_all()
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+        )
+        self._keeper.fleet.on_room = self._on_change
+        if self._keeper.replicas is not None:
+            self._keeper.replicas.on_response = lambda response_id, worker: self._broadcast(
+                encode(messages.ResponseStored(response_id, worker, None))
+            )
+        await exits.enter_async_context(self._tasks)
+        exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
+        path = str(self._directory / KEEPER_SOCKET)
+        server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
+        exits.callback(self._close, server)
 
     def _close(self, server: asyncio.Server) -> None:
         server.close()
@@ -97,22 +94,19 @@ class KeeperProcess:
             link.close()
 
     def reload(self, config: RouterConfig) -> None:
-        """Take over what may change while the router runs; raises InvalidValueError, and nothing has changed."""
+        """Apply the settings that may change while the router runs; raises InvalidValueError before any changes."""
         renewed, _, _ = self._config.changed_to(config)
         self._certificates.renew(renewed)
         self._config = renewed
         self._keeper.reconfigure(renewed)
 
-    def _on_response(self, response_id: str, worker: str) -> None:
-        self._tell_all(encode(messages.Said(response_id, worker, None)))
-
-    # What is told.
+    # Sending.
 
     def _on_change(self) -> None:
-        self._is_due = True
+        self._has_changes = True
 
     async def _publish(self) -> None:
-        """Tell fronts what has changed, soon after it has."""
+        """Send fronts what has changed, soon after it has."""
         loop, index, seen = asyncio.get_running_loop(), self._keeper.index, None
         scanned_s = rests_until_s = 0.0
         while True:
@@ -120,44 +114,44 @@ class KeeperProcess:
             began_s = loop.time()
             givings = None if index is None or index.radix is None else index.radix.num_givings
             now = (givings, frozenset() if index is None else frozenset(index.resyncing))
-            is_due = self._is_due or now != seen or began_s - scanned_s > _RESCAN_S
+            is_due = self._has_changes or now != seen or began_s - scanned_s > _RESCAN_S
             if is_due and began_s >= rests_until_s:
-                seen, self._is_due, scanned_s = now, False, began_s
-                self._tell_changes()
+                seen, self._has_changes, scanned_s = now, False, began_s
+                self._send_changes()
                 rests_until_s = began_s + _REST * (loop.time() - began_s)
 
-    def _tell_changes(self) -> None:
+    def _send_changes(self) -> None:
         for worker in self._keeper.fleet.workers:
-            self._tell_of(worker)
+            self._send_worker(worker)
         index = self._keeper.index
         if index is not None and index.has_joined:
-            self._tell_if_new("", messages.IndexJoined(f"/proc/{os.getpid()}/fd/{self._descriptor}"))
+            self._send_if_new("", messages.IndexJoined(f"/proc/{os.getpid()}/fd/{self._descriptor}"))
 
     def _on_removed(self, url: str) -> None:
-        """Tell it at once: who comes back under this URL may have other columns on the board."""
-        self._told.pop(url, None)
+        """Report it at once: a later worker of this URL may have other columns on the board."""
+        self._last_sent.pop(url, None)
         self._metrics.forget(url)
-        self._tell_all(encode(messages.WorkerGone(url)))
+        self._broadcast(encode(messages.WorkerGone(url)))
 
-    def _tell_of(self, worker: Worker) -> None:
-        self._tell_if_new(worker.url, self._news_of(worker))
+    def _send_worker(self, worker: Worker) -> None:
+        self._send_if_new(worker.url, self._news_of(worker))
 
-    def _tell_if_new(self, about: str, message: Message) -> None:
+    def _send_if_new(self, subject: str, message: Message) -> None:
         frame = encode(message)
-        if self._told.get(about) != frame:
-            self._told[about] = frame
-            self._tell_all(frame)
+        if self._last_sent.get(subject) != frame:
+            self._last_sent[subject] = frame
+            self._broadcast(frame)
 
-    def _tell_all(self, frame: bytes, but: Link | None = None) -> None:
+    def _broadcast(self, frame: bytes, except_to: Link | None = None) -> None:
         for link in self._fronts:
-            if link is not but:
-                link.tell(frame)
+            if link is not except_to:
+                link.send(frame)
 
     def _news_of(self, worker: Worker) -> WorkerNews:
         fleet, index = self._keeper.fleet, self._keeper.index
         ranks = [] if index is None else [replace(rank, num_blocks=0) for rank in index.ranks(worker.url)]
         for rank in ranks:
-            self._load.name(rank.target)
+            self._load.register(rank.target)
         breaker = worker.breaker
         return WorkerNews(
             worker.url,
@@ -180,38 +174,38 @@ class KeeperProcess:
             dict(fleet.renderings.differing.get(worker.url, {})),
         )
 
-    # What is heard.
+    # Receiving.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
         try:
             async for frame in link.frames():
-                self._take(link, _decode(frame))
+                self._on_message(link, _decode(frame))
         finally:
             self._fronts.pop(link, None)
             link.close()
-            for url in [url for url, each in self._trials.items() if each is link]:  # of which nobody tells the end
-                self._on_happened(link, url, "abandon", 0.0)
+            for url in [url for url, each in self._trials.items() if each is link]:  # nobody will report their end
+                self._on_circuit_changed(link, url, "abandon", 0.0)
 
-    def _take(self, link: Link, message: ToKeeper) -> None:
+    def _on_message(self, link: Link, message: ToKeeper) -> None:
         index, fleet = self._keeper.index, self._keeper.fleet
         match message:
             case messages.Hello():
-                self._greet(link, message)
-            case messages.Happened(url, what, now_s):
-                self._on_happened(link, url, what, now_s)
+                self._on_hello(link, message)
+            case messages.CircuitChanged(url, what, now_s):
+                self._on_circuit_changed(link, url, what, now_s)
             case messages.Paused(url, until_s) if (worker := fleet.get(url)) is not None:
                 worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, until_s)
                 fleet.bounded.add(url)
-                self._tell_of(worker)
+                self._send_worker(worker)
             case messages.Used(hashes) if index is not None:
                 index.used(np.frombuffer(hashes, np.uint64))
             case messages.Computed(url, hashes) if index is not None and index.is_expecting(url):
                 index.computed(url, np.frombuffer(hashes, np.uint64))
-            case messages.Said():
-                self._tell_all(encode(message), but=link)
+            case messages.ResponseStored():
+                self._broadcast(encode(message), except_to=link)
                 if self._keeper.replicas is not None:
-                    self._keeper.replicas.relayed(message.response_id, message.worker)
+                    self._keeper.replicas.add_response(message.response_id, message.worker)
             case messages.Ended(requests, seen):
                 for request in requests:
                     self._keeper.on_routed(request)
@@ -222,27 +216,27 @@ class KeeperProcess:
             case messages.Answered():
                 link.on_answer(message)
 
-    def _on_happened(self, link: Link, url: str, what: Change, now_s: float) -> None:
+    def _on_circuit_changed(self, link: Link, url: str, what: Change, now_s: float) -> None:
         if what == "begin":
             self._trials[url] = link
         else:
             self._trials.pop(url, None)
         if (worker := self._keeper.fleet.get(url)) is not None:
             worker.breaker.apply(what, now_s)
-            self._tell_of(worker)
+            self._send_worker(worker)
 
-    def _greet(self, link: Link, hello: messages.Hello) -> None:
-        if hello.told_by not in (None, os.getpid()) and not self._has_adopted:
+    def _on_hello(self, link: Link, hello: messages.Hello) -> None:
+        if hello.keeper_pid not in (None, os.getpid()) and not self._has_adopted:
             self._adopt(hello.workers)
             self._has_adopted = True
-        self._metrics.begin(hello.front, hello.pid)
-        self._tell_changes()
+        self._metrics.on_connect(hello.front, hello.pid)
+        self._send_changes()
         self._fronts[link] = hello.front
-        for frame in (*self._told.values(), encode(messages.AllTold(os.getpid()))):
-            link.tell(frame)
+        for frame in (*self._last_sent.values(), encode(messages.Synced(os.getpid()))):
+            link.send(frame)
 
     def _adopt(self, known: list[WorkerNews]) -> None:
-        """Have the workers that the keeper before this one had, whatever administrators made of the configured ones."""
+        """Continue with the workers of the keeper before this one, and with what administrators changed of them."""
         fleet, membership = self._keeper.fleet, self._keeper.membership
         membership.adopt(
             (WantedWorker(each.url, each.configured_event_sources, each.configured_role), each.wanted_by)
@@ -253,70 +247,67 @@ class KeeperProcess:
                 continue
             if worker.health.is_healthy is None:
                 worker.health.is_healthy = each.is_healthy
-                worker.identify(each.identity)
+                worker.set_identity(each.identity)
             if each.is_draining:
                 membership.remove(worker)
-        fleet.identified()
+        fleet.refresh()
 
     async def _answer(self, link: Link, number: int, question: Question) -> None:
         if question.path in ("/metrics", "/usage"):
             await asyncio.gather(*(self._read_metrics(*each) for each in self._fronts.items()))
         answer = await self._keeper.answer(question)
-        self._tell_changes()  # what it has made of the fleet is so once it is answered
-        link.tell(encode(messages.Answered(number, answer)))
+        self._send_changes()  # before the answer: who has it may rely on what it changed
+        link.send(encode(messages.Answered(number, answer)))
 
     async def _read_metrics(self, link: Link, front: int) -> None:
-        """Have a front tell its metrics; where it does not in time, those it told last count."""
+        """Ask a front for its metrics; if it does not answer in time, its last ones count."""
         with suppress(TimeoutError, ConnectionResetError):
-            self._metrics.take(front, await link.ask(None, _METRICS_TIMEOUT_S))
+            self._metrics.update(front, await link.ask(None, _METRICS_TIMEOUT_S))
 
 
 class FrontMetrics(Collector):
-    """The metrics of all fronts together: sums of what counts, over those that have died, too.
-
-    What is measured of processes is that of this one, too.
-    """
+    """The metrics of all fronts and this process, summed; counters include fronts that have died."""
 
     def __init__(self) -> None:
         self._own = ProcessCollector(registry=None)
-        self._ended: Families = []
-        self._told: dict[int, Families] = {}
+        self._of_ended: Families = []
+        self._of_fronts: dict[int, Families] = {}
         self._pids: dict[int, int] = {}
 
-    def begin(self, front: int, pid: int) -> None:
-        """Take a front that connects: another process in the place of one counts from 0."""
+    def on_connect(self, front: int, pid: int) -> None:
+        """Keep the counters of a front's earlier process, as a new process counts from 0."""
         if self._pids.get(front, pid) != pid:
-            counted = [family for family in self._told.pop(front, []) if family[2] != "gauge"]
-            self._ended = families_of(_merged([self._ended, counted]))
+            counted = [family for family in self._of_fronts.pop(front, []) if family[2] != "gauge"]
+            self._of_ended = families_of(_merged([self._of_ended, counted]))
         self._pids[front] = pid
 
-    def take(self, front: int, families: Families) -> None:
-        """Take what a front tells."""
-        self._told[front] = families
+    def update(self, front: int, families: Families) -> None:
+        """Replace the metrics of a front."""
+        self._of_fronts[front] = families
 
     def forget(self, worker: str) -> None:
         """Drop the series of a worker that is removed."""
-        for _, _, _, samples in itertools.chain(self._ended, *self._told.values()):
+        for _, _, _, samples in itertools.chain(self._of_ended, *self._of_fronts.values()):
             samples[:] = [sample for sample in samples if sample[1].get("worker") != worker]
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once."""
-        yield from _merged([self._ended, *self._told.values(), families_of(self._own.collect())])
+        yield from _merged([self._of_ended, *self._of_fronts.values(), families_of(self._own.collect())])
 
 
 def families_of(metrics: Iterable[Metric | None]) -> Families:
-    """Return metrics as they are told."""
-    told = []
+    """Return metrics as they are sent to the keeper."""
+    families = []
     for metric in filter(None, metrics):
         samples = [(name, dict(labels), value) for name, labels, value, *_ in metric.samples]
-        told.append((metric.name, metric.documentation, metric.type, samples))
-    return told
+        families.append((metric.name, metric.documentation, metric.type, samples))
+    return families
 
 
-def _merged(told: Iterable[Families]) -> Iterator[Metric]:
-    """Yield the sums; of moments, which have none, the first."""
+def _merged(sources: Iterable[Families]) -> Iterator[Metric]:
+    """Yield each metric with the sums of its samples, or the earliest of samples that are points in time."""
     metrics: dict[str, tuple[Metric, dict[tuple[str, tuple[tuple[str, str], ...]], float]]] = {}
-    for name, text, kind, samples in itertools.chain.from_iterable(told):
+    for name, text, kind, samples in itertools.chain.from_iterable(sources):
         _, values = metrics.setdefault(name, (Metric(name, text, kind), {}))
         for sample_name, labels, value in samples:
             key = sample_name, tuple(labels.items())

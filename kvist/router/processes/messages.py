@@ -1,6 +1,6 @@
-"""What the keeper and the fronts of a router tell each other: frames of msgpack over a Unix socket, each in order.
+"""Messages between the keeper and the fronts of a router: frames of msgpack over a Unix socket, in order.
 
-Whoever cannot be told any more, as it takes nothing, is taken for gone: what it missed it gets when it comes back.
+A side that stops reading is disconnected once too much is unsent. When a front connects again, it gets the whole state.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ Families: TypeAlias = list[tuple[str, str, str, list[tuple[str, dict[str, str], 
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """One frame."""
+    """One frame.
+
+    A process that was started before an upgrade may talk to one started after it, so tags stay as they once were.
+    """
 
 
 # --- From the keeper --------------------------------------------------------------------------------------------------
 
 
 class WorkerNews(Message, frozen=True):
-    """All that fronts need to know of a worker, whenever some of it changes."""
+    """The whole state of a worker that fronts need; sent whenever any of it changes."""
 
     url: str
     configured_event_sources: tuple[str, ...]
@@ -48,7 +51,7 @@ class WorkerNews(Message, frozen=True):
     is_draining: bool
     last_failure: str | None
     circuit: tuple[CircuitState, int, float]
-    """State, failures in a row, and when it may be tried again."""
+    """The state, the failures in a row, and when an open circuit may be tried again."""
     max_requests: int | None
     paused_until_s: float
     warms_from: int | None
@@ -58,7 +61,7 @@ class WorkerNews(Message, frozen=True):
     ranks: list[RankStatus]
     block_size: int | None
     same_tokens: dict[Kind, int]
-    """Of chats that it renders otherwise, by their kind."""
+    """For each kind of chat that it renders differently: how many leading tokens are the same."""
 
 
 class WorkerGone(Message, frozen=True):
@@ -73,8 +76,8 @@ class IndexJoined(Message, frozen=True):
     path: str
 
 
-class AllTold(Message, frozen=True):
-    """That was all there is to know, as of now."""
+class Synced(Message, frozen=True, tag="AllTold"):
+    """The front has now received the whole state of the keeper with this process id."""
 
     pid: int
 
@@ -83,16 +86,16 @@ class AllTold(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Comes first. Who was told of workers before says by which process, as the keeper may have been started anew."""
+    """The first message. A front that was connected before says to which keeper process, and what that one told it."""
 
     front: int
     pid: int
-    told_by: int | None
+    keeper_pid: int | None = msgspec.field(name="told_by")
     workers: list[WorkerNews]
 
 
-class Happened(Message, frozen=True):
-    """What a request made of a worker's circuit."""
+class CircuitChanged(Message, frozen=True, tag="Happened"):
+    """A request changed the state of a worker's circuit."""
 
     url: str
     what: Change
@@ -100,7 +103,7 @@ class Happened(Message, frozen=True):
 
 
 class Paused(Message, frozen=True):
-    """The worker asks to be spared."""
+    """The worker asked for no requests until then."""
 
     url: str
     until_s: float
@@ -113,14 +116,14 @@ class Used(Message, frozen=True):
 
 
 class Computed(Message, frozen=True):
-    """A worker that no stream tells of has computed a prompt with these blocks."""
+    """A worker that streams no events has computed a prompt with these blocks."""
 
     url: str
     hashes: bytes
 
 
-class Said(Message, frozen=True):
-    """A response that a later request may go on with (`kvist.router.conversations`); the keeper tells other fronts."""
+class ResponseStored(Message, frozen=True, tag="Said"):
+    """A response that a later request may continue (`kvist.router.conversations`); the keeper forwards it to others."""
 
     response_id: str
     worker: str
@@ -128,7 +131,7 @@ class Said(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """What came of requests, for `GET /regret`, and some of them as the live page shows them."""
+    """Requests that have ended, for `GET /regret`, and some of them as the live page shows them."""
 
     requests: list[Routed]
     seen: list[Seen]
@@ -138,21 +141,21 @@ class Ended(Message, frozen=True):
 
 
 class Asked(Message, frozen=True):
-    """An operator's question to the keeper or, without one, the wish for a front's own metrics."""
+    """An operator's question to the keeper; without a question, a request for a front's own metrics."""
 
     number: int
     question: Question | None
 
 
 class Answered(Message, frozen=True):
-    """The answer to what was asked under this number."""
+    """The answer to the `Asked` of this number."""
 
     number: int
     answer: Answer | Families
 
 
-ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | AllTold | Said | Asked | Answered
-ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Ended | Asked | Answered
+ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | Synced | ResponseStored | Asked | Answered
+ToKeeper: TypeAlias = Hello | CircuitChanged | Paused | Used | Computed | ResponseStored | Ended | Asked | Answered
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -165,29 +168,29 @@ class Link:
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
 
-    def tell(self, frame: bytes) -> None:
-        """Send an encoded message; a link whose other side takes nothing is closed."""
+    def send(self, frame: bytes) -> None:
+        """Send an encoded message; close the link if the other side has stopped reading."""
         self._writer.write(_LENGTH.pack(len(frame)) + frame)
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
 
     async def ask(self, question: Question | None, timeout_s: float) -> Any:
-        """Return what the other side answers; raises TimeoutError, and ConnectionResetError where it is gone."""
+        """Send a question and return the answer; raises TimeoutError, and ConnectionResetError if the link closes."""
         number = next(self._numbers)
         self._asked[number] = asked = asyncio.get_running_loop().create_future()
-        self.tell(encode(Asked(number, question)))
+        self.send(encode(Asked(number, question)))
         try:
             return await asyncio.wait_for(asked, timeout_s)
         finally:
             del self._asked[number]
 
     def on_answer(self, answered: Answered) -> None:
-        """Take the answer to what was asked, unless nobody waits for it any more."""
+        """Hand an answer to the caller of `ask` that waits for it, if it still does."""
         if (asked := self._asked.get(answered.number)) is not None and not asked.done():
             asked.set_result(answered.answer)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield what comes until the other side is gone."""
+        """Yield each received message, still encoded, until the connection ends."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -197,11 +200,11 @@ class Link:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the link was closed."""
         return self._writer.is_closing()
 
     def close(self) -> None:
-        """End it at once."""
+        """Close the link at once; every pending `ask` fails."""
         self._writer.transport.abort()
         for asked in self._asked.values():
             if not asked.done():

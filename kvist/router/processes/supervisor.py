@@ -1,7 +1,7 @@
-"""Starts the processes of a router, and those that die anew, until it is told to end.
+"""Starts the processes of a router and restarts those that die, until a signal stops it.
 
 It holds what outlives them: the port, which nobody else can take meanwhile, and the board. It has no event loop and no
-threads, and reads nothing of anybody's, so that there is nothing that it could die of.
+threads, and reads no input, so that nothing can kill it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from pathlib import Path
 import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.router.fleet.board import MAX_FRONTS, LoadBoard, Whole, board_bytes, clear_row
+from kvist.router.fleet.board import MAX_FRONTS, FrontField, LoadBoard, board_bytes, clear_row
 from kvist.router.recording import Beginning
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _LIVED_LONG_S = 5.0
+"""A process that dies sooner than this is restarted after a pause, which doubles each time up to the next."""
 _MAX_PAUSE_S = 5.0
-"""Between two starts of a process that dies at once."""
-_HURRIED_S = 3.0
-"""What a process gets to end in after the second signal, which ends what it serves."""
+_KILL_AFTER_S = 3.0
+"""A process that still runs so long after the second signal is killed."""
 _STRONGLY_ORDERED = frozenset({"x86_64", "AMD64"})
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 KEEPER = -1
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Which process of a router this one is, and what it shares with the others: a front's number, or `KEEPER`."""
+    """Which process of a router this one is, and what it shares with the others."""
 
     front: int
+    """Its number, or `KEEPER`."""
     directory: str
     board: int
-    """A descriptor, as those of `bells`, by which fronts wake each other."""
+    """A file descriptor, like those of `bells`, eventfds with which fronts wake each other."""
     bells: tuple[int, ...]
     port: int
     num_replicas: int = 0
@@ -81,12 +82,12 @@ class _Child:
 
 
 class Supervisor:
-    """`run` returns when all has ended. While it runs it passes signals on: SIGTERM, SIGINT and SIGHUP."""
+    """Runs the processes of a router; while it does, it passes SIGTERM, SIGINT and SIGHUP on to them."""
 
     def __init__(self, command: Sequence[str], host: str, port: int, number: int, num_replicas: int = 0) -> None:
-        """Start `command`, with an option that says which part it is, for each of so many fronts and the keeper.
+        """Run `command --part …` once for each of `number` fronts and once for the keeper.
 
-        Raises OSError if somebody else listens on the port.
+        Raises OSError if another process listens on the port.
         """
         self._command, self._num_replicas = [*command], num_replicas
         self._sockets = _reserve(host, port)
@@ -105,24 +106,27 @@ class Supervisor:
 
     @property
     def port(self) -> int:
-        """The port of all fronts."""
+        """Return the port that all fronts listen on."""
         port: int = self._sockets[0].getsockname()[1]
         return port
 
     def run(self, on_ready: Callable[[], None]) -> int:
-        """Call `on_ready` once all fronts listen; return 0, or what a process ended with that could not start."""
+        """Run until all processes have ended, and return 0, or the exit code of a process that could not start.
+
+        Calls `on_ready` once all fronts listen.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             self._due_s = dict.fromkeys((KEEPER, *range(len(self._bells))), 0.0)
             code, is_ready = 0, False
             while not self._num_stops and not code:
                 self._start_due()
-                fronts = self._board.wholes[: len(self._bells)]
-                if not is_ready and all(self._board.ints[front + Whole.LISTENING] for front in fronts):
+                fronts = self._board.row_starts[: len(self._bells)]
+                if not is_ready and all(self._board.ints[front + FrontField.LISTENING] for front in fronts):
                     is_ready = True
                     on_ready()
-                time.sleep(_LOOK_S)
-                code = self._look_after(may_restart=is_ready)
+                time.sleep(_POLL_S)
+                code = self._handle_deaths(may_restart=is_ready)
                 if self._is_reload_due:
                     self._is_reload_due = False
                     for child in self._children.values():
@@ -151,7 +155,7 @@ class Supervisor:
             part = Part(front, self._directory, self._descriptor, self._bells, self.port, self._num_replicas)
             process = subprocess.Popen(
                 [*self._command, "--part", msgspec.json.encode(part).decode()],
-                stdin=subprocess.PIPE,  # has one line; its end tells a child that this process is gone
+                stdin=subprocess.PIPE,  # gets one line; its end tells a child that this process is gone
                 pass_fds=(self._descriptor, *self._bells),
                 start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends the others
             )
@@ -161,12 +165,12 @@ class Supervisor:
                 process.stdin.flush()
             self._children[front] = _Child(front, process)
 
-    def _look_after(self, *, may_restart: bool) -> int:
-        """Have those that died started anew; return what one ended with that never could start."""
+    def _handle_deaths(self, *, may_restart: bool) -> int:
+        """Schedule a restart of each process that died or, if they may not be restarted, return its exit code."""
         for child in [child for child in self._children.values() if child.process.poll() is not None]:
             name = "keeper" if child.front == KEEPER else f"front {child.front}"
             code, lived_s = child.process.returncode, time.monotonic() - child.started_s
-            self._forget(child)
+            self._remove(child)
             if not may_restart:
                 logger.error("process ended before the router listened process=%s code=%d", name, code)
                 return code if code > 0 else 1
@@ -178,7 +182,7 @@ class Supervisor:
             logger.error("process ended, and is started anew process=%s code=%d pause_s=%g", name, code, pause_s)
         return 0
 
-    def _forget(self, child: _Child) -> None:
+    def _remove(self, child: _Child) -> None:
         del self._children[child.front]
         if child.process.stdin is not None:
             child.process.stdin.close()
@@ -186,34 +190,34 @@ class Supervisor:
             clear_row(self._memory, child.front)
 
     def _stop(self) -> None:
-        """Have the fronts end as they do, and then the keeper."""
+        """Stop the fronts, and then the keeper."""
         self._num_stops = max(1, self._num_stops)
-        self._end([child for child in self._children.values() if child.front != KEEPER])
-        self._end([*self._children.values()])
+        self._terminate([child for child in self._children.values() if child.front != KEEPER])
+        self._terminate([*self._children.values()])
 
-    def _end(self, children: list[_Child]) -> None:
-        """Pass each stop on; who does not heed a second one is killed."""
+    def _terminate(self, children: list[_Child]) -> None:
+        """Send SIGTERM for each stop signal received until all have ended; kill those that ignore a second one."""
         num_passed_on, kill_at_s = 0, math.inf
         while children:
             if self._num_stops > num_passed_on:
                 num_passed_on += 1
-                kill_at_s = math.inf if num_passed_on == 1 else min(kill_at_s, time.monotonic() + _HURRIED_S)
+                kill_at_s = math.inf if num_passed_on == 1 else min(kill_at_s, time.monotonic() + _KILL_AFTER_S)
                 for child in children:
                     child.process.terminate()
             if time.monotonic() >= kill_at_s:
                 for child in children:
                     child.process.kill()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             for child in [child for child in children if child.process.poll() is not None]:
                 children.remove(child)
-                self._forget(child)
+                self._remove(child)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _reserve(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that hold the port and listen to nobody: fronts of this user may share it, and nobody else."""
+    """Return sockets that are bound to the port and do not listen: only this user's fronts can share it."""
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -225,7 +229,8 @@ def _reserve(host: str, port: int) -> list[socket.socket]:
             held.bind((address[0], port, *address[2:]))  # refused if anybody listens, even one who would share
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             port = held.getsockname()[1]
-            # Who is about to listen refuses nobody yet: of two that start at once, this name has one, while it lives.
+            # A bound socket that does not listen yet refuses nobody: of two supervisors that start at once only one can
+            # bind this name, which it has for as long as it lives.
             name = socket.socket(socket.AF_UNIX)
             sockets.append(name)
             name.bind(f"\0kvist-route {address[0]} {port}")

@@ -116,7 +116,7 @@ class Life:
 
     def name(self, tracker: LoadTracker, worker: str) -> None:
         for rank in range(NUM_RANKS):
-            assert tracker.name(WorkerRank(worker, rank)) is not None
+            assert tracker.register(WorkerRank(worker, rank)) is not None
 
     def tell(self, number: int | None = None) -> None:
         told = self.fronts[self.random.randrange(NUM_FRONTS) if number is None else number]
@@ -164,7 +164,7 @@ class Life:
         match self.random.choice(["answer", "tokens", "finish"]):
             case "answer" if not each.is_answered:
                 each.active.end_prefill()
-                each.active.answered(self.now_s)
+                each.active.on_first_token(self.now_s)
                 each.is_answered, each.num_uncached = True, 0
                 front.begun[each.target.worker, each.life] += 1
             case "tokens":
@@ -183,7 +183,7 @@ class Life:
     def queue(self) -> None:
         front, model = self.random.choice(self.fronts), self.random.randrange(1, 4)
         number = -1 if front.queued[model] and self.random.random() < 0.6 else 1
-        front.tracker.show_queued(model, number)
+        front.tracker.add_queued(model, number)
         front.queued[model] += number
 
     # --- What must be so --------------------------------------------------------------------------------------------
@@ -232,13 +232,13 @@ def test_columns_are_reused_once_nothing_runs_in_them() -> None:
     front = LoadTracker(LoadBoard(memory, num_fronts=2, names_columns=False), 1)
     for number in range(50):
         target = WorkerRank(f"http://{number}", 0)
-        keeper.name(target)
+        keeper.register(target)
         request = front.begin(target, Prompt(100, 16), 0, 0.0)
         keeper.forget(target.worker)
         request.finish(0.0)
         front.forget(target.worker)
     assert keeper.ints[0] == 1
-    keeper.name(WorkerRank("http://last", 0))
+    keeper.register(WorkerRank("http://last", 0))
     assert front.load(WorkerRank("http://last", 0), 0.0) == Load()
     assert front.ended_requests("http://last") == 0
 
@@ -257,4 +257,4 @@ def test_a_name_that_is_being_written_is_nobodys() -> None:
 
 def test_a_name_too_long_for_the_board_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="url"):
-        LoadTracker().name(WorkerRank("http://" + "a" * MAX_NAME_BYTES, 0))
+        LoadTracker().register(WorkerRank("http://" + "a" * MAX_NAME_BYTES, 0))

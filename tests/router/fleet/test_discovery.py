@@ -27,7 +27,7 @@ TOKENS = list(range(1, 70))
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "MIN_RETRY_S", "MIN_TTL_S"):
+    for name in ("POLL_S", "MIN_RETRY_S", "MIN_TTL_S"):
         monkeypatch.setattr(discovery, name, 0.02)
     monkeypatch.setattr(discovery, "MAX_RETRY_S", 0.05)
 

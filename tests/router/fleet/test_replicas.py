@@ -15,9 +15,9 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.router.config import RouterConfig
-from kvist.router.fleet.board import Cell, LoadBoard, Whole
+from kvist.router.fleet.board import FrontField, LoadBoard, RankField
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.replicas import SILENT_S, Listener, Summary, Teller
+from kvist.router.fleet.replicas import SILENT_S, ReplicaRows, Summary, SummaryBuilder
 from kvist.router.policy.decision import Prompt
 from kvist.router.policy.settings import PriceSettings
 
@@ -32,10 +32,10 @@ class Router:
         self.board = LoadBoard(num_fronts=num_fronts, num_replicas=num_replicas)
         self.fronts = [LoadTracker(self.board, front) for front in range(num_fronts)]
         for rank in ranks:
-            self.fronts[0].name(rank)
+            self.fronts[0].register(rank)
         self.policies = [front.pricing(PriceSettings(), BLOCK) for front in self.fronts]
-        self.teller = Teller(self.board)
-        self.listener = Listener(self.board, lambda url: any(rank.worker == url for rank in ranks))
+        self.builder = SummaryBuilder(self.board)
+        self.rows = ReplicaRows(self.board, lambda url: any(rank.worker == url for rank in ranks))
 
     def view(self, now_s: float, hashes: np.ndarray) -> dict[WorkerRank, tuple[float, ...]]:
         """Return what this router thinks of each rank, whatever its column is."""
@@ -95,7 +95,7 @@ class Client:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_fronts", [1, 2])
 def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int) -> None:
-    """Summaries of changes alone, now and then of all, some of them lost; ranks have other columns everywhere."""
+    """SummaryBuilder of changes alone, now and then of all, some of them lost; ranks have other columns everywhere."""
     rng = random.Random(seed)
     routers = [Router(num_fronts, ranks=rng.sample(RANKS, len(RANKS))) for _ in range(3)]
     oracle = Router(3 * num_fronts)
@@ -110,14 +110,14 @@ def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int
         now_s += 0.02
         is_whole = tick % 20 == 0 or tick == 119
         for idx, router in enumerate(routers):
-            data = msgspec.msgpack.encode(router.teller.summary(now_s, is_whole=is_whole))
+            data = msgspec.msgpack.encode(router.builder.build(now_s, is_whole=is_whole))
             for other, peer in enumerate(routers):
                 if other != idx and (is_whole or rng.random() < 0.8):
-                    assert peer.listener.take(str(idx), msgspec.msgpack.decode(data, type=Summary), now_s)
+                    assert peer.rows.apply(str(idx), msgspec.msgpack.decode(data, type=Summary), now_s)
     truth = oracle.view(now_s, last)
     assert any(running for running, *_ in truth.values())
     for router in routers:
-        assert sum(router.board.ints[whole + Whole.RUNNING] for whole in router.board.wholes) == sum(
+        assert sum(router.board.ints[row + FrontField.RUNNING] for row in router.board.row_starts) == sum(
             running for running, *_ in truth.values()
         )
         for rank, (*counts, cost_s, cached) in router.view(now_s, last).items():
@@ -135,7 +135,7 @@ def test_clocks_of_machines_may_differ() -> None:
     columns = np.arange(len(RANKS))
     prices = theirs.policies[0].weigh(5e6, 1000, hashes, np.zeros(len(RANKS), int), columns)
     theirs.policies[0].dispatched(5e6, 0, prices, 0)
-    ours.listener.take("other", theirs.teller.summary(5e6 + 1, is_whole=True), 51.0)
+    ours.rows.apply("other", theirs.builder.build(5e6 + 1, is_whole=True), 51.0)
     assert ours.view(51.0, hashes)[RANKS[0]] == theirs.view(5e6 + 1, hashes)[RANKS[0]]
     load.finish(0.0)
 
@@ -145,7 +145,7 @@ def test_what_is_done_at_the_very_moment_of_a_summary_is_told() -> None:
     theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 7.0)
     prices = theirs.policies[0].weigh(7.0, 1000, hashes, np.zeros(len(RANKS), int), np.arange(len(RANKS)))
     theirs.policies[0].dispatched(7.0, 0, prices, 0)
-    ours.listener.take("other", theirs.teller.summary(7.0, is_whole=True), 51.0)
+    ours.rows.apply("other", theirs.builder.build(7.0, is_whole=True), 51.0)
     for later_s in (0.0, 1.5):
         assert ours.view(51.0 + later_s, hashes) == theirs.view(7.0 + later_s, hashes)
 
@@ -161,7 +161,7 @@ def test_the_time_of_one_step_is_not_taken_for_that_of_each_routers_prompt_in_it
             prices = router.policies[0].weigh(now_s, 4000, hashes[:0], np.zeros(len(RANKS), int), columns)
             begun.append(router.policies[0].dispatched(now_s, 0, prices, 0))
         for router, other in (routers, routers[::-1]):
-            other.listener.take("other", router.teller.summary(now_s + 0.01, is_whole=False), now_s + 0.01)
+            other.rows.apply("other", router.builder.build(now_s + 0.01, is_whole=False), now_s + 0.01)
         now_s += sum(each.work for each in begun) * unit_s
         for each in begun:
             each.answered(now_s)
@@ -175,29 +175,29 @@ def test_the_time_of_one_step_is_not_taken_for_that_of_each_routers_prompt_in_it
 def test_who_is_silent_counts_no_more_and_gives_its_row_to_another() -> None:
     ours, theirs = Router(num_replicas=1), Router()
     theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 1.0)
-    summary = theirs.teller.summary(1.0, is_whole=True)
-    assert ours.listener.take("a", summary, 1.0)
-    assert not ours.listener.take("b", summary, 1.0)
+    summary = theirs.builder.build(1.0, is_whole=True)
+    assert ours.rows.apply("a", summary, 1.0)
+    assert not ours.rows.apply("b", summary, 1.0)
     assert ours.fronts[0].running_requests(RANKS[0].worker) == 1
-    assert ours.listener.forget_silent(1.0 + SILENT_S) == []
-    assert ours.listener.forget_silent(1.1 + SILENT_S) == ["a"]
+    assert ours.rows.forget_silent(1.0 + SILENT_S) == []
+    assert ours.rows.forget_silent(1.1 + SILENT_S) == ["a"]
     assert ours.fronts[0].running_requests(RANKS[0].worker) == 0
     assert not ours.board.cell_ints[1].any()
     assert not ours.board.in_flight[1]["hash"].any()
-    assert ours.listener.take("b", summary, 4.0)
+    assert ours.rows.apply("b", summary, 4.0)
 
 
 def test_what_is_said_of_others_workers_and_what_is_no_summary_changes_nothing() -> None:
     ours, theirs = Router(), Router(ranks=[WorkerRank("http://elsewhere", 0), RANKS[1]])
     theirs.fronts[0].begin(WorkerRank("http://elsewhere", 0), Prompt(1000, BLOCK), 0, 1.0)
     theirs.fronts[0].begin(RANKS[1], Prompt(1000, BLOCK), 0, 1.0)
-    summary = theirs.teller.summary(1.0, is_whole=True)
-    ours.listener.take("a", summary, 1.0)
+    summary = theirs.builder.build(1.0, is_whole=True)
+    ours.rows.apply("a", summary, 1.0)
     assert WorkerRank("http://elsewhere", 0) not in ours.board.columns
     assert ours.fronts[0].load(RANKS[1], 1.0).running_requests == 1
     with pytest.raises(ValueError, match="bytes of numbers for 2 ranks"):
-        ours.listener.take("a", msgspec.structs.replace(summary, numbers=summary.numbers[8:]), 1.0)
-    assert ours.board.cell_ints[1, 1 + ours.board.columns[RANKS[1]], Cell.RUNNING] == 1
+        ours.rows.apply("a", msgspec.structs.replace(summary, numbers=summary.numbers[8:]), 1.0)
+    assert ours.board.cell_ints[1, 1 + ours.board.columns[RANKS[1]], RankField.RUNNING] == 1
 
 
 async def test_routers_beside_each_other_count_what_the_others_have_in_flight(

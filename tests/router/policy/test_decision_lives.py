@@ -166,14 +166,14 @@ class Life:
         models = self.random.choice([("m",), ("m",), ("m", "n"), ("n",)])
         entries = tuple(ServedModel(name, None, {"id": name, "owned_by": "x"}) for name in models)
         worker = Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker(2, 5.0))
-        worker.identify(Identity(engine=self.random.choice(["vllm", "vllm", "other"]), models=entries))
+        worker.set_identity(Identity(engine=self.random.choice(["vllm", "vllm", "other"]), models=entries))
         worker.capacity = Capacity(self.random.choice([None, None, 1, 2]))
         worker.capacity.ends_a_second = self.random.choice([0.0, 0.5, 20.0])
         ranks = [WorkerRank(url, number) for number in range(self.random.choice([1, 1, 2]))]
         self.caches.statuses[url] = [RankStatus(rank, num_blocks=self.random.randrange(3)) for rank in ranks]
         for rank in ranks:
             self.caches.held[rank] = [(0, 0, 0, 0)] * len(FAMILIES)
-        self.load.name(ranks[0])
+        self.load.register(ranks[0])
         if worker.capacity.fixed_requests is not None:
             self.fleet.bounded.add(url)
         self.fleet.put(worker)
@@ -282,7 +282,7 @@ class Life:
             sent = self.random.choice(waiting)
             sent.is_answered = True
             sent.active.end_prefill()
-            sent.active.answered(self.now_s)
+            sent.active.on_first_token(self.now_s)
             self.log.append((self.now_s, "answer", sent, 0))
             if sent.is_streamed:
                 self.settle(sent, self.now_s + 5.0)

@@ -50,7 +50,7 @@ def test_the_next_keepers_numbers_are_not_taken_for_those_of_the_one_before(new_
         for rank in ranks:
             index.store(rank, Tier.GPU, None, HASHES[: 5 if rank is A else 8])
         for rank in (B, A):
-            shared.know(rank.worker, [status_of(index, rank)])
+            shared.set_ranks(rank.worker, [status_of(index, rank)])
         shared.attach(reader)
         assert shared.match(HASHES) == {A: (5,) * 4, B: (8,) * 4}
         assert [shared.ranks(rank.worker)[0].num_blocks for rank in (A, B)] == [5, 8]
@@ -64,17 +64,17 @@ def test_ranks_that_may_have_lost_blocks_and_workers_that_are_gone_are_in_no_ans
     shared.attach(reader)
     for rank in (A, B):
         index.store(rank, Tier.GPU, None, HASHES)
-        shared.know(rank.worker, [status_of(index, rank)])
+        shared.set_ranks(rank.worker, [status_of(index, rank)])
     assert shared.match(HASHES).keys() == {A, B}
-    shared.know(A.worker, [status_of(index, A, SourceState.RESYNCING)])
+    shared.set_ranks(A.worker, [status_of(index, A, SourceState.RESYNCING)])
     assert shared.match(HASHES).keys() == {B}
-    shared.know(B.worker, [])
+    shared.set_ranks(B.worker, [])
     assert shared.match(HASHES) == {}
     assert shared.ranks(B.worker) == []
     index.clear(*A)
     index.store(A, Tier.GPU, None, HASHES[:3])
     assert shared.match(HASHES) == {}  # until it is told of
-    shared.know(A.worker, [status_of(index, A)])
+    shared.set_ranks(A.worker, [status_of(index, A)])
     assert shared.match(HASHES) == {A: (3,) * 4}
 
 
@@ -92,8 +92,8 @@ def test_the_keeper_is_told_what_was_matched_once_it_may_have_to_evict(new_index
 
 def test_a_removed_workers_series_go_also_where_the_front_that_told_them_is_busy() -> None:
     metrics = FrontMetrics()
-    metrics.begin(0, pid=1)
-    metrics.take(0, [("kvist_x", "", "counter", [("kvist_x_total", {"worker": each}, 1.0) for each in ("a", "b")])])
+    metrics.on_connect(0, pid=1)
+    metrics.update(0, [("kvist_x", "", "counter", [("kvist_x_total", {"worker": each}, 1.0) for each in ("a", "b")])])
     metrics.forget("a")
     (told,) = [each for each in metrics.collect() if each.name == "kvist_x"]
     assert [sample.labels for sample in told.samples] == [{"worker": "b"}]

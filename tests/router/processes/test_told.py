@@ -33,7 +33,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
-        self.tell = self.frames.append
+        self.send = self.frames.append
 
 
 class Life:
@@ -44,7 +44,7 @@ class Life:
         loads = [LoadTracker(LoadBoard(num_fronts=NUM_FRONTS)) for _ in range(1 + NUM_FRONTS)]
         self.keeper = KeeperProcess(CONFIG, tmp_path, loads[0], 0.0)
         nothing: Any = None
-        self.keeper._keeper = Keeper(CONFIG, nothing, loads[0], 0.0, registry=FrontMetrics())
+        self.keeper._keeper = Keeper(CONFIG, nothing, 0.0, loads[0], registry=FrontMetrics())
         for url in URLS:
             self.keeper._keeper.fleet.put(Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker(2, 1.0)))
         self.fronts: list[RemoteKeeper] = []
@@ -63,7 +63,7 @@ class Life:
         self.asked: dict[tuple[int, str], float] = {}
         """Until when a front was asked to spare a worker, at the latest."""
         self.running: list[tuple[CircuitBreaker, bool]] = []
-        self.keeper._tell_changes()
+        self.keeper._send_changes()
         while self.deliver():
             pass
 
@@ -112,7 +112,7 @@ class Life:
         worker = self.keeper._keeper.fleet.get(self.random.choice(URLS))
         assert worker is not None
         worker.last_failure = str(self.random.random())
-        self.keeper._tell_changes()
+        self.keeper._send_changes()
 
     def pass_time(self) -> None:
         self.now_s += self.random.choice([0.001, 0.5, 3.0])
@@ -125,9 +125,9 @@ class Life:
         wire, number, is_up = self.random.choice(ways)
         frame = wire.frames.popleft()
         if is_up:
-            self.keeper._take(self.down[number], msgspec.msgpack.decode(frame, type=ToKeeper))
+            self.keeper._on_message(self.down[number], msgspec.msgpack.decode(frame, type=ToKeeper))
         else:
-            self.fronts[number]._take(self.up[number], msgspec.msgpack.decode(frame, type=ToFront))
+            self.fronts[number]._on_message(self.up[number], msgspec.msgpack.decode(frame, type=ToFront))
         return True
 
     def wires(self, number: int) -> list[Any]:

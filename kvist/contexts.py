@@ -1,0 +1,56 @@
+"""What services that run in the background share: how they open what they are made of, and how they end their tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvist.errors import leave_group
+
+T = TypeVar("T")
+
+
+class ComposedContext:
+    """A context that opens others in `_open`, and closes them in reverse order, even if one of them fails to open."""
+
+    async def _open(self, exits: AsyncExitStack) -> None:
+        """Enter each context, or push each callback for the end, on `exits`."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            await self._open(exits)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exits.__aexit__(kind, error, trace)
+
+
+class BackgroundTasks:
+    """Tasks that are cancelled when the context closes; one that fails ends the block, as with a `TaskGroup`."""
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def create_task(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Start a task."""
+        task = self._group.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await leave_group(self._group, error)
