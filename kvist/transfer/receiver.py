@@ -47,6 +47,8 @@ class Probe(NamedTuple):
 
     transfer_ids: Collection[int]
     has_ended: Future[bool]
+    is_certain: bool = False
+    """Whether what it sent before its end has had the time to come through our socket."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +116,19 @@ class SenderConnections:
         sender.dealer.close()
 
     def asked_before_its_end(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
-        """Return what a sender was asked for before its process ended; nothing as long as that is not known."""
+        """Return what a sender was asked for before its process ended; nothing as long as that is not known.
+
+        It is known from the second call on that finds it so: what the process reported last may be on its way still.
+        """
         if sender.probe is None:
             sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
-        if not sender.probe.has_ended.done():
+        probe = sender.probe
+        if not probe.has_ended.done():
             return ()
-        probe, sender.probe = sender.probe, None
+        if probe.has_ended.result() and not probe.is_certain:
+            sender.probe = probe._replace(is_certain=True)
+            return ()
+        sender.probe = None
         return probe.transfer_ids if probe.has_ended.result() else ()
 
 

@@ -49,6 +49,7 @@ def test_only_so_many_hosts_are_looked_at_at_once(
     until_true(lambda: looked_at == ENDPOINTS[:1])
     go_on.set()
     until_true(lambda: senders.asked_before_its_end(second, [2, 4]) == [2])
+    assert senders.asked_before_its_end(first, [1, 3]) == (), "what it sent before its end may still come"
     assert senders.asked_before_its_end(first, [1, 3]) == [1], "those that it was asked for"
 
 
