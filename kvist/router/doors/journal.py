@@ -66,8 +66,8 @@ class Journal:
             return
         self._allowance -= 1.0
         num_skipped, self._num_skipped = self._num_skipped, 0
-        row = self._row(request, error, now_s)
-        ask: Ask | None = getattr(request, "ask", None)
+        ask: Ask | None = getattr(request, "ask", None)  # unset if the prompt could not be read
+        row = self._row(request, ask, error, now_s)
         if ask is None or ask.token_ids is None or request.attempt is None:
             self._on_seen(Seen(_encode(row), num_skipped))
             return
@@ -81,8 +81,7 @@ class Journal:
         num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(ask.model)
         self._on_seen(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
 
-    def _row(self, request: Forwarding, error: Exception | None, now_s: float) -> dict[str, Any]:
-        ask: Ask | None = getattr(request, "ask", None)  # unset if the prompt could not be read
+    def _row(self, request: Forwarding, ask: Ask | None, error: Exception | None, now_s: float) -> dict[str, Any]:
         attempt, handover = request.attempt, request.handover
         queue_s = 0.0 if request.place is None else request.place.waited_s
         usage = None if attempt is None else attempt.usage

@@ -10,9 +10,8 @@ from math import gcd
 from typing import NamedTuple
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.identity import ServedModel
 from kvist.router.fleet.rendering import Renderings
-from kvist.router.fleet.worker import CircuitState, Worker, WorkerState
+from kvist.router.fleet.worker import CircuitState, Worker
 from kvist.router.index import Caches, RankStatus
 from kvist.router.policy.decision import Role
 
@@ -165,15 +164,6 @@ class Fleet:
     def is_adapter(self, model: str | None) -> bool:
         """Return whether the model is a LoRA adapter, whose blocks hash with its name."""
         return model in self._adapters
-
-    def models(self) -> list[ServedModel]:
-        """Return the models of all healthy workers, each once."""
-        found: dict[str, ServedModel] = {}
-        for worker in self._workers.values():
-            if worker.state is WorkerState.HEALTHY:
-                for model in worker.identity.models or ():
-                    found.setdefault(model.id, model)
-        return list(found.values())
 
     def ranks(self, worker: Worker) -> list[RankStatus]:
         """Return the worker's ranks, as of up to `RANKS_MAX_AGE_S` ago; a worker without events has one, rank 0."""

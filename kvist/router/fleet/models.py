@@ -153,7 +153,11 @@ class Models(ComposedContext):
 
     def entries(self, allowed: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
         """Yield the list of `GET /v1/models`: the allowed models that healthy workers serve, and their aliases."""
-        served = {model.id: model.entry for model in self._fleet.models() if allowed is None or model.id in allowed}
+        served: dict[str, dict[str, Any]] = {}
+        for worker in self._fleet.workers:
+            for model in worker.identity.models or () if worker.state is WorkerState.HEALTHY else ():
+                if allowed is None or model.id in allowed:
+                    served.setdefault(model.id, model.entry)
         yield from served.values()
         for alias, shares in self._config.aliases.items():
             if alias not in served and (targets := shares.keys() & served.keys()):

@@ -287,7 +287,11 @@ class RemoteKeeper(ComposedContext):
 
     async def _attach(self, link: Link, index: SharedIndex, path: Path) -> None:
         try:
-            reader = await open_reader(path)
+            await compilation.load()
+            from kvist.radix import RadixReader
+
+            with path.open("r+b") as file:
+                reader = RadixReader(mmap.mmap(file.fileno(), 0))
         except OSError as error:
             if not link.is_closed:
                 logger.warning("the index cannot be mapped: %s", error)
@@ -350,15 +354,6 @@ class RemoteKeeper(ComposedContext):
                 silent_s = self._pool.silent_s(worker.url)
                 if silent_s < math.inf:
                     self.load.set_last_byte_at(worker.url, time.monotonic() - silent_s)
-
-
-async def open_reader(path: Path) -> RadixReader:
-    """Return a reader of the index in this file; raises OSError if it no longer exists."""
-    await compilation.load()
-    from kvist.radix import RadixReader
-
-    with path.open("r+b") as file:
-        return RadixReader(mmap.mmap(file.fileno(), 0))
 
 
 def make_part(
