@@ -118,13 +118,11 @@ class _Worker:
 
     def held(self) -> Held:
         """Return what is held when all that was reported is."""
-        found: list[Held] = []
 
-        def look(streams: Streams) -> None:
-            found.append(Held(streams[0].residency.num_blocks, streams[0].residency.digest))
+        def look(streams: Streams) -> Held:
+            return Held(streams[0].residency.num_blocks, streams[0].residency.digest)
 
-        self._publisher.between_events(look).result(START_TIMEOUT_S)
-        return found[0]
+        return self._publisher.call_between_batches(look).result(START_TIMEOUT_S)
 
     def close(self) -> None:
         """Send what is left."""

@@ -114,7 +114,7 @@ class EngineFollower:
                     rank.filter.state,
                     number in self._whole and rank.is_told,
                     rank.residency.told_copies(),
-                    dict(rank.splitter.others),
+                    dict(rank.splitter.other_rules),
                     rank.is_offloading,
                 )
                 for number, rank in self._ranks.items()

@@ -19,7 +19,7 @@ from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Ar
 from kvist.publisher.residency import NO_SCOPE, Held, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
-from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
+from kvist.radix.memory import TableMemory, reserved, reserved_array
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of tables: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
@@ -52,7 +52,7 @@ class Table:
         self.segments: Records = np.frombuffer(memory, SEGMENT)
         self.head = reserved_array(HEAD, 1)
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
-        self._table = TableMemory(self.head, self.segments, Region(memory))
+        self._table = TableMemory(self.head, self.segments, memory)
         self._most = 0  # rows since all segments were of the size they need
 
     @property
@@ -214,7 +214,7 @@ class EngineResidency:
         self._index.clear(*self._source.companion)
         if self._rules:
             self._index.set_groups(self._source, self._rules)
-        self._change(compiled.PLACE, 0, _folded({name for name, _, _ in self.counted()}))
+        self._change(compiled.PLACE, 0, _folded({name for name, _, _ in self.group_counts()}))
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
         """Note that a group holds blocks, or a copy more of each.
@@ -235,12 +235,12 @@ class EngineResidency:
             return bool(self._are_held(Tier.GPU, blocks).all())
         return all(self.counts.get(_key(name, GROUPS + group)) for name in names)
 
-    def counted(self) -> list[tuple[int, int, int]]:
+    def group_counts(self) -> list[tuple[int, int, int]]:
         told = self._told_counts().tolist()
         return [(name, place - GROUPS, number) for name, place, number in told if GROUPS <= place < ALIASES]
 
-    def count_again(self, counted: Iterable[tuple[int, int, int]]) -> None:
-        for name, group, number in counted:
+    def restore_group_counts(self, counts: Iterable[tuple[int, int, int]]) -> None:
+        for name, group, number in counts:
             self._count(name, GROUPS + group, number)
 
     def engine_hashes(self, tier: Tier = Tier.GPU) -> list[int]:

@@ -1,4 +1,4 @@
-"""What waits in a publisher, within which bounds and how much: reports, batches for the transport, and those kept."""
+"""A publisher's queues with their bounds and counters: the inbox, the outbox and the replay buffer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -31,7 +31,7 @@ class PublisherLimits:
     """Batches the transport may lag; at the bound the oldest is dropped, and stays in the replay buffer."""
     replay_max_batches: _Count = 10_000
     replay_max_bytes: _Count = 64 << 20
-    """What is kept for replay, per rank; at either bound the oldest batch is forgotten."""
+    """How much is kept for replay, per rank; at either bound the oldest batch is dropped."""
     coalesce_s: Annotated[float, Meta(ge=0)] = 0.005
     """How long events are gathered into one batch."""
     num_events_a_slice: _Count = 8
@@ -47,12 +47,12 @@ class PublisherLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """What a publisher did since its start. Per rank: what was filtered, and what is held now."""
+    """The counters of a publisher since its start; those of each rank say, too, what it holds now."""
 
     num_waiting_events: int = 0
     num_lost_events: int = 0
     num_malformed: int = 0
-    """Events of no rank; what else was malformed is counted with its rank."""
+    """Events without a valid rank; other malformed events are counted with their rank."""
     num_waiting_batches: int = 0
     num_dropped_batches: int = 0
     num_sent_messages: int = 0
@@ -63,36 +63,33 @@ class PublisherStatistics:
     ranks: Mapping[int, StreamStatistics] = field(default_factory=dict)
 
 
-class Between(NamedTuple):
-    """A place in the inbox where something else is to be done."""
+class Call(NamedTuple):
+    """A function that the publisher's thread calls when it comes to this place of the inbox, and its result."""
 
-    do: Callable[[Streams], None]
-    is_done: Future[None]
+    function: Callable[[Streams], Any]
+    result: Future[Any]
 
 
 class Malformed(NamedTuple):
-    """An event that could not be read, or not even told whose it is: its rank may be anything."""
+    """An event that could not be read; its rank may be anything, too."""
 
     rank: Any
     error: Exception
 
 
-Item: TypeAlias = EngineEvent | Between | Malformed
+class Inbox(deque[EngineEvent | Call | Malformed]):
+    """What the publisher's thread has yet to process, in order; other threads append to it, and check its bound.
 
-
-class Inbox(deque[Item]):
-    """Items in order, put in by one thread and taken out by another; what bounds it, whoever fills it decides.
-
-    A deque, for an engine's thread spares the time for a method of ours.
+    A deque, because a method of ours would take an engine's thread longer.
     """
 
     def drop(self) -> int:
-        """Forget everything; return how many events that were."""
+        """Remove everything, and cancel the calls; return how many events were removed."""
         num_events = 0
         while self:
             item = self.popleft()
-            if isinstance(item, Between):
-                item.is_done.cancel()
+            if isinstance(item, Call):
+                item.result.cancel()
             else:
                 num_events += 1
         return num_events
@@ -105,8 +102,7 @@ class Outbox:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._messages: deque[Message] = deque()
-        self._capacity = capacity
+        self._messages: deque[Message] = deque(maxlen=capacity)
         self.num_dropped = 0
         self.num_sent = 0
         self.num_sent_bytes = 0
@@ -116,9 +112,7 @@ class Outbox:
 
     def put(self, message: Message) -> None:
         """Add a message behind the others; never waits."""
-        if len(self._messages) == self._capacity:
-            self._messages.popleft()
-            self.num_dropped += 1
+        self.num_dropped += len(self._messages) == self._messages.maxlen
         self._messages.append(message)
 
     def flush(self, publication: Publication) -> None:
@@ -134,15 +128,8 @@ class Outbox:
             self.num_sent_bytes += len(message.payload)
 
 
-class Kept(NamedTuple):
-    """What is kept of a topic: everything from `first_sequence` on, and how many bytes that is from a sequence on."""
-
-    first_sequence: int
-    size_bytes: int
-
-
 class ReplayBuffer:
-    """Keeps the newest messages of each topic, without a hole: at most `max_batches` of `max_bytes` together.
+    """Keeps the newest messages of each topic, without a gap: at most `max_batches`, of at most `max_bytes` together.
 
     The bounds are per topic, so that a busy rank does not push out a quiet one's. Safe to use from several threads.
     """
@@ -155,7 +142,7 @@ class ReplayBuffer:
         self._heartbeats: dict[bytes, Message] = {}
 
     def append(self, message: Message) -> None:
-        """Keep a topic's next message; sequences of one topic follow each other."""
+        """Keep a topic's next message; sequences of a topic must be consecutive."""
         with self._lock:
             topic = self._topics.setdefault(message.topic, _Topic())
             topic.messages.append(message)
@@ -164,7 +151,8 @@ class ReplayBuffer:
             while len(topic.messages) > self._max_batches or topic.size_bytes > self._max_bytes:
                 topic.size_bytes -= len(topic.messages.popleft().payload)
 
-    def note_heartbeat(self, message: Message) -> None:
+    def keep_heartbeat(self, message: Message) -> None:
+        """Keep the last heartbeat of a topic."""
         with self._lock:
             self._heartbeats[message.topic] = message
 
@@ -173,18 +161,16 @@ class ReplayBuffer:
         with self._lock:
             return [message for message in self._heartbeats.values() if topic in (None, message.topic)]
 
-    def kept(self, topic: bytes, start_sequence: int) -> Kept | None:
-        """Return what is kept of a topic, counted from a sequence on; None before its first message."""
+    def first_sequence(self, topic: bytes) -> int | None:
+        """Return the sequence from which on a topic's messages are kept, None before its first message."""
         with self._lock:
             found = self._topics.get(topic)
             if found is None:
                 return None
-            messages = found.since(start_sequence)
-            first_sequence = found.messages[0].sequence if found.messages else found.next_sequence
-            return Kept(first_sequence, sum(len(message.payload) for message in messages))
+            return found.messages[0].sequence if found.messages else found.next_sequence
 
     def replay(self, request: ReplayRequest) -> list[Message]:
-        """Return what is kept of the topic, or of all without one, from the sequence asked for on."""
+        """Return the messages kept of the topic, or of all if it is empty, from the sequence asked for on."""
         with self._lock:
             topics = filter(None, (self._topics.get(request.topic),)) if request.topic else self._topics.values()
             return [message for topic in topics for message in topic.since(request.start_sequence)]

@@ -1,6 +1,6 @@
-"""Where an engine's events are, from the JSON that the engine itself was given as `--kv-events-config`.
+"""Finds an engine's event sockets, from the JSON that the engine was given as `--kv-events-config`.
 
-That JSON may be found in the command line of the engine that runs beside a sidecar, in the same PID namespace.
+A sidecar can read that JSON from the command line of an engine in the same PID namespace.
 
 The rules are vLLM 0.33.0's (`config/kv_events.py`, `distributed/kv_events.py`) and SGLang 0.5.23's
 (`srt/disaggregation/kv_events.py`): each data-parallel rank has a stream and a replay socket of its own, at the
@@ -29,9 +29,9 @@ _MAX_PORT = 65535
 
 _ENGINES: tuple[EngineName, ...] = ("vllm", "sglang")
 _NUM_WORDS_LOOKED_AT = 4
-"""Where an engine is named: `vllm serve`, `python3 /usr/bin/vllm`, `python3 -m sglang.launch_server`."""
+"""Words among which an engine's name is: `vllm serve`, `python3 /usr/bin/vllm`, `python3 -m sglang.launch_server`."""
 
-# What says how many data-parallel ranks there are and which of them this process starts.
+# The flags for how many data-parallel ranks there are and which of them a process starts.
 _SIZE_FLAGS = {"vllm": ("--data-parallel-size", "-dp"), "sglang": ("--dp-size", "--dp", "--data-parallel-size")}
 _ATTENTION_SIZE_FLAGS = ("--attn-dp-size", "--attention-data-parallel-size")
 _LOCAL_SIZE_FLAGS = ("--data-parallel-size-local", "-dpl")
@@ -40,7 +40,7 @@ _RANK_FLAGS = ("--data-parallel-rank", "-dpn")
 
 
 class _KvEventsConfig(msgspec.Struct, frozen=True):
-    """What both engines' configurations have of interest, under vLLM's defaults; what else is there is the engine's."""
+    """The fields of both engines' configurations that matter here, with vLLM's defaults; others are ignored."""
 
     enable_kv_cache_events: bool | None = None
     publisher: str | None = None
@@ -113,9 +113,9 @@ def _address(endpoint: str, name: str, rank: int) -> str:
     return f"tcp://{_LOOPBACK_OF.get(host, host)}:{port + rank}"
 
 
-def _split(endpoint: str | None) -> tuple[str, int] | None:
+def _split(endpoint: str) -> tuple[str, int] | None:
     """Return host and port of a tcp address, None for any other."""
-    if endpoint is None or not endpoint.startswith("tcp://"):
+    if not endpoint.startswith("tcp://"):
         return None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return (host, int(port)) if port.isascii() and port.isdecimal() else None

@@ -23,7 +23,7 @@ PassedEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
 
 
 class FilterState(msgspec.Struct, array_like=True):
-    """All that a filter's verdicts depend on."""
+    """All that a filter's decisions depend on."""
 
     is_created_phase: bool = True
     window: Positive | UnsizedWindow | None = None
@@ -36,7 +36,7 @@ class FilterState(msgspec.Struct, array_like=True):
     has_published_unknown: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is none of a filter's windows."""
+        """Raise ValueError for a window that a filter cannot have."""
         if self.window in (UNKNOWN, STATE):
             raise ValueError("the window of a filter is known")
 
@@ -57,22 +57,28 @@ class WindowFilter:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._state = FilterState()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.num_passed = self.num_filtered = 0
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
         """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
-        # The frequent first: that a struct is of a type takes 0.01 µs to tell, that it is not 0.07 µs.
-        if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
-            return self._admit_rare(event)
-        if event.window is STATE:
+        if isinstance(event, EngineCreated):
+            self._on_created(event)
+            return ()
+        if not isinstance(event, EngineCleared) and event.window is STATE:
             self.num_filtered += 1
             return ()
         if self._state.is_created_phase:
-            self._end_created_phase()
-        self._show(event.group, event.window)
-        must_clear = self._learn(event) or self._is_unknown_ambiguous_now()
-        passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
+            self._state.is_created_phase = False
+            self._state.is_learning = self._window is None
+        if isinstance(event, EngineCleared):
+            if event.tier is None:
+                self._state.has_published = self._state.has_published_unknown = False
+            self.num_passed += 1
+            return (event,)
+        self._record_group(event.group, event.window)
+        must_clear = self._learn_window(event) or self._has_become_ambiguous()
+        passes = self._passes_without_window(event) if event.window is UNKNOWN else self._passes_with_window(event)
         if not passes:
             self.num_filtered += 1
             return (EngineCleared(rank=event.rank),) if must_clear else ()
@@ -84,7 +90,7 @@ class WindowFilter:
 
     @property
     def state(self) -> FilterState:
-        """Return a copy of all that verdicts depend on."""
+        """Return a copy of all that decisions depend on."""
         return self._state.copy()
 
     def resume(self, state: FilterState) -> None:
@@ -94,50 +100,34 @@ class WindowFilter:
     def _window(self) -> KnownWindow | None:
         return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
 
-    def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
-        if isinstance(event, EngineCreated):
-            self._created(event)
-            return ()
-        if self._state.is_created_phase:
-            self._end_created_phase()
-        if event.tier is None:
-            self._state.has_published = self._state.has_published_unknown = False
-        self.num_passed += 1
-        return (event,)
-
-    def _created(self, event: EngineCreated) -> None:
+    def _on_created(self, event: EngineCreated) -> None:
         if not self._state.is_created_phase:
-            self._warn_once(
-                "created event ignored: the published window is fixed once blocks are reported", event.window
-            )
+            text = "created event ignored: the published window is fixed once blocks are reported"
+            self._warn_once(text, event.window)
             return
-        self._show(event.group, event.window)
+        self._record_group(event.group, event.window)
         if event.window is UNKNOWN or event.window is STATE:
             return
         if self._window is None or _is_larger(event.window, self._window):
             self._state.window, self._state.group = event.window, event.group
 
-    def _end_created_phase(self) -> None:
-        self._state.is_created_phase = False
-        self._state.is_learning = self._window is None
-
-    def _show(self, group: int | None, window: Window) -> None:
-        """Note a group by its number, else by its window; an event that says neither shows none."""
+    def _record_group(self, group: int | None, window: Window) -> None:
+        """Record a group by its number, or by its window if it has none; a group without either is not recorded."""
         identity = window if group is None else (group,)
         if identity is not UNKNOWN and len(self._state.shown_groups) < 2:
             self._state.shown_groups.add(identity)
 
     @property
-    def has_more_that_hits_need(self) -> bool:
-        """Return whether an engine's hit is not just what leads a prompt in the published group."""
+    def is_upper_bound(self) -> bool:
+        """Return whether a hit may be shorter than the leading blocks of a prompt in the published group."""
         return self._has_several_groups or isinstance(self._window, int)
 
     @property
     def _has_several_groups(self) -> bool:
         return len(self._state.shown_groups) > 1
 
-    def _learn(self, event: EngineStored | EngineRemoved) -> bool:
-        """Take a larger window as the one to publish; return whether what was published must be cleared."""
+    def _learn_window(self, event: EngineStored | EngineRemoved) -> bool:
+        """Publish the event's window from here on if it is larger; return whether the rank must be cleared first."""
         if (
             event.window is UNKNOWN
             or event.window is STATE
@@ -145,38 +135,34 @@ class WindowFilter:
         ):
             return False
         if not self._state.is_learning:
-            self._warn_once(
-                "the engine has a larger window than the published one, and its events are dropped", event.window
-            )
+            text = "the engine has a larger window than the published one, and its events are dropped"
+            self._warn_once(text, event.window)
             return False
         old_window, self._state.window, self._state.group = self._window, event.window, None
         # With one group shown, what was published before its window was known is its own.
         must_clear = self._state.has_published and (old_window is not None or self._has_several_groups)
         if must_clear:
             self._state.has_published = self._state.has_published_unknown = False
-            self._warn_once(
-                "a larger window appeared: the rank is cleared and the larger group published",
-                old_window,
-            )
+            text = "a larger window appeared: the rank is cleared and the larger group published"
+            self._warn_once(text, old_window)
         return must_clear
 
     def _warn_once(self, text: str, window: Window | None) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             _logger.warning("%s rank=%d window=%s published_window=%s", text, self._rank, window, self._window)
 
-    def _is_unknown_ambiguous_now(self) -> bool:
-        """Return True once, when a second group shows that published blocks of unknown window may be either's."""
+    def _has_become_ambiguous(self) -> bool:
+        """Return True once, when there is a second group, and published blocks of unknown window may be of either."""
         if not (self._state.has_published_unknown and self._has_several_groups):
             return False
         self._state.has_published = self._state.has_published_unknown = False
-        self._warn_once(
-            "several groups, and the engine does not say their windows: the rank is cleared, each time", None
-        )
+        text = "several groups, and the engine does not say their windows: the rank is cleared, each time"
+        self._warn_once(text, None)
         return True
 
-    def _is_largest(self, event: EngineStored | EngineRemoved) -> bool:
-        """Judge an event that says its window; the first one with the largest window names the group."""
+    def _passes_with_window(self, event: EngineStored | EngineRemoved) -> bool:
+        """Return whether an event that says its window passes; the first with the largest window names the group."""
         if event.window != self._window:
             return False
         if self._state.group is None:
@@ -184,13 +170,12 @@ class WindowFilter:
             self._state.has_published_unknown &= self._has_several_groups
         return event.group is None or event.group == self._state.group
 
-    def _is_undeclared(self, event: EngineStored | EngineRemoved) -> bool:
-        """Judge an event that does not say its window."""
-        if not self._has_several_groups or (event.group is not None and event.group == self._state.group):
+    def _passes_without_window(self, event: EngineStored | EngineRemoved) -> bool:
+        """Return whether an event that does not say its window passes."""
+        if not self._has_several_groups:
             return True
-        is_other_group = event.group is not None and self._state.group is not None
-        if is_other_group:
-            return False
+        if event.group is not None and self._state.group is not None:
+            return event.group == self._state.group
         return isinstance(event, EngineRemoved) and self._window is not None
 
 

@@ -1,17 +1,17 @@
 """The normaliser: engine events of the published group become canonical events, or are left out.
 
-Only tokens give a canonical hash; the engine's own hash is opaque and serves to find parents and removed blocks. What
-cannot be placed for certain is never guessed: a chain ends before the first block in doubt.
+Only tokens give a canonical hash; the engine's own hash is opaque and serves to find parents and removed blocks. A
+block whose place in a chain is not certain is left out, with all that follow it.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineCleared, EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
@@ -43,37 +43,40 @@ class Normaliser:
         self._rank = rank
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
-        """What is held beside the GPU and may be gone, until an event of it tells."""
+        """Blocks beside the GPU that may be gone since the GPU was cleared, until an event names one of them."""
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
-        if isinstance(event, EngineRemoved):
-            self._believe(event)
-            return self._removed(event)
+        if isinstance(event, EngineCleared):
+            return self._cleared(event)
+        dropped = self._resolve_doubt(event)
         if isinstance(event, EngineStored):
-            return self._doubted(event) + self._stored(event)
+            return dropped + self._stored(event)
+        tiers = Tier if event.tier is None else (event.tier,)
+        return _removals((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
+
+    def _cleared(self, event: EngineCleared) -> tuple[Event, ...]:
         tiers = () if event.tier is None else tuple(Tier)[1:]
         self.in_doubt = frozenset((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
         if self.in_doubt:
-            dropped = self._residency.empty(Tier.GPU)
-            return (Removed(_pack(dropped), Tier.GPU),) if dropped else ()
+            return _removals([(Tier.GPU, self._residency.empty(Tier.GPU))])
         self._residency.clear()
         return (Cleared(),)
 
-    def _believe(self, event: EngineRemoved) -> None:
-        """Take what is in doubt for what is there, if some of it only now goes."""
-        if self.in_doubt and any((event.tier, name) in self.in_doubt for name in event.block_hashes):
-            self.in_doubt = frozenset()
+    def _resolve_doubt(self, event: EngineStored | EngineRemoved) -> tuple[Event, ...]:
+        """Keep or drop all blocks in doubt if the event names one of them; return the events of those dropped.
 
-    def _doubted(self, event: EngineStored) -> tuple[Event, ...]:
-        """Drop what is in doubt if some of it is stored anew: engines store what a tier lacks."""
+        A removal shows that they are still there, a store that they are gone: engines store what a tier lacks.
+        """
         if not self.in_doubt or not any((event.tier, name) in self.in_doubt for name in event.block_hashes):
             return ()
         names, self.in_doubt = self.in_doubt, frozenset()
-        dropped = ((tier, self._residency.drop([name for of, name in names if of is tier], tier)) for tier in Tier)
-        return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in dropped if block_hashes)
+        if isinstance(event, EngineRemoved):
+            return ()
+        of_tier = {tier: [name for each, name in names if each is tier] for tier in Tier}
+        return _removals((tier, self._residency.drop(of_tier[tier], tier)) for tier in Tier)
 
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:
         if len(event.token_ids) == 0:
@@ -109,7 +112,7 @@ class Normaliser:
         tier: Tier,
         scope: Scope,
     ) -> tuple[Event, ...]:
-        """Hold a chain; the event covers it from its first new block to its last, for a store is idempotent."""
+        """Hold a chain; the event covers it from its first new block to its last, since a store is idempotent."""
         new_idxs, displaced = self._residency.hold(engine_hashes, block_hashes, parent, tier, scope)
         events: list[Event] = []
         if displaced:
@@ -121,7 +124,7 @@ class Normaliser:
         return tuple(events)
 
     def _stored_without_tokens(self, event: EngineStored) -> tuple[Event, ...]:
-        """Place blocks that another tier holds: engines offload by hash alone. Others cannot be placed."""
+        """Hold blocks that another tier holds already, which engines offload by hash alone; ignore all others."""
         events: list[Event] = []
         for engine_hash in event.block_hashes:
             block_hash = None if engine_hash is None else self._residency.find(engine_hash)
@@ -134,17 +137,12 @@ class Normaliser:
             events += self._hold((engine_hash,), (block_hash,), parent, event.tier, scope)
         return tuple(events)
 
-    def _removed(self, event: EngineRemoved) -> tuple[Event, ...]:
-        tiers = Tier if event.tier is None else (event.tier,)
-        released = ((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
-        return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
-
     def _leading_full_blocks(self, event: EngineStored) -> list[EngineHash]:
         """Return the hashes up to the first block that is a hole, partial, too long or a repetition."""
         lengths = event.block_lengths
         if lengths is None:
             lengths = (event.block_size,) * len(event.block_hashes)
-        # Cache groups that skip blocks send the tokens of the whole span: positions are lost.
+        # Cache groups that skip blocks send the tokens of the whole span: which are whose cannot be told.
         if len(lengths) != len(event.block_hashes) or len(event.token_ids) != sum(lengths) + event.is_eagle:
             return []
         leading: list[EngineHash] = []
@@ -189,9 +187,14 @@ class Normaliser:
             return None
 
     def _warn_once(self, text: str, *values: int) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             _logger.warning(text, *values)
+
+
+def _removals(released: Iterable[tuple[Tier, Sequence[int]]]) -> tuple[Event, ...]:
+    """Return a removal for each tier that blocks left."""
+    return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
 
 
 def _pack(block_hashes: Sequence[int]) -> bytes:

@@ -22,7 +22,7 @@ from kvist.events.engine_events import Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
-from kvist.publisher.snapshot import Answers
+from kvist.publisher.snapshot import ReplayResponder
 from kvist.publisher.stream import (
     RankState,
     RankStream,
@@ -36,6 +36,7 @@ from kvist.publisher.stream import (
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
+_T = TypeVar("_T")
 
 _NUM_EVENTS_A_PASS = 4096
 """Events taken before their batches are sent, so that a flood is not held back until it ends."""
@@ -51,12 +52,12 @@ class KvEventPublisher:
     batches, sends, and sends a heartbeat for each rank.
 
     Nothing is lost silently. When the engine outruns the thread by `inbox_capacity` events, the surplus is counted and
-    the rank is published as cleared at that point: the index forgets blocks, and never believes in one that is gone.
+    the rank is published as cleared at that point: so the index may lack blocks, but has none that is gone.
     When the transport breaks, it is logged, stands in `failure` and in the statistics, and is raised by `close`; until
     then the engine goes on, and its events are counted as lost.
 
-    Threads do not survive a fork: make the publisher in the process that reports. One that was inherited publishes
-    nothing, which its first report logs, and `close` raises.
+    Threads do not survive a fork: make the publisher in the process that reports. One inherited by a fork publishes
+    nothing; its first report logs that, and `close` raises.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class KvEventPublisher:
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
-        `block_size` must be the engine's; without one, `learn_block_size` comes before all reports. Ranks below
+        `block_size` must be the engine's; without one, call `learn_block_size` before all reports. Ranks below
         `num_ranks` send heartbeats from the start; others from their first event on.
         """
         if block_size is not None and block_size <= 0:
@@ -96,7 +97,7 @@ class KvEventPublisher:
         self.failure: BaseException | None = None
         """What ended publishing, None while all is well; `close` raises it."""
         self._num_heartbeats = self._num_malformed = 0
-        self._told_facts: list[object] = []
+        self._sent_facts: list[object] = []
         self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -104,9 +105,9 @@ class KvEventPublisher:
         self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
         self.endpoint = self._publication.endpoint
         """The URL a subscriber connects to, with real port numbers."""
-        ask = partial(self.between_events, is_urgent=True)
-        self._answers = Answers(worker, self._epoch, self._streams, self._replay_buffer, ask)
-        self._publication.serve_replay(self._answers)
+        call = partial(self.call_between_batches, is_urgent=True)
+        self._responder = ReplayResponder(worker, self._epoch, self._streams, self._replay_buffer, call)
+        self._publication.serve_replay(self._responder)
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()
         _publishers.add(self)
@@ -121,22 +122,22 @@ class KvEventPublisher:
 
         def read() -> EngineStored:
             if (lengths := facts.get("block_lengths")) is not None:
-                facts["block_lengths"] = _kept(lengths)
+                facts["block_lengths"] = _copied(lengths)
             if (mm_hashes := facts.get("mm_hashes")) is not None:
                 facts["mm_hashes"] = tuple(map(tuple, mm_hashes))
             assert self.block_size is not None
-            return EngineStored(_kept(block_hashes), _kept(token_ids), self.block_size, **facts)
+            return EngineStored(_copied(block_hashes), _copied(token_ids), self.block_size, **facts)
 
         self._report_read(facts.get("rank", 0), read)
 
     def removed(self, block_hashes: Sequence[EngineHash], **place: Unpack[Place]) -> None:
-        self._report_read(place.get("rank", 0), lambda: EngineRemoved(_kept(block_hashes), **place))
+        self._report_read(place.get("rank", 0), lambda: EngineRemoved(_copied(block_hashes), **place))
 
     def cleared(self, *, rank: int = 0) -> None:
         self.report(EngineCleared(rank))
 
     def learn_block_size(self, events: Iterable[EngineEvent]) -> bool:
-        """Take the block size from the first of these events that tells one, unless it is known; return whether it is.
+        """Learn the block size from the first of these events that has one; return whether it is known now.
 
         Only then may they be reported.
         """
@@ -151,7 +152,7 @@ class KvEventPublisher:
         """Report any engine event; its sequences are kept as they are and must not be changed any more."""
         try:
             if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self.failure is not None:
-                self._lose(event.rank)
+                self._record_loss(event.rank)
                 return
             self._lossy_ranks.discard(event.rank)
         except Exception as error:  # noqa: BLE001 - as below
@@ -166,27 +167,27 @@ class KvEventPublisher:
         """How many reports wait for the background thread; from any thread."""
         return len(self._inbox)
 
-    def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:
-        """Have the publisher's thread call `do` once all reported so far is in its streams, and all batches are closed.
+    def call_between_batches(self, function: Callable[[Streams], _T], *, is_urgent: bool = False) -> Future[_T]:
+        """Have the publisher's thread call a function once all events reported so far are in closed batches.
 
-        If it is urgent, what waits in the inbox comes behind it. The future is cancelled if that thread ends before.
-        From any thread.
+        An urgent call does not wait for the events in the inbox. Returns the future result, which is cancelled if the
+        thread ends before the call. Callable from any thread.
         """
-        between = buffers.Between(do, Future())
-        (self._inbox.appendleft if is_urgent else self._inbox.append)(between)
+        call = buffers.Call(function, Future())
+        (self._inbox.appendleft if is_urgent else self._inbox.append)(call)
         self._wake.set()
-        if not self._thread.is_alive():  # and will take no more from the inbox
-            between.is_done.cancel()
-        return between.is_done
+        if not self._thread.is_alive():  # and will not process the inbox any more
+            call.result.cancel()
+        return call.result
 
     def resume(self, ranks: Mapping[int, RankState]) -> None:
-        """Go on with what ranks held that another publisher published, before anything of them is reported here."""
+        """Continue ranks that an earlier publisher published, before anything of them is reported here."""
 
-        def put_back(_: Streams) -> None:
+        def resume_streams(_: Streams) -> None:
             for rank, state in ranks.items():
                 self._stream(rank).resume(state)
 
-        self.between_events(put_back)
+        self.call_between_batches(resume_streams)
 
     def statistics(self) -> buffers.PublisherStatistics:
         """Return the counters as they are now; from any thread."""
@@ -199,7 +200,7 @@ class KvEventPublisher:
             num_sent_messages=self._outbox.num_sent,
             num_sent_bytes=self._outbox.num_sent_bytes,
             num_heartbeats=self._num_heartbeats,
-            num_snapshots=self._answers.num_snapshots,
+            num_snapshots=self._responder.num_snapshots,
             failure=None if self.failure is None else str(self.failure),
             ranks=MappingProxyType({rank: stream.statistics() for rank, stream in tuple(self._streams.items())}),
         )
@@ -239,15 +240,15 @@ class KvEventPublisher:
             self.report(event)
 
     def _report_malformed(self, rank: Any, error: Exception) -> None:
-        """Report that an event could not even be read: the background thread counts it, and clears its rank."""
+        """Report an event that could not be read: the background thread counts it, and clears its rank."""
         if len(self._inbox) < self._limits.inbox_capacity:
             self._inbox.append(buffers.Malformed(rank, error))
             self._wake.set()
         else:
-            self._lose(rank)
+            self._record_loss(rank)
 
-    def _lose(self, rank: int) -> None:
-        """Count an event that does not fit, and mark the place once: what the rank holds is unknown from there on."""
+    def _record_loss(self, rank: int) -> None:
+        """Count a lost event, and clear its rank at this place of the inbox, once."""
         self.num_lost_events += 1
         if _is_rank(rank) and rank not in self._lossy_ranks:
             self._lossy_ranks.add(rank)
@@ -257,7 +258,7 @@ class KvEventPublisher:
                 _logger.error("engine event lost: %s rank=%d", reason, rank)
 
     def on_fork(self) -> None:
-        """Take note that this is a copy in another process; called there, before anything else."""
+        """Mark this as a copy that a fork made, which cannot publish; called in the new process."""
         self._is_inherited = True
         self.num_lost_events = 0
         self._lossy_ranks.clear()
@@ -286,19 +287,19 @@ class KvEventPublisher:
                 self._closing.wait(self._limits.coalesce_s)
             self._wake.clear()
             self._publish_pass()
-            if time.monotonic() >= heartbeat_at_s or self._facts() != self._told_facts:
+            if time.monotonic() >= heartbeat_at_s or self._heartbeat_facts() != self._sent_facts:
                 self._send_heartbeats()
-                self._answers.tidy(time.monotonic())
+                self._responder.drop_old_copies(time.monotonic())
                 heartbeat_at_s = time.monotonic() + self._limits.heartbeat_s
 
     def _publish_pass(self) -> None:
-        """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
+        """Process a part of the inbox, up to the first call, and send the batches; then make that call."""
         num_events_a_slice = self._limits.num_events_a_slice
-        between = None
+        call = None
         for event_idx in range(min(len(self._inbox), _NUM_EVENTS_A_PASS)):
             item = self._inbox.popleft()
-            if isinstance(item, buffers.Between):
-                between = item
+            if isinstance(item, buffers.Call):
+                call = item
                 break
             self._admit(item)
             # Losing events, now or at the end, must not be nearer than disturbing the engine.
@@ -314,12 +315,11 @@ class KvEventPublisher:
                 self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
                 self._outbox.put(message)
         self._outbox.flush(self._publication)
-        if between is not None and between.is_done.set_running_or_notify_cancel():
-            between.do(self._streams)
-            between.is_done.set_result(None)
+        if call is not None and call.result.set_running_or_notify_cancel():
+            call.result.set_result(call.function(self._streams))
 
     def _admit(self, item: EngineEvent | buffers.Malformed) -> None:
-        """Give a rank's stream its event; one that is of no rank is counted."""
+        """Pass an event to its rank's stream; count it as malformed if its rank is not one."""
         if not _is_rank(item.rank):
             self._num_malformed += 1
             if self._num_malformed == 1:
@@ -329,18 +329,18 @@ class KvEventPublisher:
         else:
             self._stream(item.rank).admit(item)
 
-    def _facts(self) -> list[object]:
-        """Return what heartbeats alone tell, and followers should know at once."""
+    def _heartbeat_facts(self) -> list[object]:
+        """Return what only heartbeats say; one is sent at once when it changes."""
         streams = tuple(self._streams.values())
         return [(each.is_exact, each.is_expressible, each.companion and each.companion.rules) for each in streams]
 
     def _send_heartbeats(self) -> None:
         if self._outbox:
             return  # a heartbeat would only report what is still on its way as missing
-        timestamp_s, self._told_facts = time.time(), self._facts()
+        timestamp_s, self._sent_facts = time.time(), self._heartbeat_facts()
         for stream in with_companions(self._streams).values():
             message = message_of(stream.heartbeat(timestamp_s))
-            self._replay_buffer.note_heartbeat(message)
+            self._replay_buffer.keep_heartbeat(message)
             self._outbox.put(message)
             self._num_heartbeats += 1
             self._outbox.flush(self._publication)  # each at once: an outbox may be smaller than there are ranks
@@ -361,8 +361,8 @@ def _is_rank(rank: object) -> bool:
     return isinstance(rank, int | np.integer) and 0 <= int(rank) < MAX_RANKS
 
 
-def _kept(items: _Items) -> _Items:
-    """Return items that a caller's later changes do not reach."""
+def _copied(items: _Items) -> _Items:
+    """Return a copy of the items, or a tuple as it is."""
     if isinstance(items, np.ndarray):
         return items.copy()
     return items if isinstance(items, tuple) else tuple(items)  # type: ignore[return-value]  # still a sequence

@@ -1,11 +1,11 @@
 """What one rank holds: which canonical blocks, in which tiers, under which of the engine's own hashes.
 
 Residency is a set per (canonical block, tier). Some engines report physical blocks: a hash stored twice is two copies,
-and a removal takes one of them. Where `counts_copies` says so they are counted, and the block is held until the last is
-removed; elsewhere a removal removes. Different engine hashes of one canonical block (an engine that hashes more than we
-do) are told apart: the block is held until the last of them is removed.
+and a removal takes one of them. With `counts_copies` they are counted, and the block is held until the last is removed;
+otherwise one removal is enough. A canonical block that has several engine hashes (the engine hashes more than we do) is
+held until the last of them is removed.
 
-Each block's depth is kept beside its parent: a snapshot tells it, and it stays what it was when the parent is gone.
+Each block's depth is kept beside its parent: snapshots contain it, and it does not change when the parent is gone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUM_BLOCKS_A_SLICE = 16_384
 
 
 class Scope(NamedTuple):
-    """What besides its tokens names a block, and is the same all along its chain."""
+    """What a block's hash depends on besides tokens; the same for all blocks of a chain."""
 
     lora_name: str | None
     cache_salt: str | None
@@ -51,10 +51,10 @@ class Held(NamedTuple):
 
 
 class Holdings(Protocol):
-    """What a normaliser needs of what it keeps: `Residency`, or something that keeps the same in another way."""
+    """Where a normaliser records which blocks a rank holds: `Residency`, or another implementation."""
 
     def find(self, engine_hash: EngineHash) -> int | None:
-        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
+        """Return the canonical block that has an engine hash, in the fastest tier where it has one."""
 
     def holds(self, block_hash: int) -> bool:
         """Return whether any tier holds the block."""
@@ -76,19 +76,19 @@ class Holdings(Protocol):
         """Hold a chain of blocks behind `parent` in a tier."""
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
-        """Take the engine's hashes out of a tier, in any order; return what has to be published of it."""
+        """Remove engine hashes, or one copy of each, from a tier; return the blocks to publish as removed."""
 
     def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
-        """Release the engine's hashes with all their copies."""
+        """Remove engine hashes with all their copies from a tier; return the blocks to publish as removed."""
 
     def engine_hashes(self, tier: Tier) -> Sequence[EngineHash]:
-        """Return what the engine calls the blocks that are held in a tier."""
+        """Return the engine hashes of the blocks that are held in a tier."""
 
     def empty(self, tier: Tier) -> Sequence[int]:
-        """Hold nothing in a tier; return what has to be published of it."""
+        """Remove everything from a tier; return the blocks to publish as removed."""
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Remove everything from all tiers."""
 
 
 class Residency:
@@ -97,7 +97,7 @@ class Residency:
     def __init__(self) -> None:
         self.counts_copies = False
         """Whether an engine hash that is stored again has one more copy, rather than being reported once more."""
-        # One dict a tier: a hash that no tier holds is gone from all of them, without a count of references.
+        # One dict a tier: so a hash that no tier holds needs no count of references to be forgotten.
         self._block_of: list[dict[EngineHash, int]] = [{} for _ in Tier]
         self.places: dict[int, int] = {}
         # How many engine hashes beyond the first hold a block in a tier: nearly always none.
@@ -130,7 +130,7 @@ class Residency:
         places: dict[int, int],
         scopes: dict[int, Scope],
     ) -> Residency:
-        """Return what holds all that another told as its `names` of each tier, `copies`, `places` and `scopes`."""
+        """Return a residency with another one's engine hashes (`names`) of each tier, copies, places and scopes."""
         residency = cls()
         residency.copies, residency.places, residency.scopes = copies, places, scopes
         for tier, block_of in names.items():
@@ -142,11 +142,11 @@ class Residency:
         return residency
 
     def names(self, tier: Tier) -> dict[EngineHash, int]:
-        """Return what the engine calls the blocks of a tier."""
+        """Return the blocks of a tier by their engine hashes."""
         return self._block_of[tier]
 
     def slices(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield blocks, and the place of each, some at a time until it was all; nothing may change meanwhile."""
+        """Yield all blocks with the place of each, some at a time; nothing may change meanwhile."""
         blocks, places = iter(self.places), iter(self.places.values())
         while chunk := list(islice(blocks, _NUM_BLOCKS_A_SLICE)):
             yield chunk, list(islice(places, _NUM_BLOCKS_A_SLICE))
@@ -177,7 +177,7 @@ class Residency:
         tier: Tier,
         scope: Scope = NO_SCOPE,
     ) -> Held:
-        """Hold a chain behind `parent` in a tier; an engine hash names what was stored last, or has a copy more."""
+        """Hold a chain behind `parent` in a tier; an engine hash names the block that was stored with it last."""
         block_of, place_of, tier_bit = self._block_of[tier], self.places, 1 << tier
         depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         depth_bits, before = depth << _DEPTH_SHIFT, parent or 0
@@ -205,11 +205,11 @@ class Residency:
                         self.scopes[block_hash] = scope
             before = block_hash
             depth_bits += 1 << _DEPTH_SHIFT
-        self._digest_changes([block_hashes[idx] for idx in new_idxs], displaced, tier)
+        self._update_digest([block_hashes[idx] for idx in new_idxs], displaced, tier)
         return Held(new_idxs, displaced)
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
-        """Take the engine's hashes, or one copy of each that has more, out of a tier; return what left it."""
+        """Remove engine hashes, or one copy of each that has more, from a tier; return the blocks that left it."""
         block_of = self._block_of[tier]
         released: list[int] = []
         for engine_hash in engine_hashes:
@@ -218,7 +218,7 @@ class Residency:
             block_hash = block_of.pop(engine_hash, None)
             if block_hash is not None and self._drop(block_hash, tier):
                 released.append(block_hash)
-        self._digest_changes([], released, tier)
+        self._update_digest([], released, tier)
         return released
 
     def engine_hashes(self, tier: Tier) -> list[EngineHash]:
@@ -242,14 +242,14 @@ class Residency:
         self.digest = 0
 
     def _drop_copy(self, engine_hash: EngineHash, tier: Tier) -> bool:
-        """Give up one copy of a hash; return whether another is left. Where they are not counted, none is."""
+        """Remove one copy of a hash; return whether another is left. Where they are not counted, none is."""
         num_copies = self.copies.pop((engine_hash, tier), 0)
         if num_copies > 1 and self.counts_copies:
             self.copies[engine_hash, tier] = num_copies - 1
         return num_copies > 0 and self.counts_copies
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
-        """Give up one engine hash's hold on a block; return whether the block left the tier."""
+        """Remove one engine hash of a block; return whether that was the last in the tier."""
         num_aliases = self._num_aliases.pop((block_hash, tier), 0) if self._num_aliases else 0
         if num_aliases:
             if num_aliases > 1:
@@ -263,12 +263,12 @@ class Residency:
             self.scopes.pop(block_hash, None)
         return True
 
-    def _digest_changes(self, came: list[int], went: list[int], tier: Tier) -> None:
-        self.digest = (self.digest + blocks_digest(came, tier) - blocks_digest(went, tier)) & _U64_MASK
+    def _update_digest(self, added: list[int], removed: list[int], tier: Tier) -> None:
+        self.digest = (self.digest + blocks_digest(added, tier) - blocks_digest(removed, tier)) & _U64_MASK
 
 
 def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldBlocks]:
-    """Yield the slices of a residency in the form of a snapshot."""
+    """Yield the slices of a residency as a snapshot has them."""
     for blocks, places in slices:
         packed = np.frombuffer(array("Q", [place & _DEPTH_AND_TIERS_MASK for place in places]), np.uint64)
         depths: NDArray[np.uint32] = (packed >> np.uint64(_DEPTH_SHIFT)).astype(np.uint32)

@@ -3,7 +3,7 @@
     python -m sglang.launch_server … --kv-events-config '{"publisher": "kvist", "topic": "pod-1",
         "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
 
-SGLang 0.5.23 takes the name of any publisher that its factory knows, and runs the plugins of the entry point group
+SGLang 0.5.23 accepts any publisher that is registered in its factory, and calls the plugins of the entry point group
 `sglang.srt.plugins` in each of its processes: `register` is this distribution's. `topic` is the worker's name.
 """
 
@@ -27,7 +27,7 @@ NAME = "kvist"
 
 
 def register() -> None:
-    """Make SGLang's factory know the publisher; SGLang calls this in each of its processes, some of them twice."""
+    """Register the publisher in SGLang's factory; SGLang calls this in each of its processes, in some twice."""
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
 
     try:
@@ -51,13 +51,13 @@ class SglangPublisher:
         topic: str = "",
         **_: Any,
     ) -> None:
-        """Bind; what SGLang configures beside is its own publisher's. Raises InvalidValueError for a wrong address."""
+        """Bind; other settings of SGLang's own publisher are ignored. Raises InvalidValueError for a wrong address."""
         self._rank = attn_dp_rank
         self._publisher = KvEventPublisher(
             _url(endpoint, replay_endpoint, attn_dp_rank),
             worker=topic or socket.gethostname(),
             block_size=None,
-            num_ranks=0,  # of the ranks only this one is published here, from its first event on
+            num_ranks=0,  # only this rank is published here, from its first event on
             limits=PublisherLimits(replay_max_batches=buffer_steps),
         )
         self._is_shut_down = False
@@ -67,12 +67,12 @@ class SglangPublisher:
         _logger.info("publishing at %s topic=%r rank=%d", self._publisher.endpoint, topic, attn_dp_rank)
 
     def publish(self, events: Any) -> None:
-        """Take a batch of the scheduler's, a `KVEventBatch`; nothing after `shutdown`."""
+        """Publish a `KVEventBatch` of the scheduler; ignored after `shutdown`."""
         if self._is_shut_down:
             return
         events.attn_dp_rank = self._rank
         try:
-            # Through its bytes: the dialect is what is tested against SGLang, and it costs the scheduler 3 µs a block.
+            # Through its bytes: the decoder is tested against SGLang, and this costs the scheduler 3 µs a block.
             batch = decode_block_events(self._encode(events), NAME, "sglang")
         except MalformedMessageError as error:
             self._count_malformed(1, str(error))
@@ -84,11 +84,11 @@ class SglangPublisher:
                 self._publisher.report(event)
 
     def describe_local_source(self, block_size: int) -> None:  # noqa: ARG002 - SGLang's name
-        """Return None: the stream is not one of SGLang's own that it could describe."""
+        """Return None: the stream is not SGLang's own."""
         return
 
     def shutdown(self) -> None:
-        """Publish what was taken, and release the ports; idempotent."""
+        """Publish what was reported, and release the ports; idempotent."""
         atexit.unregister(self.shutdown)
         self._is_shut_down = True
         try:

@@ -1,7 +1,7 @@
 """The sidecar: follows the stream of an engine that knows nothing of Kvist, and publishes a canonical one.
 
-With a state folder it survives its own end: what it knew is saved now and then, and believed again once the engine's
-replay proves that it is the same process and brings what came since.
+With a state folder it can be restarted: it saves its state now and then, and uses it again once the engine's replay
+proves that it is the same process, and brings what came since.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -26,21 +25,23 @@ from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
-from kvist.publisher.stream import RankState, RankStream, StreamOptions
+from kvist.publisher.stream import RankState, StreamOptions, Streams
 
 _logger = logging.getLogger(__name__)
 
 _NUM_FINGERPRINTS = 256
-"""Messages by which a saved stream is known again; the last one alone decides nearly always."""
+"""Saved messages' fingerprints, which prove that the engine is the same process; the last one nearly always does."""
 MAX_WAITING_EVENTS = 4096
-"""Events that wait for the publisher's thread before no more are taken: what memory holds of them is bounded by that,
-and the engine keeps the rest, up to its high-water mark."""
+"""Events that wait for the publisher's thread before no more are received; it bounds the memory that they take.
+
+The engine keeps the rest, up to its high-water mark.
+"""
 _WAIT_S = 0.001
-"""How long the publisher's thread has the interpreter to itself before it is looked for room again."""
+"""How long the publisher's thread has the interpreter to itself before the inbox is checked again."""
 LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
 """A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
 
-Nobody waits for its interpreter lock either: offered every 8 events, it costs 2 of 11 µs a block.
+Nor does anybody wait for its interpreter lock: to offer it every 8 events costs 2 of 11 µs a block.
 """
 FAILURE_CHECK_INTERVAL_S = 0.5
 SAVE_INTERVAL_S = 2.0
@@ -50,9 +51,9 @@ SAVE_COST_FACTOR = 20
 
 
 class SidecarFeed:
-    """A `Follower` of one endpoint: reports to the publisher what it says; what is lost is reported as cleared.
+    """A `Follower` of one endpoint: reports its events to the publisher, and clears its ranks when some were lost.
 
-    What an earlier sidecar knew waits in here until the engine's replay proves that it is the same process.
+    Restored state is kept back until the engine's replay proves that it is the same process.
     """
 
     def __init__(self, endpoint: Endpoint, publisher: KvEventPublisher) -> None:
@@ -63,44 +64,44 @@ class SidecarFeed:
         )
         self.on_reconnect, self.on_departure = self.feed.on_reconnect, self.feed.on_departure
         self.questions = self.feed.questions
-        self._is_taking_answer = False
+        self._is_applying_answer = False
         self._publisher = publisher
         self._ranks: set[int] = set()
         self._num_processes = 1  # of the engine, up to the last clearing
         self._restored: Mapping[int, RankState] | None = None
-        # How many events the publisher had lost when the ranks were last known to hold nothing.
-        self._num_lost_before = 0
-        # The same for each rank that said so itself since the stream, which it may share, was last cleared.
-        self._num_lost_before_of: dict[int, int] = {}
-        # Ranks that keep blocks beside the GPU, too.
+        # How many events the publisher had lost when all ranks were last known to hold nothing.
+        self._num_lost_at_clear = 0
+        # The same for each rank that reported it for itself since the stream, which it may share, was last cleared.
+        self._num_lost_at_rank_clear: dict[int, int] = {}
+        # Ranks that store blocks beside the GPU.
         self._offloading: set[int] = set()
-        # What the publisher was told last: which ranks are complete, and how many there were.
+        # What was last passed to the publisher: which ranks are complete, and how many there were.
         self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
 
     @property
     def name(self) -> str:
-        """Return what stands for the stream in a saved state."""
+        """Return the name of the stream in a saved state."""
         return f"{self.endpoint.engine} {self.endpoint.address}"
 
     @property
     def is_settled(self) -> bool:
-        """Return whether nothing waits for the engine's answer, or for the rest of it to be taken."""
+        """Return whether nothing waits for an answer of the engine, and no answer is being applied."""
         is_asking = self.feed.session.state is SourceState.RESYNCING
-        return self._restored is None and not is_asking and not self._is_taking_answer
+        return self._restored is None and not is_asking and not self._is_applying_answer
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
+        """Return whether no event was lost on the way into the publisher's streams, so that they lack no block."""
         num_lost = self._publisher.num_lost_events
-        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_before
+        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_at_clear
 
     @property
     def _complete_ranks(self) -> frozenset[int]:
-        """Return the ranks that lack no block, once the stream is not asked about any more."""
+        """Return the ranks that lack no block; to be read while the session asks nothing."""
         if self.is_complete:
             return frozenset(self._ranks)
         num_lost = self._publisher.num_lost_events
-        return frozenset(rank for rank, before in self._num_lost_before_of.items() if before == num_lost)
+        return frozenset(rank for rank, before in self._num_lost_at_rank_clear.items() if before == num_lost)
 
     def progress(self) -> EngineProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
@@ -108,18 +109,23 @@ class SidecarFeed:
         if session.epoch is None or session.expected_sequence == 0:
             return None
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
-        fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
-        followed = self.name, session.expected_sequence, self.is_complete, fingerprints
-        ranks = (tuple(sorted(each)) for each in (self._ranks, self._complete_ranks, self._offloading))
-        return EngineProgress(*followed, *ranks)
+        return EngineProgress(
+            self.name,
+            session.expected_sequence,
+            self.is_complete,
+            fingerprints=tuple(known[-_NUM_FINGERPRINTS:]),
+            ranks=tuple(sorted(self._ranks)),
+            complete_ranks=tuple(sorted(self._complete_ranks)),
+            offloading_ranks=tuple(sorted(self._offloading)),
+        )
 
     def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
-        """Go on from there once that is proven; to be called before anything else."""
+        """Continue from saved progress once the engine has proven to be the same; call it before anything else."""
         self._restored = ranks
         self._offloading = {*progress.offloading_ranks}
-        self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, self._publisher.num_lost_events)
+        self._num_lost_at_rank_clear = dict.fromkeys(progress.complete_ranks, self._publisher.num_lost_events)
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
-        self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
+        self.feed.on_reconnect(now_s)  # a live message proves nothing: another process may have come as far
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         for message in messages:
@@ -129,14 +135,14 @@ class SidecarFeed:
         self._publish_completeness()
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        self._is_taking_answer = True  # which the session takes as a whole, and at once
+        self._is_applying_answer = True  # the session is ahead of the publisher until all steps are applied
         try:
             for step in self.feed.judge(question, messages, now_s):
                 yield from self._wait_for_room()
                 self.feed.apply_step(step)
                 yield
         finally:
-            self._is_taking_answer = False
+            self._is_applying_answer = False
         if self.feed.session.state is not SourceState.RESYNCING:
             self._resume_ranks()
         self._publish_completeness()
@@ -145,7 +151,7 @@ class SidecarFeed:
         """Yield until the publisher's thread has caught up: meanwhile nothing is received of this endpoint."""
         while self._publisher.num_waiting_events >= MAX_WAITING_EVENTS:
             if self._publisher.failure is not None:
-                return  # nobody takes them any more: they are counted as lost
+                return  # nobody processes them any more: they are counted as lost
             time.sleep(_WAIT_S)
             yield
 
@@ -160,37 +166,39 @@ class SidecarFeed:
             if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
                 self._offloading.add(event.rank)
             elif isinstance(event, EngineCleared) and (event.tier is None or event.rank not in self._offloading):
-                self._note_empty(event.rank, is_alone=batch.rank is None and len(self._ranks) == 1)
-                self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
+                self._num_lost_at_rank_clear[event.rank] = self._publisher.num_lost_events
+                if batch.rank is None and len(self._ranks) == 1:  # the stream is this rank's alone
+                    self.feed.session.on_cleared()
+                    self._num_lost_at_clear = self._publisher.num_lost_events
+                self._publish_completeness()  # before the next event: copies are counted in complete ranks
 
     def clear(self) -> None:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
         if self._restored is not None:
             _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
-            self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
+            self._ranks |= self._restored.keys()  # cleared, too: the engine may stay silent about them for long
             self._restored = None
-        self._num_lost_before_of.clear()
+        self._num_lost_at_rank_clear.clear()
         is_other_process = self.feed.session.num_epochs > self._num_processes
         self._num_processes = self.feed.session.num_epochs
         for rank in self._ranks:
             self._publisher.report(EngineCleared(rank))
-        self._num_lost_before = self._publisher.num_lost_events
+        self._num_lost_at_clear = self._publisher.num_lost_events
         if self.feed.session.is_complete:
-            self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
+            self._publish_completeness()  # before the next event: copies are counted in complete ranks
         else:
-            self._tell_ranks(frozenset())
+            self._set_complete_ranks(frozenset())
         if is_other_process:
-            self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
+            ranks = frozenset(self._ranks)
 
-    def _note_empty(self, rank: int, *, is_alone: bool) -> None:
-        """Note that a rank holds nothing, and its stream if it is alone."""
-        self._num_lost_before_of[rank] = self._publisher.num_lost_events
-        if is_alone:
-            self.feed.session.on_cleared()
-            self._num_lost_before = self._publisher.num_lost_events
+            def forget_groups(streams: Streams) -> None:
+                for rank in ranks & streams.keys():
+                    streams[rank].forget_groups()
+
+            self._publisher.call_between_batches(forget_groups)
 
     def _resume_ranks(self) -> None:
-        """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
+        """Give the restored state, if any, to the publisher: the engine has proven to be the same process."""
         if self._restored is None:
             return
         restored, self._restored = self._restored, None
@@ -200,33 +208,28 @@ class SidecarFeed:
         _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
 
     def _publish_completeness(self) -> None:
-        """Have the publisher say whether it lacks blocks, unless that depends on an answer."""
+        """Let the publisher's heartbeats say which ranks lack blocks, unless that depends on an answer."""
         session = self.feed.session
         if session.is_in_step or session.state is not SourceState.RESYNCING:
-            self._tell_ranks(self._complete_ranks)
+            self._set_complete_ranks(self._complete_ranks)
 
-    def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:
-        told = (complete_ranks, len(self._ranks))
-        if told != self._published_completeness:
-            self._published_completeness = told
-            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
+    def _set_complete_ranks(self, complete_ranks: frozenset[int]) -> None:
+        completeness = (complete_ranks, len(self._ranks))
+        if completeness == self._published_completeness:
+            return
+        self._published_completeness = completeness
+        ranks = frozenset(self._ranks)
 
+        def set_complete(streams: Streams) -> None:
+            for rank in ranks & streams.keys():
+                streams[rank].set_complete(rank in complete_ranks)
 
-def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:
-    for rank in ranks:
-        if rank in streams:
-            streams[rank].set_complete(rank in complete_ranks)
-
-
-def _forget_groups(streams: Mapping[int, RankStream], *, ranks: Sequence[int]) -> None:
-    for rank in ranks:
-        if rank in streams:
-            streams[rank].forget_groups()
+        self._publisher.call_between_batches(set_complete)
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarStatistics:
-    """What a sidecar did: on the engine's side, summed over its endpoints, and as a publisher."""
+    """The counters of a sidecar: those of the engine's streams, summed, and those of its publisher."""
 
     num_engine_batches: int
     num_malformed: int
@@ -263,7 +266,7 @@ class Sidecar:
         is_vllm = options["counts_copies"] = all(each.engine == "vllm" for each in engine_endpoints)
         options["has_full_reports"] = is_vllm and options.get("has_full_reports", False)
         options["num_ahead"] = int(any(each.drops_last_block for each in engine_endpoints))
-        # What a saved state depends on beside the block size.
+        # A saved state is used only if these, and the block size, are the same.
         self._settings = " ".join(f"{name}={options.get(name)}" for name in sorted(StreamOptions.__annotations__))
         self._turns = Turns()
         with ExitStack() as exits:
@@ -273,7 +276,7 @@ class Sidecar:
                 to,
                 worker=worker,
                 block_size=block_size if saved is None else saved.block_size,
-                num_ranks=0,  # which ranks there are, the engine's events tell
+                num_ranks=0,  # the engine's events say which ranks there are
                 limits=limits,
                 **options,
             )
@@ -297,7 +300,7 @@ class Sidecar:
                     for feed in self._feeds
                 ]
                 if self._store is not None:
-                    running.append(tasks.create_task(self._save_now_and_then(self._store), name="kvist-sidecar-state"))
+                    running.append(tasks.create_task(self._save_periodically(self._store), name="kvist-sidecar-state"))
                 # Polled, because the publisher's thread knows nothing of this loop.
                 while self._publisher.failure is None:  # noqa: ASYNC110
                     await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
@@ -334,7 +337,7 @@ class Sidecar:
             await follow(subscription, feed, clock=time.monotonic, turns=self._turns, replay_gate=asyncio.Semaphore())
 
     def _load(self, block_size: int | None) -> SidecarState | None:
-        """Return what an earlier sidecar saved that was configured like this one."""
+        """Return the saved state of an earlier sidecar, None unless that was configured like this one."""
         saved = None if self._store is None else self._store.load()
         if saved is None:
             return None
@@ -352,7 +355,7 @@ class Sidecar:
                 ranks = {rank: saved.ranks[rank] for rank in stream.ranks if rank in saved.ranks}
                 feed.restore(stream, ranks, time.monotonic())
 
-    async def _save_now_and_then(self, store: StateStore) -> None:
+    async def _save_periodically(self, store: StateStore) -> None:
         saved: list[EngineProgress] = []
         interval_s = SAVE_INTERVAL_S
         while True:
@@ -371,12 +374,11 @@ class Sidecar:
             interval_s = max(SAVE_INTERVAL_S, SAVE_COST_FACTOR * (time.monotonic() - started_s))
 
     async def _copy(self, block_size: int, streams: Sequence[EngineProgress]) -> SidecarState:
-        """Return what is held once all that these streams brought, and nothing else, is in the publisher's."""
+        """Return the state after all that these streams brought, and nothing else, is in the publisher's streams."""
         wanted = {rank for stream in streams for rank in stream.ranks}
-        ranks: dict[int, RankState] = {}
 
-        def copy(rank_streams: Mapping[int, RankStream]) -> None:
-            ranks.update({rank: rank_streams[rank].state() for rank in wanted & rank_streams.keys()})
+        def copy(rank_streams: Streams) -> dict[int, RankState]:
+            return {rank: rank_streams[rank].state() for rank in wanted & rank_streams.keys()}
 
-        await asyncio.wrap_future(self._publisher.between_events(copy))
+        ranks = await asyncio.wrap_future(self._publisher.call_between_batches(copy))
         return SidecarState(block_size, self._settings, tuple(streams), ranks)

@@ -1,6 +1,6 @@
 """A sidecar's state on disk: which canonical block each of the engine's own hashes names, up to which message.
 
-It is a `SidecarState` in msgpack, behind a line that names format and version, and before the XXH3-64 of both, as a
+The file has a line that names format and version, a `SidecarState` in msgpack, and the XXH3-64 of both as a
 little-endian u64.
 """
 
@@ -25,28 +25,29 @@ _PARENT_SHIFT = 36
 
 
 class UnreadableStateError(Exception):
-    """The bytes are not a state, or not one that this version reads: start empty and keep them aside."""
+    """The bytes are not a state that this version can read."""
 
 
 class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
-    """One of the engine's streams up to, and without, `next_sequence`: its last messages prove the same process."""
+    """How far one of the engine's streams was followed, and what proves that it is still the same process."""
 
     name: str
     """The engine's dialect and the stream's address."""
     next_sequence: Positive
+    """That of the first message that was not applied."""
     is_complete: bool
     fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
     """Sequence and XXH3-64 of the last messages, the newest included, oldest first."""
     ranks: tuple[Rank, ...]
     complete_ranks: tuple[Rank, ...] = ()
-    """Those that lack no block, whatever the stream lacks."""
+    """Those that lack no block, even if the stream is not complete."""
     offloading_ranks: tuple[Rank, ...] = ()
-    """Those that kept blocks beside the GPU, too."""
+    """Those that stored blocks beside the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class SidecarState:
-    """All that a sidecar needs to go on, if it is the same engine and was configured alike (`settings`)."""
+    """All that a sidecar of the same engine, with the same `settings`, needs to continue."""
 
     block_size: Positive
     settings: str
@@ -55,34 +56,34 @@ class SidecarState:
 
 
 def pack(state: SidecarState) -> bytes:
-    content = HEAD + msgspec.msgpack.encode(state, enc_hook=_told)
+    content = HEAD + msgspec.msgpack.encode(state, enc_hook=_encode_residency)
     return content + _checksum(content)
 
 
 def unpack(data: bytes) -> SidecarState:
-    """Return the state that was packed; raises UnreadableStateError that says what is wrong."""
+    """Return the state; raises UnreadableStateError that says what is wrong."""
     content = data[:-_CHECKSUM_BYTES]
     if not content.startswith(HEAD):
         raise UnreadableStateError(f"it begins with {data[: len(HEAD)]!r}, expected {HEAD!r}")
     if data[-_CHECKSUM_BYTES:] != _checksum(content):
         raise UnreadableStateError("its checksum differs: it was cut or altered")
     try:
-        return msgspec.msgpack.decode(memoryview(content)[len(HEAD) :], type=SidecarState, dec_hook=_residency)
-    except ValueError as error:  # which a sidecar that packs otherwise may have left
+        return msgspec.msgpack.decode(memoryview(content)[len(HEAD) :], type=SidecarState, dec_hook=_decode_residency)
+    except ValueError as error:  # of another version, perhaps
         raise UnreadableStateError(str(error)) from None
 
 
-def _told(residency: Residency) -> tuple[Any, ...]:
-    """Return what a residency is made from; a place is larger than any integer of msgpack."""
+def _encode_residency(residency: Residency) -> tuple[Any, ...]:
+    """Return what `Residency.of` takes, in msgpack's types; places are split, since they exceed its integers."""
     places = {block: divmod(place, 1 << _PARENT_SHIFT) for block, place in residency.places.items()}
     copies = [(*of, num_copies) for of, num_copies in residency.copies.items()]
     return [residency.names(tier) for tier in Tier], copies, places, residency.scopes, residency.digest
 
 
-def _residency(_: type[Residency], told: Any) -> Residency:
-    names, told_copies, told_places, scopes, digest = told
-    copies = {(engine_hash, Tier(tier)): num_copies for engine_hash, tier, num_copies in told_copies}
-    places = {block: parent << _PARENT_SHIFT | rest for block, (parent, rest) in told_places.items()}
+def _decode_residency(_: type[Residency], encoded: Any) -> Residency:
+    names, copies, places, scopes, digest = encoded
+    copies = {(engine_hash, Tier(tier)): num_copies for engine_hash, tier, num_copies in copies}
+    places = {block: parent << _PARENT_SHIFT | rest for block, (parent, rest) in places.items()}
     scopes = {block: Scope(*scope) for block, scope in scopes.items()}
     residency = Residency.of(dict(zip(Tier, names, strict=True)), copies, places, scopes)
     if residency.digest != digest:
@@ -95,7 +96,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 class StateStore(ExitStack):
-    """Keeps the state of the sidecar of one worker in a folder, until it is closed; methods block, and do file I/O."""
+    """Loads and saves the state of one worker's sidecar in a folder, which it locks until closed; methods block."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         """Make the folder if needed and lock the file; raises InvalidValueError if either is impossible."""
@@ -105,7 +106,7 @@ class StateStore(ExitStack):
         self.enter_context(lock)
 
     def load(self) -> SidecarState | None:
-        """Return what was saved last, None for nothing; what cannot be read is logged and set aside."""
+        """Return the state saved last, None if there is none; a file that cannot be read is logged and set aside."""
         try:
             return unpack(self.path.read_bytes())
         except FileNotFoundError:
@@ -115,5 +116,5 @@ class StateStore(ExitStack):
             return None
 
     def save(self, state: SidecarState) -> int:
-        """Replace what was saved; return the size in bytes. Raises OSError, and what was saved is still there."""
+        """Replace the saved state; return its size in bytes. Raises OSError, and then the old state is still there."""
         return write_atomically(self.path, pack(state))

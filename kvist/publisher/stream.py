@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict, Unpack
 
+import msgspec
 import numpy as np
 
 from kvist.errors import InvalidValueError
@@ -21,9 +22,8 @@ from kvist.publisher.groups import MAX_COUNTED, GroupSplitter
 from kvist.publisher.normaliser import Normaliser
 from kvist.publisher.residency import Residency
 
-# A hash of any other type might never be found again, or never be sent; nearly always they are of the first three.
-_HASH_TYPES = frozenset((int, bytes, type(None)))
-_OTHER_HASH_TYPES = (int, bytes, np.integer, type(None))
+# A hash of any other type might never be found again, or never be sent.
+_HASH_TYPES = (int, bytes, np.integer, type(None))
 
 _logger = logging.getLogger(__name__)
 
@@ -34,18 +34,18 @@ _HASH_BYTES = 8
 
 
 class StreamOptions(TypedDict, total=False):
-    """How the streams of ranks come to be; left out with their defaults."""
+    """The options of a rank's stream; each may be left out."""
 
     lora_names: Mapping[int, str] | None
     """The adapters' names, for engines that send only their numbers."""
     counts_copies: bool
     """Whether a block that is stored again is held until it is removed as often: vLLM reports each copy."""
     has_full_reports: bool
-    """Whether a block may be reported once more because somebody asked."""
+    """Whether the engine may report a block that it holds once more, on request."""
     has_all_groups: bool
-    """Whether a second stream of each rank has what its other groups hold of the published one's blocks."""
+    """Whether a second stream, the rank's companion, publishes which of the blocks its other layer groups hold."""
     num_ahead: int
-    """How many blocks behind a hit the engine must have as well: with EAGLE vLLM may compute one again."""
+    """How many blocks behind a hit the engine must hold as well: with EAGLE vLLM may compute one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,21 @@ class StreamStatistics:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank holds, and how its window filter judges: all that another stream needs to go on."""
+    """What one rank holds, and the state of its window filter: all that another stream needs to continue it."""
 
     filter: FilterState
     residency: Residency
     others: Mapping[int, GroupRule] = field(default_factory=dict)
-    """What each of the other groups must hold for a hit, and what they were told to hold, where that is followed."""
+    """What each of the other layer groups must hold for a hit, by `group_key`; empty if they are not followed."""
     counted: Sequence[tuple[EngineHash, int, int]] = ()
+    """What the other groups hold: engine hash, group, number of copies."""
     is_expressible: bool = True
     in_doubt: Sequence[tuple[Tier, EngineHash]] = ()
-    """What of it may be gone."""
+    """Blocks beside the GPU that may be gone."""
 
 
 class Stream:
-    """Closes what comes and goes into batches numbered from 0."""
+    """Puts canonical events into batches, which it numbers from 0."""
 
     def __init__(self, source: WorkerRank, block_size: int, epoch: int) -> None:
         self._source = source
@@ -84,14 +85,15 @@ class Stream:
         self._coalescer = Coalescer()
         self.residency = Residency()
         self.is_complete = True
-        """Whether all that the engine holds was reported here, as far as whoever reports knows."""
+        """Whether no report of the engine was lost, as far as is known."""
         self.rules: tuple[GroupRule, ...] = ()
         """Of a companion: what hits of its rank need."""
         self.is_upper_bound = False
+        """Whether hits also need what the stream does not publish."""
         self.next_sequence = 0
 
     def close_batches(self, timestamp_s: float) -> list[Batch]:
-        """Return what was added since the last call: nearly always one batch, none when nothing is left of it."""
+        """Return batches of the events since the last call: nearly always one, none if there were no events."""
         batches = []
         for events in self._coalescer.drain():
             batches.append(self._batch(timestamp_s, events))
@@ -109,7 +111,7 @@ class Stream:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether what is held is what the engine holds, as far as is known."""
+        """Return whether exactly what the engine holds is published, as far as is known."""
         return self.is_complete
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
@@ -117,7 +119,10 @@ class Stream:
 
 
 class Companion(Stream):
-    """A `GroupHolder`: what a rank's other groups hold of what it publishes, kind by kind, as if each were a tier."""
+    """Publishes which of a rank's blocks its other layer groups hold, as a stream with a tier for each kind of group.
+
+    Implements `GroupHolder`.
+    """
 
     def __init__(self, source: WorkerRank, block_size: int, epoch: int, published: RankStream) -> None:
         super().__init__(source.companion, block_size, epoch)
@@ -127,18 +132,18 @@ class Companion(Stream):
         self._rule_of: list[GroupRule] = []
         self._num_kinds = 0
         self.is_overfull = False
-        """Whether some block was not counted, for want of room, since the rank was cleared."""
+        """Whether there was no room to count some block since the rank was cleared."""
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         kinds = [*dict.fromkeys(others)]
         self._rule_of, self._kind_of, self._num_kinds = [*others], [kinds.index(rule) for rule in others], len(kinds)
         self.rules = (published, *kinds) if others or published != GroupRule(0) else ()
-        self._withdraw_all()
+        self._remove_all()
         self.on_published({name for name, _ in self._counts})
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
-        num_believed = len(engine_hashes) if self._published.believes_all else self._rule_of[group].num_needed
-        for name in engine_hashes[max(0, len(engine_hashes) - num_believed) :]:
+        num_trusted = len(engine_hashes) if self._published.trusts_stores else self._rule_of[group].num_needed
+        for name in engine_hashes[max(0, len(engine_hashes) - num_trusted) :]:
             num_copies = self._counts.get((name, group), 0)
             if name is None or (num_copies and not self._published.counts_copies):
                 continue
@@ -147,7 +152,7 @@ class Companion(Stream):
                 continue
             self._counts[name, group] = num_copies + 1
             if not num_copies:
-                self._tell(name, self._kind_of[group])
+                self._store_if_held(name, self._kind_of[group])
 
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         for name in engine_hashes:
@@ -155,41 +160,41 @@ class Companion(Stream):
             if num_copies > 1 and self._published.counts_copies:
                 self._counts[name, group] = num_copies - 1
             elif num_copies and (block_hash := self._find(name)) is not None:
-                self._release(self._kind_of[group], (block_hash,))
+                self._remove(self._kind_of[group], (block_hash,))
 
     def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
         if group < 0:
             return all(self._find(name) is not None for name in engine_hashes)
         return all((name, group) in self._counts for name in engine_hashes)
 
-    def counted(self) -> list[tuple[Any, int, int]]:
+    def group_counts(self) -> list[tuple[Any, int, int]]:
         return [(*key, number) for key, number in self._counts.items()]
 
-    def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
-        self._counts.update({(name, group): number for name, group, number in counted})
+    def restore_group_counts(self, counts: Iterable[tuple[Any, int, int]]) -> None:
+        self._counts.update({(name, group): number for name, group, number in counts})
 
     def engine_hashes(self) -> list[Any]:
         return [*self._published.residency.names(Tier.GPU)]
 
     def on_published(self, names: Iterable[Any]) -> None:
-        """Note that the published group may hold the blocks that have these hashes now."""
+        """Store blocks, by their engine hashes, in each kind whose groups and the published group hold them."""
         for name in names if self._num_kinds else ():
             for kind in range(self._num_kinds):
-                self._tell(name, kind)
+                self._store_if_held(name, kind)
 
-    def on_withdrawn(self, block_hashes: Sequence[int]) -> None:
-        """Note that the published group does not hold blocks any more."""
+    def on_removed(self, block_hashes: Sequence[int]) -> None:
+        """Remove blocks that the published group does not hold any more."""
         for kind in range(self._num_kinds):
-            self._release(kind, block_hashes)
+            self._remove(kind, block_hashes)
 
     def clear(self) -> None:
-        """Hold nothing, and count nothing."""
+        """Remove all blocks, and forget what the groups hold."""
         self._counts.clear()
         self.is_overfull = False
-        self._withdraw_all()
+        self._remove_all()
 
-    def _withdraw_all(self) -> None:
-        """Hold nothing; what is counted stays."""
+    def _remove_all(self) -> None:
+        """Remove all blocks, and remember what the groups hold."""
         if self.residency.num_blocks:
             self.residency.clear()
             self._coalescer.add(Cleared())
@@ -197,8 +202,8 @@ class Companion(Stream):
     def _find(self, name: Any) -> int | None:
         return self._published.residency.names(Tier.GPU).get(name)
 
-    def _tell(self, name: Any, kind: int) -> None:
-        """Hold a block in a kind if all its groups do, and the published one does."""
+    def _store_if_held(self, name: Any, kind: int) -> None:
+        """Store a block in a kind if all groups of that kind and the published group hold it."""
         block_hash = self._find(name)
         groups = (group for group, each in enumerate(self._kind_of) if each == kind)
         if block_hash is None or not all((name, group) in self._counts for group in groups):
@@ -206,7 +211,7 @@ class Companion(Stream):
         if self.residency.hold((block_hash,), (block_hash,), None, Tier(kind)).new_idxs:
             self._coalescer.add(Stored(block_hash.to_bytes(_HASH_BYTES, "little"), None, Tier(kind)))
 
-    def _release(self, kind: int, block_hashes: Sequence[int]) -> None:
+    def _remove(self, kind: int, block_hashes: Sequence[int]) -> None:
         released = self.residency.release(block_hashes, Tier(kind))
         if released:
             self._coalescer.add(Removed(array("Q", released).tobytes(), Tier(kind)))
@@ -227,11 +232,11 @@ class RankStream(Stream):
         self._has_full_reports = options.get("has_full_reports", False)
         self._is_report = False  # the event at hand
         self._filter = WindowFilter(source.rank)
-        self._hold(self.residency)
+        self._set_residency(self.residency)
         self._num_events = 0
         self._num_malformed = 0
         self.companion = Companion(source, block_size, epoch, self) if options.get("has_all_groups") else None
-        self._split()
+        self._make_splitter()
 
     def set_complete(self, is_complete: bool) -> None:
         self.is_complete = is_complete
@@ -241,7 +246,7 @@ class RankStream(Stream):
         if self.companion is not None:
             self.companion.is_complete = self.is_complete and self.is_expressible
         else:
-            self.is_upper_bound = self._filter.has_more_that_hits_need or self._options.get("num_ahead", 0) > 0
+            self.is_upper_bound = self._filter.is_upper_bound or self._options.get("num_ahead", 0) > 0
         return super().heartbeat(timestamp_s)
 
     @property
@@ -250,13 +255,13 @@ class RankStream(Stream):
 
     @property
     def is_expressible(self) -> bool:
-        """Return whether what hits need of all groups that are followed can be told."""
+        """Return whether the companion's rules say exactly what hits need."""
         if self._splitter is None or self.companion is None:
             return True
         return self._splitter.is_expressible and not self.companion.is_overfull
 
     def admit(self, event: EngineEvent) -> None:
-        """Take one engine event, never raising: for one whose values are of wrong types the rank is cleared."""
+        """Process one engine event. Never raises: an event with values of wrong types clears the rank."""
         self._num_events += 1
         try:
             _check(event)
@@ -265,57 +270,57 @@ class RankStream(Stream):
             self._clear_for(error)
 
     def admit_malformed(self, error: Exception) -> None:
-        """Do as `admit` does for an event that could not even be read."""
+        """Clear the rank, as `admit` does, for an event that could not be read."""
         self._num_events += 1
         self._clear_for(error)
 
     def state(self) -> RankState:
-        """Return a copy of what is held, O(blocks), and how events are filtered."""
+        """Return a copy of all that another stream needs to continue this one; O(blocks)."""
         held, in_doubt = (self._filter.state, self.residency.copy()), tuple(self._normaliser.in_doubt)
         if self.companion is None or self._splitter is None:
             return RankState(*held, in_doubt=in_doubt)
-        others, counted = dict(self._splitter.others), self.companion.counted()
-        return RankState(*held, others, counted, self.is_expressible, in_doubt)
+        others, counts = dict(self._splitter.other_rules), self.companion.group_counts()
+        return RankState(*held, others, counts, self.is_expressible, in_doubt)
 
     def resume(self, state: RankState) -> None:
-        """Hold what another stream held, unless anything was reported; number 0 is left out, so that followers ask."""
+        """Continue another stream, unless anything was reported here. Batch 0 is left out, so that subscribers ask."""
         if self._num_events:
             return
         self._filter.resume(state.filter)
-        self._hold(state.residency)
+        self._set_residency(state.residency)
         self._normaliser.in_doubt = frozenset(state.in_doubt)
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
-            self.companion.count_again(state.counted)
+            self.companion.restore_group_counts(state.counted)
             self._splitter.resume(state.filter, state.others)
             self._splitter.is_expressible = state.is_expressible
             self.companion.close_batches(0.0)
             self.companion.next_sequence = 1
 
     def forget_groups(self) -> None:
-        """Learn anew how the engine's layer groups differ: another process may run another model."""
+        """Forget which layer groups the engine has: a new process may run another model."""
         self._filter.resume(WindowFilter().state)
-        self._split()
+        self._make_splitter()
 
     @property
     def counts_copies(self) -> bool:
-        """Whether what is stored again has one more copy, rather than being reported once more."""
+        """Return whether a block that is stored again has one more copy, rather than being reported once more."""
         return self._options.get("counts_copies", False) and self.is_complete and not self._is_report
 
     @property
-    def believes_all(self) -> bool:
-        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
+    def trusts_stores(self) -> bool:
+        """Return whether the blocks of a store are certainly held, rather than perhaps only reported once more."""
         return self.counts_copies or not self._options.get("counts_copies", False)
 
-    def _split(self) -> None:
-        """Learn from here on which groups there are, if they are followed."""
+    def _make_splitter(self) -> None:
+        """Begin to learn which layer groups there are, if they are followed."""
         self._splitter = None
         if self.companion is not None:
             num_ahead = self._options.get("num_ahead", 0)
             options = num_ahead, self._has_full_reports
             self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, *options)
 
-    def _hold(self, residency: Residency) -> None:
+    def _set_residency(self, residency: Residency) -> None:
         self.residency = residency
         residency.counts_copies = self.counts_copies
         lora_names = self._options.get("lora_names")
@@ -344,16 +349,16 @@ class RankStream(Stream):
                 self._coalescer.add(canonical)
 
     def _publish(self, passed: PassedEvent) -> None:
-        """Publish an event, and tell the companion what came and went."""
+        """Publish an event, and update the companion."""
         assert self.companion is not None
         for canonical in self._normaliser.normalise(passed):
             self._coalescer.add(canonical)
             if isinstance(canonical, Removed) and canonical.tier is Tier.GPU:
-                self.companion.on_withdrawn(array("Q", canonical.hashes).tolist())
+                self.companion.on_removed(array("Q", canonical.hashes).tolist())
         if isinstance(passed, EngineCleared):
             self.companion.clear()
         elif isinstance(passed, EngineStored) and passed.tier is Tier.GPU:
-            self.companion.on_published(passed.block_hashes)  # what is not found is not published
+            self.companion.on_published(passed.block_hashes)  # some may not have been published: those are not found
 
     def statistics(self) -> StreamStatistics:
         return StreamStatistics(
@@ -370,16 +375,19 @@ Streams: TypeAlias = Mapping[int, RankStream]
 
 
 def with_companions(streams: Streams) -> dict[int, Stream]:
+    """Return the streams of ranks, and of their companions under the companions' rank numbers."""
     companions = {rank + MAX_RANKS: each.companion for rank, each in streams.items() if each.companion is not None}
     return {**streams, **companions}
 
 
 def _check(event: EngineEvent) -> None:
-    """Raise TypeError for what would be taken, and could not be sent or found again: else, use tells what is wrong."""
+    """Raise TypeError for values that could be stored here, but not be sent or found again.
+
+    Other wrong values raise where they are used.
+    """
     if not isinstance(event, EngineStored | EngineRemoved):
         return
-    types = set(map(type, event.block_hashes))
-    if not types <= _HASH_TYPES and not all(issubclass(each, _OTHER_HASH_TYPES) for each in types):
+    if not all(issubclass(each, _HASH_TYPES) for each in set(map(type, event.block_hashes))):
         raise TypeError("a block hash is neither an integer nor bytes")
     if event.tier.__class__ is not Tier and event.tier.__class__ is not int and event.tier is not None:
         raise TypeError(f"tier {event.tier!r} is none")
@@ -403,72 +411,62 @@ def new_epoch(now_s: float, rng: random.Random) -> int:
 
 
 class Coalescer:
-    """Joins neighbouring events that say the same in one: chains that continue each other, removals of one tier."""
+    """Joins neighbouring events into one, chains that continue each other and removals from one tier, and cuts batches.
+
+    Hashes are joined once, when the batches are made: a long chain costs O(n).
+    """
 
     def __init__(self) -> None:
-        self._closed: list[tuple[Event, ...]] = []
-        self._events: list[Event] = []
-        # The event being extended: its hashes are in pieces, which are joined once, so that a long chain is O(n).
-        self._is_chain = False
-        self._parent: int | None = None
-        self._tier = Tier.GPU
-        self._pieces: list[bytes] = []
-        self._size_bytes = 0
+        # Of each batch the runs of events that become one each.
+        self._batches: list[list[list[Event]]] = [[]]
+        self._size_bytes = 0  # of the hashes in the last batch
 
     def add(self, event: Event) -> None:
-        if not isinstance(event, Stored) and not isinstance(event, Removed):
-            self._settle()
-            self._events.append(event)
-            return
-        for piece in (event,) if len(event.hashes) <= MAX_BATCH_HASH_BYTES else _cut(event):
-            self._add(piece)
-
-    def _add(self, event: Stored | Removed) -> None:
-        """Put an event behind the others, of no more hashes than a batch has."""
-        self._size_bytes += len(event.hashes)
-        if self._size_bytes > MAX_BATCH_HASH_BYTES:
-            self._close(len(event.hashes))
-        is_chain, parent = (True, event.parent) if isinstance(event, Stored) else (False, None)
-        if self._pieces:
-            is_alike = is_chain == self._is_chain and event.tier == self._tier
-            if is_alike and (not is_chain or (parent is not None and parent == _last_hash(self._pieces[-1]))):
-                self._pieces.append(event.hashes)
-                return
-            self._settle()
-        self._is_chain, self._parent, self._tier = is_chain, parent, event.tier
-        self._pieces.append(event.hashes)
+        for piece in _cut(event):
+            size_bytes = len(piece.hashes) if isinstance(piece, Stored | Removed) else 0
+            self._size_bytes += size_bytes
+            if self._size_bytes > MAX_BATCH_HASH_BYTES:
+                self._batches.append([])
+                self._size_bytes = size_bytes
+            runs = self._batches[-1]
+            if runs and _continues(piece, runs[-1][-1]):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
 
     def drain(self) -> list[tuple[Event, ...]]:
         """Return everything added, in order and cut into batches, and start anew."""
-        self._close()
-        closed, self._closed = self._closed, []
-        return closed
-
-    def _settle(self) -> None:
-        pieces = self._pieces
-        if not pieces:
-            return
-        hashes = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._events.append(Stored(hashes, self._parent, self._tier) if self._is_chain else Removed(hashes, self._tier))
-        pieces.clear()
-
-    def _close(self, next_bytes: int = 0) -> None:
-        """End the batch; the next one begins with an event of so many bytes."""
-        self._settle()
-        if self._events:
-            self._closed.append(tuple(self._events))
-        self._events = []
-        self._size_bytes = next_bytes
+        batches, self._batches, self._size_bytes = self._batches, [[]], 0
+        return [tuple(map(_joined, runs)) for runs in batches if runs]
 
 
-def _cut(event: Stored | Removed) -> Iterator[Stored | Removed]:
-    """Yield events of bounded size that amount to a larger one."""
-    for start in range(0, len(event.hashes), MAX_BATCH_HASH_BYTES):
-        hashes = event.hashes[start : start + MAX_BATCH_HASH_BYTES]
-        if isinstance(event, Removed):
-            yield Removed(hashes, event.tier)
-        else:
-            yield Stored(hashes, _last_hash(event.hashes[:start]) if start else event.parent, event.tier)
+def _cut(event: Event) -> Iterable[Event]:
+    """Return events of at most a batch's hashes each that amount to this one."""
+    if not isinstance(event, Stored | Removed) or len(event.hashes) <= MAX_BATCH_HASH_BYTES:
+        return (event,)
+    starts = range(0, len(event.hashes), MAX_BATCH_HASH_BYTES)
+    pieces = [event.hashes[start : start + MAX_BATCH_HASH_BYTES] for start in starts]
+    if isinstance(event, Removed):
+        return [Removed(piece, event.tier) for piece in pieces]
+    parents = [event.parent, *map(_last_hash, pieces)]
+    return [Stored(piece, parent, event.tier) for piece, parent in zip(pieces, parents, strict=False)]
+
+
+def _continues(event: Event, previous: Event) -> bool:
+    """Return whether an event and the one before it can be said as one."""
+    if isinstance(event, Removed) and isinstance(previous, Removed):
+        return event.tier == previous.tier
+    if not isinstance(event, Stored) or not isinstance(previous, Stored) or event.tier != previous.tier:
+        return False
+    return event.parent is not None and event.parent == _last_hash(previous.hashes)
+
+
+def _joined(run: Sequence[Event]) -> Event:
+    first = run[0]
+    if len(run) == 1 or not isinstance(first, Stored | Removed):
+        return first
+    hashes = b"".join(event.hashes for event in run if isinstance(event, Stored | Removed))
+    return msgspec.structs.replace(first, hashes=hashes)
 
 
 def _last_hash(hashes: bytes) -> int:

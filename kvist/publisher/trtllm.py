@@ -16,12 +16,12 @@ from kvist.publisher.publisher import KvEventPublisher
 _logger = logging.getLogger(__name__)
 
 MIN_IDLE_S, MAX_IDLE_S, IDLE_GROWTH = 0.005, 0.020, 1.5
-"""The wait before an engine that had nothing to say is asked again; it grows while the engine stays idle."""
+"""The wait before an engine that had no events is polled again; it grows while the engine stays idle."""
 CLOSE_TIMEOUT_S = 5.0
 
 _Raw: TypeAlias = Mapping[str, Any]
 
-# How the engine says, by an error, that its queue is empty, and that no request has come yet: there is no queue before.
+# The errors by which the engine says that its queue is empty, and that there is no queue before the first request.
 _EMPTY_ERRORS = (IndexError, asyncio.QueueEmpty)
 _NOT_READY_ERRORS = (AssertionError, RuntimeError)
 _NOT_READY_TEXT = "not properly instantiated"
@@ -35,14 +35,14 @@ def next_idle_s(idle_s: float, num_events: int) -> float:
 
 
 class AsyncTrtllmPoller:
-    """Reports everything that a TensorRT-LLM engine hands out, in order, to a publisher that nobody else reports to.
+    """Reports all events of a TensorRT-LLM engine, in order, to a publisher that nobody else reports to.
 
         async with AsyncTrtllmPoller(lambda: llm.get_kv_cache_events_async(timeout=0.1), publisher, block_size=32):
             await serve(llm)
 
-    Each event is reported as it comes, in the engine's own event loop. The engine's iterator ends when nothing came for
-    its timeout, and is asked for anew; that timeout is how long closing may take. Events that the engine dropped, which
-    its numbering tells, clear their rank: one of them may have been a removal.
+    Each event is reported as it comes, in the engine's own event loop. The engine's iterator ends when no event came
+    within its timeout, and the engine is polled again; closing may take as long as that timeout. A gap in the engine's
+    numbers means that it dropped events, one of which may have been a removal: their rank is cleared.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class AsyncTrtllmPoller:
         await self.close()
 
     def stop(self) -> None:
-        """Let `run` report what the engine still has to hand out, and return."""
+        """Let `run` report the events that the engine still has, and return."""
         self._is_closing.set()
 
     async def close(self) -> None:
-        """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
+        """Report the events that the engine still has, and stop; raises the error that ended polling, if any."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -90,7 +90,7 @@ class AsyncTrtllmPoller:
             task.result()
 
     async def run(self) -> None:
-        """Poll until stopped; what ends polling before clears every rank, and is raised."""
+        """Poll until stopped; an error that ends polling before clears every rank, and is raised."""
         try:
             idle_s = 0.0
             while not self._is_closing.is_set():
@@ -141,7 +141,7 @@ class AsyncTrtllmPoller:
 
 
 class TrtllmPoller:
-    """Does what `AsyncTrtllmPoller` does from a thread, for an engine that hands out what there is at once.
+    """Does what `AsyncTrtllmPoller` does in a thread, for an engine whose poll returns at once.
 
     with KvEventPublisher("tcp://*:5567", worker="pod-1", block_size=32) as publisher:
         with TrtllmPoller(lambda: llm.get_kv_cache_events(timeout=0), publisher, block_size=32):
@@ -149,7 +149,7 @@ class TrtllmPoller:
     """
 
     def __init__(self, poll: Callable[[], Iterable[_Raw]], publisher: KvEventPublisher, *, block_size: int) -> None:
-        """Start polling; `poll` returns the events since its last call, without waiting, and raises to end it all."""
+        """Start polling; `poll` returns the events since its last call, without waiting, and raises to end polling."""
 
         async def events() -> AsyncGenerator[Iterable[_Raw], None]:
             yield poll()
@@ -169,7 +169,7 @@ class TrtllmPoller:
         return self._poller.num_malformed
 
     def close(self) -> None:
-        """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
+        """Report the events that the engine still has, and stop; raises the error that ended polling, if any."""
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._poller.stop)
         self._thread.join(CLOSE_TIMEOUT_S)

@@ -16,11 +16,18 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule, Holding
-from kvist.radix._housekeeping import Sweeper
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
 from kvist.radix.compiled.layout import Record, Records
-from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
+from kvist.radix.memory import (
+    CORE_BYTES,
+    Sweeper,
+    TableMemory,
+    index_bytes,
+    reserved,
+    reserved_array,
+    segment_bits_for,
+)
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
 
@@ -64,10 +71,10 @@ class RadixIndex:
         seed: int | None = None,
         memory: mmap.mmap | None = None,
     ) -> None:
-        """Cut the table into `2**segment_bits` segments, each of which takes some 370,000 blocks.
+        """Make an empty index whose table has `2**segment_bits` segments, each with room for some 370,000 blocks.
 
-        By default there are 256, and more if `max_blocks` needs them; where there is no room for another block, what
-        stores raises MemoryError.
+        By default there are 256 segments, and more if `max_blocks` needs them; when there is no room for another block,
+        methods that store raise MemoryError.
 
         Beyond `max_blocks` distinct blocks, those that were matched or stored about least recently are evicted, whoever
         holds them. Matches count as uses once the index is half full: until then they cost what they cost without a
@@ -76,8 +83,8 @@ class RadixIndex:
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
         prompts can choose where their blocks land.
 
-        All of the index but what its one writer needs lies in `memory`: shared memory of `index_bytes(segment_bits)`
-        zeros (`kvist.radix.memory`), by default private.
+        All of the index but what only its one writer needs lies in `memory`: shared memory of
+        `index_bytes(segment_bits)` zeros (`kvist.radix.memory`), by default private.
         """
         if max_blocks is not None and max_blocks < 1:
             raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
@@ -85,9 +92,10 @@ class RadixIndex:
             segment_bits = segment_bits_for(max_blocks or 0)
         if not 0 <= segment_bits <= _MAX_SEGMENT_BITS:
             raise InvalidValueError("segment_bits", segment_bits, f"0 to {_MAX_SEGMENT_BITS}")
-        region = Region(reserved(index_bytes(segment_bits))) if memory is None else Region(memory, mmap.MADV_REMOVE)
-        self.core: Records = np.frombuffer(region.memory, layout.CORE, 1)
-        self.segments: Records = np.frombuffer(region.memory, layout.SEGMENT, 1 << segment_bits, CORE_BYTES)
+        advice = mmap.MADV_DONTNEED if memory is None else mmap.MADV_REMOVE
+        memory = reserved(index_bytes(segment_bits)) if memory is None else memory
+        self.core: Records = np.frombuffer(memory, layout.CORE, 1)
+        self.segments: Records = np.frombuffer(memory, layout.SEGMENT, 1 << segment_bits, CORE_BYTES)
         self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         self._core["table"]["multiplier"], self._core["table"]["bits"] = multiplier, segment_bits
@@ -95,20 +103,19 @@ class RadixIndex:
             self._core[field] = 1
         self.writing = _Writing(self.core)
         self._slots = SlotTable(self._core)
-        self.slot_of, self.clearing_of = self._slots.get, self._slots.giving_of
         self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
         self._core["max_blocks"] = max_blocks or 0
-        table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
-        self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
+        table_memory = TableMemory(self.core["table"], self.segments, memory, CORE_BYTES, advice)
+        self._sweeper = Sweeper(self.core, self.segments, self._slots, table_memory)
         self._snapshot: weakref.ref[Snapshot] | None = None
-        # A process's first call takes 10 ms, in which Numba makes the acquaintance of arrays: not when somebody waits.
+        # A process's first call takes Numba 10 ms: not when somebody waits.
         matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64), 0)
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
     def store(self, source: WorkerRank, tier: Tier, parent_hash: int | None, hashes: NDArray[np.uint64]) -> ApplyResult:
-        """Note that a rank now holds a chain of blocks in a tier; a refused chain changes nothing that is held.
+        """Record that a rank now holds a chain of blocks in a tier; a refused chain changes nothing.
 
         The parent must be held by that rank in some tier (None: the chain begins at the root). Storing what is held
         already is no error.
@@ -116,7 +123,7 @@ class RadixIndex:
         return self.apply(source, (Stored(_contiguous(hashes).tobytes(), parent_hash, tier),))
 
     def remove(self, source: WorkerRank, tier: Tier, hashes: NDArray[np.uint64]) -> ApplyResult:
-        """Note that a rank no longer holds blocks in a tier, in any order."""
+        """Record that a rank no longer holds blocks in a tier, in any order."""
         return self.apply(source, (Removed(_contiguous(hashes).tobytes(), tier),))
 
     def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
@@ -130,44 +137,52 @@ class RadixIndex:
             if isinstance(event, Cleared):
                 runs.append(([], []))
             elif not isinstance(event, Heartbeat):
-                _note(event, *runs[-1])
-        done = None
-        for number, run in enumerate(runs):
+                _encode(event, *runs[-1])
+        result = ApplyResult()
+        for number, (operations, parts) in enumerate(runs):
             if number:
                 self.clear(*source)
-            if run[0]:
-                more = self._carry_out(source, *run)
-                done = more if done is None else map(operator.add, done, more)
+            if operations:
+                records = np.frombuffer(b"".join(operations), layout.OPERATION)
+                hashes = np.frombuffer(b"".join(parts), np.uint64)
+                slot = self._slots.get_or_add(source)
+                with self.writing:
+                    counts = blocks.apply(self.core, self.segments, slot, records, hashes)
+                result = ApplyResult(*map(operator.add, result, counts))
         self.keep_to_cap()
-        return ApplyResult() if done is None else ApplyResult(*done)
+        return result
 
     def set_groups(self, source: WorkerRank, rules: Sequence[GroupRule]) -> None:
-        """Let matches of a rank say what several groups agree on: the one whose blocks `source` holds, then others.
+        """Let a match of a rank be the longest hit that all its layer groups allow: the one that `source` holds first.
 
-        What each kind of the others holds is held by `source.companion`, in as many tiers, from the first on. True
-        until the rank is cleared. A companion is in no answer. Raises InvalidValueError for more than 5 rules.
+        The blocks of the others are held by `source.companion`, those of each kind in a tier of its own. The rules
+        apply until the rank is cleared. A companion is in no match. Raises InvalidValueError for more than 5 rules.
         """
         if not 1 <= len(rules) <= 1 + layout.NUM_KINDS:
             raise InvalidValueError("rules", rules, f"1 to {1 + layout.NUM_KINDS} of them")
-        rest = (0,) * (1 + layout.NUM_KINDS - len(rules))
-        slot, companion = (self._slots.get(each) for each in (source, source.companion))
-        slot = self._slots.add(source) if slot is None else slot
-        companion = self._slots.add(source.companion) if companion is None else companion
-        step, needed = math.lcm(*[each.stride for each in rules]), [each.num_needed for each in rules]
-        strides, ahead = [each.stride for each in rules], [each.num_ahead * each.stride for each in rules]
-        rule = (layout.GROUPED, companion, step, (*needed, *rest), (*strides, *rest), (*ahead, *rest))
+        slot, companion = self._slots.get_or_add(source), self._slots.get_or_add(source.companion)
+        rule, companion_rule = np.zeros(2, layout.RULE)
+        rule["role"], rule["companion"] = layout.GROUPED, companion
+        rule["step"] = math.lcm(*[each.stride for each in rules])
+        for field, values in (
+            ("needed", [each.num_needed for each in rules]),
+            ("stride", [each.stride for each in rules]),
+            ("ahead", [each.num_ahead * each.stride for each in rules]),
+        ):
+            rule[field][: len(rules)] = values
+        companion_rule["role"], companion_rule["step"] = layout.COMPANION, 1
         with self.writing:
-            self._slots.set_rule(companion, (layout.COMPANION, 0, 1, *[(0,) * (1 + layout.NUM_KINDS)] * 3))
+            self._slots.set_rule(companion, companion_rule)
             self._slots.set_rule(slot, rule)
 
     def clear(self, worker: str, rank: int | None = None) -> None:
-        """Note that a rank, or every rank of a worker, holds nothing any more; at once, whatever it held."""
+        """Record that a rank, or every rank of a worker, holds nothing any more; at once, whatever it held."""
         for source in self._sources(worker, rank):
             self._retire(source)
-            self._slots.add(source)
+            self._slots.get_or_add(source)
 
     def remove_worker(self, worker: str) -> None:
-        """Forget a worker and all its ranks; at once, whatever they held. A sweep gives the memory back."""
+        """Forget a worker and all its ranks, whatever they held. A sweep gives the memory back."""
         for source in self._sources(worker, None):
             self._retire(source)
 
@@ -176,15 +191,15 @@ class RadixIndex:
     def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Match:
         """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier.
 
-        Of those only the first `num_usable` count, if given. What lies behind is looked at for engines that compute a
-        hit's last block again: it may be the block of a prompt's last token. Raises InvalidValueError for more.
+        Only the first `num_usable` blocks count, if given. Those behind are needed for engines that compute a hit's
+        last block again: one may be the block of a prompt's last token. Raises InvalidValueError for more than all.
         """
         num_usable = len(hashes) if num_usable is None else num_usable
         if not 0 <= num_usable <= len(hashes):
             raise InvalidValueError("num_usable", num_usable, f"0 to {len(hashes)}")
         try:
             num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
-        except TypeError:  # not as compiled code takes them
+        except TypeError:  # another type or layout than compiled code takes
             hashes = _contiguous(hashes)
             num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
@@ -193,26 +208,40 @@ class RadixIndex:
         return Match(self._slots.ranks, holder_ids, depths, num_usable)
 
     def touch(self, hashes: NDArray[np.uint64]) -> None:
-        """Note that blocks are in use now, up to the first that nobody holds; it tells which to evict."""
+        """Record that blocks are used now, up to the first that nobody holds, so that others are evicted first."""
         if self._core["max_blocks"]:
             with self.writing:
                 matching.touch(self.core, self.segments, hashes)
             self.keep_to_cap()
 
     def ranks(self) -> list[WorkerRank]:
-        return [source for source, _ in self._slots.items()]
+        return [*self._slots.by_rank]
+
+    def slot_of(self, source: WorkerRank) -> int | None:
+        """Return the slot that stands for a rank until it is cleared or removed, None if it has none."""
+        return self._slots.by_rank.get(source)
+
+    def clearing_of(self, source: WorkerRank) -> int | None:
+        """Return a number that only this rank has, up to its next clearing; None while it has no slot."""
+        slot = self.slot_of(source)
+        return None if slot is None else int(self._slots.table[slot]["clearing"])
+
+    @property
+    def num_clearings(self) -> int:
+        """Return a number that changes whenever a rank comes or is cleared."""
+        return self._slots.num_clearings
 
     def digest(self, source: WorkerRank) -> Holding:
         """Return what a publisher that holds the same would put in its heartbeat; O(1)."""
-        slot = self._slots.get(source)
+        slot = self.slot_of(source)
         if slot is None:
             return Holding(0, 0)
         entry = self._slots.table[slot]
         return Holding(int(entry["num_held"]), int(entry["digest"]))
 
     def evicted_from(self, source: WorkerRank) -> bool:
-        """Tell whether blocks of a rank were evicted since it was last cleared, so that its digest tells nothing."""
-        slot = self._slots.get(source)
+        """Return whether blocks of a rank were evicted since it was last cleared, so that its digest is of no use."""
+        slot = self.slot_of(source)
         return slot is not None and bool(self._slots.table[slot]["has_lost"])
 
     def statistics(self) -> Statistics:
@@ -220,7 +249,7 @@ class RadixIndex:
         return Statistics(
             num_blocks=int(core["table"]["num_rows"]),
             num_held=int(self._slots.table["num_held"][: len(self._slots.ranks)].sum()),
-            num_ranks=len(self._slots.items()),
+            num_ranks=len(self._slots.by_rank),
             num_retired=int(core["num_retired"]),
             num_evicted=int(core["num_evicted"]),
             num_sets=int(core["num_sets"]),
@@ -255,12 +284,11 @@ class RadixIndex:
         return snapshot
 
     def restore(self, residencies: Residencies) -> None:
-        """Hold what is told, of a snapshot for instance, beside what is held already; parts may come in any order."""
+        """Record that ranks hold these blocks, too, for instance a part of a snapshot; parts may come in any order."""
         ranks, hashes, depths, members = residencies
         rank_idx, slots = members.astype(np.int64) >> 4, np.zeros(len(ranks), np.uint64)
         for idx in np.unique(rank_idx).tolist():
-            slot = self._slots.get(ranks[idx])
-            slots[idx] = self._slots.add(ranks[idx]) if slot is None else slot
+            slots[idx] = self._slots.get_or_add(ranks[idx])
         words = depths.astype(np.uint64), slots[rank_idx] << np.uint64(4) | members & np.uint64(15)
         with self.writing:
             blocks.restore(self.core, self.segments, hashes, *words)
@@ -268,19 +296,14 @@ class RadixIndex:
 
     # --- For compiled code that builds on the index's own -------------------------------------------------------------
 
-    @property
-    def num_givings(self) -> int:
-        """Return a number that changes whenever a rank has come or was cleared."""
-        return self._slots.num_given
-
     def keep_to_cap(self) -> None:
-        """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
+        """Evict blocks beyond the cap, if there is one; to be called after compiled code stored or touched blocks."""
         core = self._core
         max_blocks = int(core["max_blocks"])
         if not max_blocks:
             return
-        if core["num_stamped"] * _EPOCHS_A_CAP >= max_blocks:
-            core["num_stamped"] = 0
+        if core["num_used"] * _EPOCHS_A_CAP >= max_blocks:
+            core["num_used"] = 0
             core["epoch"] = core["epoch"] + (1 << layout.EPOCH_SHIFT) & blocks.EPOCH_MARKS
         num_excess = int(core["table"]["num_rows"]) - max_blocks
         if num_excess > 0:
@@ -289,24 +312,15 @@ class RadixIndex:
 
     # --- Inside -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, source: WorkerRank, operations: list[bytes], parts: list[bytes]) -> Iterable[int]:
-        slot = self._slots.get(source)
-        if slot is None:
-            slot = self._slots.add(source)
-        records = np.frombuffer(b"".join(operations), layout.OPERATION)
-        hashes = np.frombuffer(b"".join(parts), np.uint64)
-        with self.writing:
-            return blocks.apply(self.core, self.segments, slot, records, hashes)
-
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:
             source = WorkerRank(worker, rank)
-            return [] if self._slots.get(source) is None else [source]
-        return self._slots.ranks_of(worker)
+            return [source] if source in self._slots.by_rank else []
+        return [source for source in self._slots.by_rank if source.worker == worker]
 
     def _retire(self, source: WorkerRank) -> None:
         with self.writing:
-            slot = self._slots.remove(source)
+            slot = self._slots.retire(source)
         if slot is not None:
             self._sweeper.retired.append(slot)
 
@@ -315,8 +329,8 @@ class RadixIndex:
         self._sweeper.on_snapshot_closed()
 
 
-def _note(event: Stored | Removed, operations: list[bytes], parts: list[bytes]) -> None:
-    """Add an event to operations, as `layout.OPERATION` has them, and to their hashes."""
+def _encode(event: Stored | Removed, operations: list[bytes], parts: list[bytes]) -> None:
+    """Append an event to operations, as `layout.OPERATION` has them, and to their hashes."""
     if isinstance(event, Stored):
         kind, parent = (layout.STORE_ROOT, 0) if event.parent is None else (layout.STORE_CHILD, event.parent)
     elif isinstance(event, Removed):

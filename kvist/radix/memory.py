@@ -1,18 +1,18 @@
-"""Memory of tables: reserved at its greatest size, taken a page at a time as it is written to, and given back."""
+"""Memory of an index: reserved at its greatest size, taken a page at a time as it is written to, and given back."""
 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvist.radix.compiled import table
+from kvist.radix._slots import SlotTable
+from kvist.radix.compiled import housekeeping, table
 from kvist.radix.compiled.layout import CORE, FULLEST_128THS, ROW, SEGMENT, Records
 
 CORE_BYTES = -(-CORE.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-"""Before the segments of an index."""
+"""The memory before the segments of an index."""
 _BLOCKS_A_SEGMENT = 300_000
 _ROWS_AT, _COPIES_AT = (int(SEGMENT.fields[name][1]) for name in ("rows", "copies"))  # type: ignore[index]
 
@@ -36,37 +36,26 @@ def reserved(size_bytes: int) -> mmap.mmap:
 
 
 def reserved_array(dtype: np.dtype[Any], length: int) -> Records:
-    """Return an array of zeros in such memory."""
+    """Return an array of zeros in `reserved` memory."""
     return np.frombuffer(reserved(dtype.itemsize * length), dtype, length)
 
 
-def room_for(num_rows: int) -> int:
-    """Return the room, in whole pages, of a segment that need not grow for so many rows; 0 for none."""
-    room = num_rows * 128 // FULLEST_128THS + 2
-    num_pages = -(-(_ROWS_AT + room * ROW.itemsize) // mmap.PAGESIZE)
-    return (num_pages * mmap.PAGESIZE - _ROWS_AT) // ROW.itemsize if num_rows else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The memory of an index or of a table alone, and what makes a part of it zeros that take no memory."""
-
-    memory: mmap.mmap
-    advice: int = mmap.MADV_DONTNEED
-
-    def give_back(self, start: int, size_bytes: int) -> None:
-        """Give the whole pages of a part back to the system."""
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            self.memory.madvise(self.advice, first, last - first)
-
-
 class TableMemory:
-    """Gives back what the segments of a table do not need."""
+    """Gives memory that the segments of a table do not need back to the system.
 
-    def __init__(self, head: Records, segments: Records, region: Region, segments_at: int = 0) -> None:
-        self._head, self._segments, self._region, self._segments_at = head, segments, region, segments_at
+    Its `memory` has the segments from `segments_at` on; `advice` is what makes a part of it zeros that take no memory.
+    """
+
+    def __init__(
+        self,
+        head: Records,
+        segments: Records,
+        memory: mmap.mmap,
+        segments_at: int = 0,
+        advice: int = mmap.MADV_DONTNEED,
+    ) -> None:
+        self._head, self._segments, self._segments_at = head, segments, segments_at
+        self._memory, self._advice = memory, advice
 
     @property
     def size_bytes(self) -> int:
@@ -80,21 +69,108 @@ class TableMemory:
         sparse: list[int] = np.flatnonzero((counts * 2 < rooms) & (rooms > 0)).tolist()
         return [number for number in sparse if self._needed_room(number) * 4 < int(rooms[number]) * 3]
 
-    def _needed_room(self, number: int) -> int:
-        return room_for(int(self._segments["count"][number]) * 9 // 8)
-
     def shrink(self, number: int) -> int:
         """Give back what a segment does not need; return how many rows it had room for."""
         before, room = int(self._segments["room"][number]), self._needed_room(number)
         table.resize(self._head, self._segments, number, room)
         start = self._segments_at + number * SEGMENT.itemsize + _ROWS_AT
-        self._region.give_back(start + room * ROW.itemsize, (before - room) * ROW.itemsize)
+        self.give_back(start + room * ROW.itemsize, (before - room) * ROW.itemsize)
         return before
 
     def free_copies(self, number: int) -> int:
-        """Give back what a snapshot copied of a segment; return how many rows that is."""
+        """Give back a segment's copies for a snapshot; return how many rows that is."""
         num_rows = int(self._segments["num_copied"][number])
         start = self._segments_at + number * SEGMENT.itemsize + _COPIES_AT
-        self._region.give_back(start, num_rows * ROW.itemsize + mmap.PAGESIZE)
+        self.give_back(start, num_rows * ROW.itemsize + mmap.PAGESIZE)
         self._segments["num_copied"][number] = 0
         return num_rows
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Give the whole pages of a part of the memory back to the system."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._memory.madvise(self._advice, first, last - first)
+
+    def _needed_room(self, number: int) -> int:
+        """Return the room, in whole pages, for an eighth more rows than a segment has; 0 if it has none."""
+        num_rows = int(self._segments["count"][number]) * 9 // 8
+        room = num_rows * 128 // FULLEST_128THS + 2
+        num_pages = -(-(_ROWS_AT + room * ROW.itemsize) // mmap.PAGESIZE)
+        return (num_pages * mmap.PAGESIZE - _ROWS_AT) // ROW.itemsize if num_rows else 0
+
+
+class Sweeper:
+    """Removes what ranks that are gone held, frees what a snapshot kept, and gives memory back; in bounded slices."""
+
+    def __init__(self, core: Records, segments: Records, slots: SlotTable, table_memory: TableMemory) -> None:
+        self._arrays, self._core, self._segments = core, core[0], segments
+        self._slots, self._memory = slots, table_memory
+        self.retired: list[int] = []  # slots that wait for a sweep to begin
+        self._sweeping: list[int] = []  # free once the sweep under way is through
+        self._next_segment = 0
+        self._next_set = self._end_of_sets = 0  # sets to check since a snapshot was closed
+        self._copied: list[int] = []  # segments that have copies which nobody needs
+
+    @property
+    def size_bytes(self) -> int:
+        core = self._core
+        set_bytes = int(core["sets"].itemsize) + int(core["buckets"].itemsize)
+        sets = int(core["end_of_sets"]) * set_bytes + int(core["end_of_words"]) * 8
+        slots = len(self._slots.ranks) * int(self._slots.table.itemsize)
+        return self._memory.size_bytes + sets + slots
+
+    def sweep(self, max_rows: int) -> bool:
+        """Do a slice of about `max_rows` rows; return whether more is left to do."""
+        num_rows = 0 if self._core["captured_stamp"] else self._free_snapshot(max_rows)
+        while num_rows < max_rows and (self._sweeping or self.retired):
+            num_rows += self._purge_segment()
+        if num_rows < max_rows:
+            self._reset_sets()
+            for number in self._memory.shrinkable():
+                num_rows += 1 + self._memory.shrink(number)
+                if num_rows >= max_rows:
+                    break
+        return bool(num_rows >= max_rows or self._sweeping or self.retired)
+
+    def on_snapshot_closed(self) -> None:
+        """Let later sweeps free what the snapshot kept."""
+        self._next_set, self._end_of_sets = 1, int(self._core["end_of_sets"])
+        self._copied = np.flatnonzero(self._segments["num_copied"]).tolist()
+
+    def _free_snapshot(self, max_rows: int) -> int:
+        """Free some of what a closed snapshot kept; return how many rows and sets that is."""
+        first = self._next_set
+        self._next_set = min(self._end_of_sets, first + max_rows)
+        if first < self._next_set:
+            housekeeping.free_sets(self._arrays, first, self._next_set)
+        num_rows = self._next_set - first
+        while num_rows < max_rows and self._copied:
+            num_rows += 1 + self._memory.free_copies(self._copied.pop())
+        return num_rows
+
+    def _purge_segment(self) -> int:
+        """Take the retired slots out of the next segment; return how many rows that is."""
+        if not self._sweeping:
+            self._sweeping, self.retired, self._next_segment = self.retired, [], 0
+        housekeeping.purge(self._arrays, self._segments, self._next_segment)
+        num_rows = 1 + int(self._segments["room"][self._next_segment])
+        self._next_segment += 1
+        if self._next_segment == len(self._segments):
+            self._slots.free_swept(self._sweeping)
+            self._sweeping = []
+        return num_rows
+
+    def _reset_sets(self) -> None:
+        """Give back the memory of all sets once there is none."""
+        core = self._core
+        if core["num_sets"] or core["end_of_sets"] == 1:
+            return
+        for field, end in (("sets", "end_of_sets"), ("words", "end_of_words")):
+            start: int = CORE.fields[field][1]  # type: ignore[index]
+            self._memory.give_back(start, int(core[end]) * core[field].itemsize + mmap.PAGESIZE)
+        core["buckets"][: core["num_buckets"]] = 0
+        core["end_of_sets"] = core["num_buckets"] = 1
+        core["end_of_words"] = core["free_set"] = self._next_set = self._end_of_sets = 0
+        core["free_runs"][:] = 0
+        core["memos"]["set_id"] = core["memos"]["stamp"] = 0

@@ -1,7 +1,7 @@
 """Snapshots: all that was held when one began, while the index goes on changing.
 
 Each segment is copied before it changes, or when its turn comes. So a snapshot takes up to 16 bytes a block until it is
-closed. Sets that were there when it began stay as long, and are swept then.
+closed. Until then no set is freed that was there when it began.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.radix._slots import SlotTable
-from kvist.radix.compiled.housekeeping import members_of, tell
+from kvist.radix.compiled.housekeeping import members_of, read_copies
 from kvist.radix.compiled.layout import LIVE, MAX_DEPTH, ROW, Records
 from kvist.radix.values import Residencies
 
@@ -21,7 +21,7 @@ _MAX_VISITS = 1 << 16  # rows looked at in a step, if segments are not larger
 
 
 class Snapshot:
-    """Iterates over what was held at one moment, some of it at a time or none, so that no step takes long.
+    """Iterates over what was held at one moment, in small parts, some of them empty, so that no step takes long.
 
     Close it, or use it as a context, unless it is read to its end.
     """
@@ -48,11 +48,11 @@ class Snapshot:
             self.close()
             raise StopIteration
         where = self._number, self._first
-        num_rows, self._number, self._first = tell(self._segments, *where, self._rows, _MAX_VISITS)
+        num_rows, self._number, self._first = read_copies(self._segments, *where, self._rows, _MAX_VISITS)
         return self._residencies(self._rows[:num_rows])
 
     def _residencies(self, rows: NDArray[np.void]) -> Residencies:
-        """Return who holds some rows, of the ranks that were there."""
+        """Return which of the ranks that were there hold some rows."""
         members, lengths = members_of(self._core, np.ascontiguousarray(rows["set_id"]))
         is_live = self._is_live[members >> 4]
         row, members = np.repeat(np.arange(len(rows)), lengths)[is_live], members[is_live]
@@ -65,7 +65,7 @@ class Snapshot:
         )
 
     def close(self) -> None:
-        """End the snapshot; the index copies nothing for it any more. May be called again."""
+        """End the snapshot: the index copies nothing for it any more. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._core["captured_stamp"] = 0

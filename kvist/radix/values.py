@@ -1,4 +1,4 @@
-"""What the index answers: plain values that stay true after the index has moved on."""
+"""What the index returns: plain values that do not change with the index."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Depths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match(Mapping[WorkerRank, Depths]):
-    """Who holds a prefix of the blocks asked for, and how deep; ranks that do not hold the first block are absent.
+    """How many leading blocks each rank holds; ranks that do not hold the first block are absent.
 
     A mapping for convenience; a policy reads the arrays, whose rows ascend by the last column of `depths`.
     `holder_ids`, `[num_holders]`, are small integers that stand for `ranks`. `depths`, `[num_holders, 4]`,
@@ -77,7 +77,7 @@ class Statistics:
 
 
 class Residencies(NamedTuple):
-    """Blocks by their hashes, with as many before each (262,143 at most), once for each who holds them.
+    """Blocks, one row for each rank that holds one: hash, number of blocks before it (at most 262,143), and member.
 
     A member is `index into ranks << 4 | tiers`, where bit t of `tiers` stands for Tier t.
     """

@@ -64,7 +64,7 @@ class RankStatus:
     clearing: int | None = None
     is_approximate: bool = False
     slot: int | None = None
-    """In the index; `clearing` is its giving."""
+    """In the index, as `clearing` is (`RadixIndex.slot_of`, `RadixIndex.clearing_of`)."""
     is_counted: bool = False
     """Whether copies of its blocks are counted: blocks that it was asked to report anew would count once more."""
 

@@ -79,7 +79,7 @@ def _members(core: Record, set_id: int) -> list[int]:
 
 
 def _check_slots(core: Record, slots: SlotTable, held: dict[int, tuple[int, int]]) -> None:
-    live = {slot for _, slot in slots.items()}
+    live = {*slots.by_rank.values()}
     table = slots.table[: len(slots.ranks)]
     for slot, (num_held, digest, state, _, _) in enumerate(table.tolist()):
         assert (state == LIVE) == (slot in live), f"slot {slot} is live exactly if a rank has it"

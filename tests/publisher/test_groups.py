@@ -134,7 +134,7 @@ def test_another_stream_goes_on_with_what_the_groups_hold():
     assert len(held)
     for _ in range(100):
         both.step()
-    assert resumed.companion.counted() == both.stream.companion.counted()
+    assert resumed.companion.group_counts() == both.stream.companion.group_counts()
 
 
 @pytest.mark.parametrize(("size", "group", "window", "num_held"), [(6, 1, 64, 0), (2, 1, 64, 1), (2, 0, FULL, 0)])
@@ -161,7 +161,7 @@ def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_wher
         assert stream.is_expressible == (name <= 8)
         for group, window in ((0, FULL), (1, 8)):
             stream.admit(EngineStored([name], [name] * SIZE, SIZE, window=window, group=group))
-    assert len(stream.companion.counted()) == stream.companion.num_blocks == 8
+    assert len(stream.companion.group_counts()) == stream.companion.num_blocks == 8
     stream.admit(EngineRemoved([0], group=1))
     assert not stream.is_expressible
     stream.admit(EngineCleared())

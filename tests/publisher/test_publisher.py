@@ -489,11 +489,11 @@ def test_what_is_to_be_done_between_events_is_done_behind_what_was_reported_or_b
     publication.gate.clear()
     with publisher_over(publication) as publisher:
         report_root_blocks(publisher, [1])
-        later = publisher.between_events(look("later"))
+        later = publisher.call_between_batches(look("later"))
         report_root_blocks(publisher, [2])
-        urgent = publisher.between_events(look("urgent"), is_urgent=True)
+        urgent = publisher.call_between_batches(look("urgent"), is_urgent=True)
         publication.gate.set()
-        for each in (later, urgent, publisher.between_events(look("at the end"))):
+        for each in (later, urgent, publisher.call_between_batches(look("at the end"))):
             each.result(20)
     assert seen.pop("urgent") in [(0, 0), (1, 1)]
     assert seen == {"later": (1, 1), "at the end": (2, 2)}
@@ -503,4 +503,4 @@ def test_what_was_to_be_done_is_cancelled_when_publishing_has_ended(publication)
     publisher = publisher_over(publication)
     publisher.close()
     with pytest.raises(CancelledError):
-        publisher.between_events(lambda _: None).result(20)
+        publisher.call_between_batches(lambda _: None).result(20)

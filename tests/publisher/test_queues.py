@@ -6,7 +6,7 @@ import pytest
 
 from kvist.events import EngineRemoved
 from kvist.events.transports import Message
-from kvist.publisher.buffers import Between, Inbox, Outbox
+from kvist.publisher.buffers import Call, Inbox, Outbox
 
 
 def message(sequence: int) -> Message:
@@ -50,9 +50,9 @@ def test_a_broken_transport_raises(publication):
 
 def test_what_is_dropped_is_counted_and_who_waits_for_a_place_in_it_is_told():
     inbox = Inbox()
-    is_done: Future[None] = Future()
+    result: Future[int] = Future()
     inbox.append(EngineRemoved([1]))
-    inbox.append(Between(len, is_done))
+    inbox.append(Call(len, result))
     inbox.append(EngineRemoved([2]))
     assert inbox.drop() == 2
-    assert (len(inbox), is_done.cancelled()) == (0, True)
+    assert (len(inbox), result.cancelled()) == (0, True)

@@ -94,15 +94,14 @@ class OneSidecar:
         progress = self.feed.progress()
         if progress is None or not self.feed.is_settled:
             return None
-        ranks = {}
-        self.publisher.between_events(
-            lambda streams: ranks.update({rank: stream.state() for rank, stream in streams.items()})
-        ).result(20)
-        return pack(SidecarState(4, "", (progress,), ranks))
+        ranks = self.publisher.call_between_batches(
+            lambda streams: {rank: stream.state() for rank, stream in streams.items()}
+        )
+        return pack(SidecarState(4, "", (progress,), ranks.result(20)))
 
     def held(self) -> set[int]:
         blocks: set[int] = set()
-        self.publisher.between_events(
+        self.publisher.call_between_batches(
             lambda streams: [blocks.update(stream.residency.places) for stream in streams.values()]
         ).result(20)
         return blocks
@@ -231,7 +230,7 @@ def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_h
         for question in second.feed.questions(now_s):
             list(second.feed.on_answer(question, [] if has_answer else None, now_s))
     seen: list[tuple[int, int, bool]] = []
-    second.publisher.between_events(
+    second.publisher.call_between_batches(
         lambda streams: seen.extend((rank, each.num_blocks, each.is_complete) for rank, each in streams.items())
     ).result(20)
     assert seen == [(0, 0, has_answer)]
@@ -251,7 +250,7 @@ def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(public
 
     def is_complete() -> bool:
         seen: list[bool] = []
-        publisher.between_events(lambda streams: seen.append(streams[0].is_complete)).result(20)
+        publisher.call_between_batches(lambda streams: seen.append(streams[0].is_complete)).result(20)
         return seen[0]
 
     receive(engine.change(1))
@@ -264,7 +263,7 @@ def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(public
     assert not is_complete()
     assert feed.progress() is not None
     assert not feed.is_complete
-    publisher.between_events(lambda _: None).result(20)
+    publisher.call_between_batches(lambda _: None).result(20)
     cleared = msgspec.msgpack.encode([5.0, [{"type": "AllBlocksCleared"}], 0])
     receive(Message(b"", 2, cleared))
     assert is_complete()
@@ -340,7 +339,7 @@ def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_no
             assert publisher.num_waiting_events <= 8
         publication.gate.set()
         list(steps)
-        publisher.between_events(lambda _: None).result(20)
+        publisher.call_between_batches(lambda _: None).result(20)
         publication.gate.clear()
     publication.gate.set()
     publisher.close()
@@ -430,7 +429,7 @@ def test_copies_are_counted_from_where_it_is_known_that_a_rank_holds_nothing(pub
     for _ in feed.receive_all(messages[1:], 2.0):
         pass
     held: list[int] = []
-    publisher.between_events(lambda streams: held.append(streams[0].num_blocks)).result(20)
+    publisher.call_between_batches(lambda streams: held.append(streams[0].num_blocks)).result(20)
     assert held == [1]
     publisher.close()
 
@@ -443,7 +442,7 @@ def test_a_rank_that_may_have_kept_blocks_beside_the_gpu_is_incomplete_also_when
     first.receive(engine.change(2), 1.0)
     second = start(first.save(), 2.0)
     second.settle(engine, 2.0)
-    second.publisher.between_events(lambda streams: [*streams]).result(20)
+    second.publisher.call_between_batches(lambda streams: [*streams]).result(20)
     for _ in range(2):
         second.receive(engine.say({"type": "AllBlocksCleared"}), 3.0)
     third = start(second.save(), 4.0)
@@ -456,7 +455,7 @@ def test_what_a_publisher_learns_of_its_completeness_it_tells_at_once(publicatio
     limits = PublisherLimits(coalesce_s=0, heartbeat_s=1000.0)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, limits=limits)
     for is_complete in (False, True):
-        publisher.between_events(lambda streams, is_complete=is_complete: streams[0].set_complete(is_complete))
+        publisher.call_between_batches(lambda streams, is_complete=is_complete: streams[0].set_complete(is_complete))
         until_true(lambda wanted=is_complete: publication.heartbeats()[-1].events[0].is_complete is wanted)
     publisher.close()
 
@@ -488,7 +487,7 @@ def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_
             for _ in feed.on_answer(question, None, 1.0):
                 pass
     seen: dict[int, bool] = {}
-    publisher.between_events(
+    publisher.call_between_batches(
         lambda streams: seen.update({rank: stream.is_complete for rank, stream in streams.items()})
     ).result(20)
     assert seen == {0: True, 1: False}

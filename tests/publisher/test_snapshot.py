@@ -18,7 +18,7 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.publisher import snapshot as snapshots
 from kvist.publisher.buffers import ReplayBuffer
-from kvist.publisher.snapshot import Answers
+from kvist.publisher.snapshot import ReplayResponder
 from kvist.publisher.stream import RankStream
 
 EPOCH, BLOCK_SIZE, TOPIC = 7, 4, b"kv/w/0"
@@ -31,16 +31,15 @@ class Publisher:
         self.stream = RankStream(WorkerRank("w", 0), BLOCK_SIZE, EPOCH)
         self.stream.next_sequence = first_sequence
         self.buffer = ReplayBuffer(num_kept, 1 << 30)
-        self.answers = Answers("w", EPOCH, {0: self.stream}, self.buffer, self._between_events)
+        self.answers = ReplayResponder("w", EPOCH, {0: self.stream}, self.buffer, self._call_between_batches)
         self.messages: list[Message] = []
         self.num_copies = 0
 
-    def _between_events(self, do) -> Future[None]:
+    def _call_between_batches(self, function) -> Future[object]:
         self.num_copies += 1
-        do({0: self.stream})
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        result: Future[object] = Future()
+        result.set_result(function({0: self.stream}))
+        return result
 
     def report(self, *events) -> None:
         for event in events:
@@ -136,7 +135,7 @@ def test_a_snapshot_is_the_sum_of_the_batches_before_it(batches, num_kept):
 
 
 def test_who_has_nothing_gets_the_range_unless_a_snapshot_is_smaller(publisher, monkeypatch):
-    monkeypatch.setattr(snapshots, "SPARED_BYTES", 100)
+    monkeypatch.setattr(snapshots, "MIN_SAVED_BYTES", 100)
     publisher.report(chain(0, 5))
     assert split(publisher.ask()) == (None, publisher.messages)
     for _ in range(20):
@@ -204,7 +203,7 @@ def test_a_snapshot_is_shared_until_what_followed_it_is_gone():
     third, behind = split(publisher.ask())
     assert (third.sequence, behind) == (len(publisher.messages), [])
     assert publisher.num_copies == 2
-    publisher.answers.tidy(now_s=float("inf"))
+    publisher.answers.drop_old_copies(now_s=float("inf"))
     publisher.ask()
     assert publisher.num_copies == 3
 
@@ -218,8 +217,8 @@ def test_without_an_epoch_only_what_is_kept_is_told():
 
 def test_who_asks_for_what_is_yet_to_come_learns_how_far_the_publisher_is(publisher):
     heartbeat = Message(TOPIC, 5, b"heartbeat")
-    publisher.buffer.note_heartbeat(Message(TOPIC, 4, b"an earlier one"))
-    publisher.buffer.note_heartbeat(heartbeat)
+    publisher.buffer.keep_heartbeat(Message(TOPIC, 4, b"an earlier one"))
+    publisher.buffer.keep_heartbeat(heartbeat)
     assert publisher.ask(start=2**63 - 1, epoch=None, topic=None) == [heartbeat]
     assert publisher.ask(start=2**63 - 1, epoch=None) == []
 
@@ -241,29 +240,28 @@ def test_a_publisher_that_has_ended_tells_only_what_is_kept():
         done.set_running_or_notify_cancel()
         return done
 
-    publisher.answers._between_events = cancel
+    publisher.answers._call_between_batches = cancel
     assert publisher.ask() == publisher.messages[-2:]
 
 
 def test_who_waits_for_a_snapshot_hears_a_sign_of_life(monkeypatch):
-    monkeypatch.setattr(snapshots, "SIGN_OF_LIFE_S", 0.001)
+    monkeypatch.setattr(snapshots, "KEEP_ALIVE_S", 0.001)
     publisher = Publisher(num_kept=1)
     for first in range(0, 50, 5):
         publisher.report(chain(first, 5))
-    publisher.buffer.note_heartbeat(Message(TOPIC, 4, b"heartbeat"))
-    copying: Future[None] = Future()
+    publisher.buffer.keep_heartbeat(Message(TOPIC, 4, b"heartbeat"))
+    copying: Future[object] = Future()
     to_do = []
 
-    def copy_later(do) -> Future[None]:
-        to_do.append(do)
+    def copy_later(function) -> Future[object]:
+        to_do.append(function)
         return copying
 
-    publisher.answers._between_events = copy_later
+    publisher.answers._call_between_batches = copy_later
     answer = publisher.answers.replay(ReplayRequest(TOPIC, 0, EPOCH))
     assert [next(answer).payload for _ in range(3)] == [b"heartbeat"] * 3
     (copy,) = to_do
-    copy({0: publisher.stream})
-    copying.set_result(None)
+    copying.set_result(copy({0: publisher.stream}))
     rest = [message for message in answer if message.payload != b"heartbeat"]
     assert split(rest)[0] is not None
 
@@ -288,7 +286,7 @@ def test_snapshots_of_a_busy_publisher_are_sums_of_its_batches(publication):
         engine.start()
         taken = []
         while len({snapshot.sequence for snapshot in taken}) < 5:
-            publisher._answers.tidy(float("inf"))
+            publisher._responder.drop_old_copies(float("inf"))
             answer = publication.source.replay(ReplayRequest(TOPIC, 0, publisher._epoch))
             parts = [message for message in answer if is_snapshot_part(message.payload)]
             if parts:

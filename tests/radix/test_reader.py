@@ -83,10 +83,10 @@ def test_a_reader_answers_as_the_index_and_its_oracle_do(
                 expected = oracle.match(chain[:num_usable])
                 assert found == {index.clearing_of(each): depths for each, depths in expected.items()}
             for each in ranks:
-                slot, giving = index.slot_of(each), index.clearing_of(each)
-                if slot is not None and giving is not None:
-                    assert reader.num_held(slot, giving) == index.digest(each).num_blocks
-                    assert reader.num_held(slot, giving + 1) == 0
+                slot, clearing = index.slot_of(each), index.clearing_of(each)
+                if slot is not None and clearing is not None:
+                    assert reader.num_held(slot, clearing) == index.digest(each).num_blocks
+                    assert reader.num_held(slot, clearing + 1) == 0
         assert not reader.wants_uses
         index.store(ranks[0], Tier.GPU, None, np.arange(1, 200, dtype=np.uint64))
         assert reader.wants_uses == (max_blocks is not None)
@@ -130,7 +130,7 @@ def chains_of_all() -> NDArray[np.uint64]:
 
 
 class Writer:
-    """Changes an index all the time; `owners` tells readers whose giving a number is: 1 and the number of its rank."""
+    """Changes an index all the time; `owners` has for each clearing the number of its rank, plus 1, for readers."""
 
     def __init__(self, descriptor: int, owners: int, *, has_cap: bool) -> None:
         cap = MAX_BLOCKS if has_cap else None
@@ -143,9 +143,9 @@ class Writer:
             self.begin(number, [])
 
     def own(self, number: int) -> None:
-        giving = self.index.clearing_of(self.ranks[number])
-        assert giving is not None
-        self.owners[giving] = number + 1
+        clearing = self.index.clearing_of(self.ranks[number])
+        assert clearing is not None
+        self.owners[clearing] = number + 1
 
     def begin(self, number: int, first: list[Cleared]) -> None:
         """Have a rank hold the first blocks of its chain, from nothing, by one change."""
@@ -213,8 +213,8 @@ def read(descriptor: int, owners_descriptor: int, seconds: float, *, has_cap: bo
         which = rng.randrange(NUM_CHAINS)
         found = reader.match(chains[which], CHAIN)
         seen["disturbed" if found is None else "answers"] += 1
-        for giving, depths in (found or {}).items():
-            number = int(owners[giving]) - 1
+        for clearing, depths in (found or {}).items():
+            number = int(owners[clearing]) - 1
             if number < 0:  # a filler's, or one that came just now
                 continue
             assert number % NUM_CHAINS == which, (which, number, depths)

@@ -10,7 +10,7 @@ import pytest
 
 from kvist.indexer.compiled.engine_blocks import look, put
 from kvist.radix.compiled.layout import HEAD, SEGMENT
-from kvist.radix.memory import Region, TableMemory, reserved
+from kvist.radix.memory import TableMemory, reserved
 
 
 class Map:
@@ -21,7 +21,7 @@ class Map:
         self.segments = np.frombuffer(memory, SEGMENT)
         self.head = np.zeros(1, HEAD)
         self.head["multiplier"], self.head["bits"] = multiplier, bits
-        self.memory = TableMemory(self.head, self.segments, Region(memory))
+        self.memory = TableMemory(self.head, self.segments, memory)
 
     def __setitem__(self, key: int, value: int) -> None:
         put(self.head, self.segments, 0, np.array([key], np.uint64), np.array([value], np.uint64))

@@ -100,7 +100,7 @@ def played(path, **options):
 async def held_by(publisher):
     """Return what the rank holds now, and the number of its next batch."""
     beats = []
-    await asyncio.wrap_future(publisher.between_events(lambda streams: beats.append(streams[0].heartbeat(0.0))))
+    await asyncio.wrap_future(publisher.call_between_batches(lambda streams: beats.append(streams[0].heartbeat(0.0))))
     ((heartbeat,), sequence) = beats[0].events, beats[0].sequence
     return sequence, (heartbeat.num_blocks, heartbeat.digest)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.jit import jit
 from kvist.radix.compiled import table
-from kvist.radix.compiled.blocks import depth_at, find, mark, remove_one, row_at, stamp, store_one, tiers_at
+from kvist.radix.compiled.blocks import depth_at, find, mark, mark_used, remove_one, row_at, store_one, tiers_at
 from kvist.radix.compiled.jit import helper, signed
 from kvist.radix.compiled.layout import HASHES_TYPE, INDEX_TYPES, MAX_DEPTH, TABLE_TYPES, Record, Records, Words
 
@@ -183,7 +183,7 @@ def hold(
         tiers = tiers_at(index, segments, row, rank.slot) if row >= 0 else 0
         if tiers >> tier & 1 and name == block_hash:
             if index.max_blocks:
-                stamp(index, row_at(segments, row))
+                mark_used(index, row_at(segments, row))
             if rank.counts_copies:
                 _add(held, engine_hash, tier)
             continue

@@ -1,6 +1,6 @@
-"""Who holds which blocks: stored and removed one by one or in chains.
+"""Records who holds which blocks, one by one or in chains.
 
-A row is known by its number until the next one comes or goes.
+A row's number is valid until the next row is inserted or deleted.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -15,7 +15,7 @@ from numba import int64
 from kvist.radix.compiled import layout
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records, Words
-from kvist.radix.compiled.sets import ADD, DISCARD, changed, is_retired, refer, tiers_in
+from kvist.radix.compiled.sets import ADD, DISCARD, change_set, count_reference, is_retired, tiers_in
 from kvist.radix.compiled.table import delete, insert, locate, segment_of
 
 EPOCH_MARKS = (layout.NUM_EPOCHS - 1) << layout.EPOCH_SHIFT
@@ -41,16 +41,23 @@ def block_digest(block_hash: np.uint64, tier: int) -> np.uint64:
 
 @helper
 def row_at(segments: Records, row: int) -> Record:
-    """Return the row of a number."""
+    """Return the row that has a number."""
     return segments[row >> layout.SEGMENT_SHIFT].rows[row & (layout.SEGMENT_ROWS - 1)]
 
 
 @helper
 def find(index: Record, segments: Records, block_hash: np.uint64) -> int:
-    """Return the row of a block, -1 if nobody holds it."""
+    """Return the number of a block's row, -1 if nobody holds it."""
     number = segment_of(index.table, block_hash)
     place = locate(index.table, segments, number, block_hash)
     return number << layout.SEGMENT_SHIFT | place if place >= 0 else -1
+
+
+@helper
+def holders_of(index: Record, segments: Records, block_hash: np.uint64) -> int:
+    """Return the id of the set that holds a block."""
+    row = find(index, segments, block_hash)
+    return signed(row_at(segments, row).set_id) if row >= 0 else 0
 
 
 @helper
@@ -79,31 +86,31 @@ def mark(segments: Records, row: int) -> None:
 
 
 @helper
-def stamp(index: Record, row: Record) -> None:
-    """Note that a row's block is in use now."""
+def mark_used(index: Record, row: Record) -> None:
+    """Record that a row's block is used now."""
     if signed(row.marks) & EPOCH_MARKS != index.epoch:
         row.marks = signed(row.marks) & ~EPOCH_MARKS | index.epoch
-        index.num_stamped += 1
+        index.num_used += 1
 
 
 @helper
-def replace(index: Record, segment: Record, place: int, set_id: int) -> None:
-    """Have a row refer to another set; without one it goes, and the one behind it may be at its place."""
-    before_change(index, segment)
+def set_holders(index: Record, segment: Record, place: int, set_id: int) -> None:
+    """Set who holds a row's block; for 0 the row is deleted, and the one behind it may be at its place."""
+    capture_before_change(index, segment)
     before = signed(segment.rows[place].set_id)
     if set_id:
         segment.rows[place].set_id = set_id
     else:
         delete(index.table, segment, place)
-    refer(index, set_id, before)
+    count_reference(index, set_id, before)
 
 
-# --- Snapshots, which are told what was there when they began -------------------------------------------------------
+# --- Snapshots, which read what was there when they began -----------------------------------------------------------
 
 
 @helper
 def capture(segment: Record) -> None:
-    """Copy what an open snapshot has to tell of a segment."""
+    """Copy a segment's rows for an open snapshot."""
     rows, copies, count = segment.rows, segment.copies, 0
     for place in range(segment.room):
         if rows[place].set_id:
@@ -113,8 +120,8 @@ def capture(segment: Record) -> None:
 
 
 @helper
-def before_change(index: Record, segment: Record) -> None:
-    """Let an open snapshot have what it has not yet of a segment that is about to change."""
+def capture_before_change(index: Record, segment: Record) -> None:
+    """Copy a segment that is about to change, if an open snapshot needs it and has no copy yet."""
     if index.captured_stamp and not segment.is_captured:
         capture(segment)
 
@@ -123,8 +130,8 @@ def before_change(index: Record, segment: Record) -> None:
 
 
 @helper
-def credit(index: Record, slot: int, block_hash: np.uint64, tier: int, num: int) -> None:
-    """Note that a slot holds a block in a tier, 1, or ceases to, -1."""
+def count_held(index: Record, slot: int, block_hash: np.uint64, tier: int, num: int) -> None:
+    """Count a block that a slot holds in a tier from now on, 1, or does not hold any more, -1."""
     digest = block_digest(block_hash, tier)
     index.slots[slot].num_held += num
     index.slots[slot].digest += digest if num > 0 else _U0 - digest
@@ -132,49 +139,49 @@ def credit(index: Record, slot: int, block_hash: np.uint64, tier: int, num: int)
 
 @helper
 def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: int, slot: int, tier: int) -> bool:
-    """Hold one block; return whether it was not held before. Raises MemoryError, with nothing changed.
+    """Record that a slot holds a block; return whether it did not before. Raises MemoryError, with nothing changed.
 
-    The depth, at most MAX_DEPTH, is only noted of a block that nobody held.
+    The depth, at most MAX_DEPTH, is recorded only for a block that nobody held.
     """
     number = segment_of(index.table, block_hash)
     segment = segments[number]
     place = locate(index.table, segments, number, block_hash)
     if place < 0:
-        before_change(index, segment)
+        capture_before_change(index, segment)
         place = insert(index.table, segments, number, -1 - place, block_hash, _U1)
         segment.rows[place].set_id = layout.INLINE | slot << 4 | 1 << tier
         segment.rows[place].marks = depth | index.epoch
-        index.num_stamped += 1
-        credit(index, slot, block_hash, tier, _1)
+        index.num_used += 1
+        count_held(index, slot, block_hash, tier, _1)
         return True
     row = segment.rows[place]
     old = signed(row.set_id)
     if index.max_blocks:
-        stamp(index, row)
-    # Whether only somebody who is gone held it.
+        mark_used(index, row)
+    # If only a rank that is gone held it, it is as if nobody did.
     is_as_new = old & layout.INLINE and is_retired(index, (old & (layout.INLINE - 1)) >> 4)
-    new = changed(index, 0 if is_as_new else old, ADD, slot, tier)
+    new = change_set(index, 0 if is_as_new else old, ADD, slot, tier)
     if new == old:
         return False
-    replace(index, segment, place, new)
-    credit(index, slot, block_hash, tier, _1)
+    set_holders(index, segment, place, new)
+    count_held(index, slot, block_hash, tier, _1)
     return True
 
 
 @helper
 def remove_one(index: Record, segments: Records, block_hash: np.uint64, slot: int, tier: int) -> bool:
-    """Cease to hold one block; return whether it was held. Raises MemoryError, with nothing changed."""
+    """Record that a slot does not hold a block any more; return whether it did. Raises MemoryError."""
     number = segment_of(index.table, block_hash)
     segment = segments[number]
     place = locate(index.table, segments, number, block_hash)
     if place < 0:
         return False
     old = signed(segment.rows[place].set_id)
-    new = changed(index, old, DISCARD, slot, tier)
+    new = change_set(index, old, DISCARD, slot, tier)
     if new == old:
         return False
-    replace(index, segment, place, new)
-    credit(index, slot, block_hash, tier, _MINUS_1)
+    set_holders(index, segment, place, new)
+    count_held(index, slot, block_hash, tier, _MINUS_1)
     return True
 
 
@@ -203,9 +210,9 @@ def _first_depth(
 
 @jit((*layout.INDEX_TYPES, int64, layout.OPERATIONS_TYPE, layout.HASHES_TYPE))
 def apply(core: Records, segments: Records, slot: int, operations: Records, hashes: Words) -> tuple[int, int, int, int]:
-    """Carry out operations in order, whose hashes follow one another; return the fields of an `ApplyResult`.
+    """Apply operations in order, whose hashes follow one another; return the fields of an `ApplyResult`.
 
-    Raises MemoryError, once all is done that there was room for.
+    Raises MemoryError at the first block for which there is no room; what comes before it is applied.
     """
     index, first = core[0], _0
     num_stored = num_not_found = num_orphans = num_invalid = 0
@@ -228,7 +235,7 @@ def apply(core: Records, segments: Records, slot: int, operations: Records, hash
 
 @jit((*layout.INDEX_TYPES, layout.HASHES_TYPE, layout.HASHES_TYPE, layout.HASHES_TYPE))
 def restore(core: Records, segments: Records, hashes: Words, depths: Words, members: Words) -> None:
-    """Have members hold blocks, whatever their parents. Raises MemoryError."""
+    """Record that members hold blocks, whoever holds the parents. Raises MemoryError."""
     for number in range(len(hashes)):
         depth, member = min(signed(depths[number]), layout.MAX_DEPTH), signed(members[number])
         for tier in range(4):

@@ -1,4 +1,4 @@
-"""Bounded slices of what goes over a whole index: forgetting ranks that are gone, evicting, telling a snapshot."""
+"""Bounded slices of work on a whole index: removing ranks that are gone, evicting blocks, reading a snapshot."""
 
 # mypy: disable-error-code="no-any-return"
 # To mypy, what a record has is Any.
@@ -11,10 +11,10 @@ from numba import int64, types, uint32
 from numpy.typing import NDArray
 
 from kvist.radix.compiled import layout
-from kvist.radix.compiled.blocks import EPOCH_MARKS, capture, credit, replace
+from kvist.radix.compiled.blocks import EPOCH_MARKS, capture, count_held, set_holders
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records
-from kvist.radix.compiled.sets import PURGE, changed, free_set, is_retired, list_members
+from kvist.radix.compiled.sets import PURGE, change_set, free_set, is_retired, list_members
 
 _NUM_SAMPLES = 64
 """Rows looked at for each one evicted, 0.3 µs."""
@@ -34,15 +34,15 @@ def purge(core: Records, segments: Records, number: int) -> None:
         if set_id & layout.INLINE:
             left = 0 if is_retired(index, (set_id & (layout.INLINE - 1)) >> 4) else set_id
         else:
-            left = changed(index, set_id, PURGE, index.retirement, _0) if set_id else 0
+            left = change_set(index, set_id, PURGE, index.retirement, _0) if set_id else 0
         if left != set_id:
-            replace(index, segment, place, left)
-        place += left != 0 or set_id == 0  # another row may have come to the place of one that went
+            set_holders(index, segment, place, left)
+        place += left != 0 or set_id == 0  # a deleted row's place may have another row now
 
 
 @jit((layout.CORE_TYPE, int64, int64))
 def free_sets(core: Records, first: int, end: int) -> None:
-    """Free the sets of some numbers to which nothing refers: those that stayed for a snapshot which is over."""
+    """Free the sets from `first` up to `end` to which nothing refers; they were kept for a snapshot, now closed."""
     index = core[0]
     for set_id in range(first, end):
         if index.sets[set_id].stamp and index.sets[set_id].references == 0:
@@ -53,21 +53,21 @@ def free_sets(core: Records, first: int, end: int) -> None:
 
 
 @helper
-def _take_from_holders(index: Record, block_hash: np.uint64, set_id: int) -> None:
-    """Take a block from all who hold it, and note that they lost it to eviction."""
+def _remove_holders(index: Record, block_hash: np.uint64, set_id: int) -> None:
+    """Remove a block from all slots that hold it, and mark these as having lost blocks."""
     for number in range(list_members(index, set_id)):
         slot, tiers = signed(index.members[number]) >> 4, signed(index.members[number]) & 15
         if is_retired(index, slot):
             continue
         for tier in range(4):
             if tiers >> tier & 1:
-                credit(index, slot, block_hash, tier, _MINUS_1)
+                count_held(index, slot, block_hash, tier, _MINUS_1)
         index.slots[slot].has_lost = 1
 
 
 @helper
 def _find_victim(index: Record, segments: Records) -> tuple[int, int]:
-    """Return segment and place of the row to evict of the next few rows, place -1 if there is none, and go on there."""
+    """Return segment and place of the row to evict among the next few rows; place -1 if there is none."""
     number, place, num_seen, num_passed = index.hand_segment, index.hand_place, 0, 0
     victim, victim_place, highest = _0, _MINUS_1, _MINUS_1
     while num_seen < _NUM_SAMPLES and num_passed <= len(segments):
@@ -88,7 +88,7 @@ def _find_victim(index: Record, segments: Records) -> tuple[int, int]:
 
 @jit((*layout.INDEX_TYPES, int64))
 def evict(core: Records, segments: Records, num_blocks: int) -> None:
-    """Take out so many blocks: of each few rows, which lie side by side by chance, that which was used longest ago.
+    """Evict so many blocks: of each few rows, which hashing put side by side, the one that was used longest ago.
 
     Of several the deepest goes, so that a chain that was stored at once loses its end.
     """
@@ -98,8 +98,8 @@ def evict(core: Records, segments: Records, num_blocks: int) -> None:
         if place < 0:
             return
         row = segments[number].rows[place]
-        _take_from_holders(index, row.hash, signed(row.set_id))
-        replace(index, segments[number], place, _0)
+        _remove_holders(index, row.hash, signed(row.set_id))
+        set_holders(index, segments[number], place, _0)
         index.num_evicted += 1
 
 
@@ -107,10 +107,11 @@ def evict(core: Records, segments: Records, num_blocks: int) -> None:
 
 
 @jit((layout.SEGMENTS_TYPE, int64, int64, layout.ROWS_TYPE, int64))
-def tell(segments: Records, number: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
-    """Write what a snapshot tells, from some row of a segment's copies on, until the output is full.
+def read_copies(segments: Records, number: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
+    """Read the rows of a snapshot, from row `first` of a segment's copies on, until the output is full.
 
-    Returns how many rows, and the segment and row to go on with.
+    Segments without copies are copied when their turn comes. Returns how many rows were read, and the segment and row
+    to continue with.
     """
     count = num_visited = 0
     while number < len(segments) and count < len(output) and num_visited < max_visits:

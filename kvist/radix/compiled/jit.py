@@ -1,8 +1,8 @@
-"""Machine code comes out of the cache (`kvist.machine_code`); without a directory for that it still compiles.
+"""Compiles functions with Numba and caches their machine code (`kvist.machine_code`), if there is a directory for it.
 
 Functions that Python calls are compiled, or loaded, when their module is imported; helpers with the first of those that
-the cache does not hold. Numba notices an edit of a function's own file, and none of a function that it calls: the
-directory used here is named by a hash of all sources.
+the cache does not hold. Numba notices an edit of a function's own file, but not of a function that it calls: so the
+directory is named by a hash of all sources.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,10 +25,10 @@ _OPTIONS = {"error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 class _Locator:
-    """Tells Numba where machine code lies: its own locators want a directory that can be written, full as it may be."""
+    """Tells Numba where the cache is: its own locators refuse a read-only directory, even a complete one."""
 
     directory: ClassVar[Path]
-    """Of the function that is being declared."""
+    """That of the function which is being declared."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._directory = self.directory
@@ -48,11 +48,11 @@ class _Locator:
         return str(self._line)
 
     def get_source_stamp(self) -> None:
-        """All sources stand in the directory's name."""
+        """Return None: the directory's name is a hash of all sources."""
 
 
 def helper(function: _Function) -> _Function:
-    """Compile a function that only compiled ones call, when one that is not in the cache first needs it."""
+    """Declare a function that only compiled ones call; it is compiled when one of these is and needs it."""
     compiled: _Function = _njit(no_cpython_wrapper=True, **_OPTIONS)(function)
     return compiled
 
@@ -60,7 +60,7 @@ def helper(function: _Function) -> _Function:
 def jit_for(*sources: Path) -> Callable[[tuple[Any, ...]], Callable[[_Function], _Function]]:
     """Return a decorator factory for functions that Python calls, each with the Numba types of its arguments.
 
-    Sources are those that `cache_directory` takes: name every module whose functions are called, too.
+    `sources` are passed to `cache_directory`: include every module whose functions are called.
     """
     directory = cache_directory(*sources)
 
@@ -88,5 +88,5 @@ jit = jit_for(*RADIX_SOURCES)
 
 @helper
 def signed(number: Any) -> int:
-    """Return a number as all places and counts are: Numba makes a float of what is half signed."""
+    """Return a number as int64, as all places and counts are: Numba makes a float of an int64 with a uint64."""
     return np.int64(number)  # type: ignore[return-value]  # which is what an int is when it is compiled

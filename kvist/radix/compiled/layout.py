@@ -1,13 +1,13 @@
-"""What an index is in memory: two arrays of records, for those who compile code for them and those who own them.
+"""The memory layout of an index: two arrays of records.
 
 `core`, one record, has all but the rows; `segments` has the rows. Both are reserved at their greatest size and take
 memory as they fill: nothing ever moves, so they can lie in a buffer that other processes map, too. Compiled code takes
-the two arrays, and hands the record of the core and the array of segments on; only that of this folder looks into them.
+the two arrays, and passes on the record of the core and the array of segments; only this folder reads their fields.
 
 A *slot* stands for one rank of one worker. A *member* is `slot << 4 | tiers`: `tiers` has bit t set where the slot
 holds a block in tier t. A *set id* says who holds a block:
     0                  nobody
-    INLINE | member    one slot, told by the id itself
+    INLINE | member    one slot, which is in the id itself
     anything else      the number of a record in `sets`: two members or more; equal sets have equal ids
 """
 
@@ -29,7 +29,7 @@ def integers(names: str) -> list[tuple[str, str]]:
 Records = NDArray[np.void]
 Words = NDArray[np.uint64]
 Record = Any
-"""One of some records: what Numba passes as a pointer, and NumPy has as a view."""
+"""One record of an array: Numba passes a pointer to it, NumPy returns a view."""
 
 # --- A table: its head and its segments, which grow one at a time -----------------------------------------------------
 SEGMENT_SHIFT = 19
@@ -55,27 +55,27 @@ SEGMENT = np.dtype(
     },
     align=True,
 )
-"""There is room for as many `rows` as `room` says. `copies` are what a snapshot is to tell."""
+"""The first `room` of `rows` are in use as a table. `copies` are the rows that an open snapshot has yet to read."""
 HEAD = np.dtype(
     [
         ("multiplier", "u8"),  # odd and secret, so that nobody can choose where hashes land
         ("bits", "i8"),  # there are 2**bits segments
         ("num_rows", "i8"),
         ("num_room", "i8"),  # the room of all segments
-        ("rooms", "u4", (MAX_SEGMENTS,)),  # of each: segments lie so far apart that to look there would cost a miss
+        ("rooms", "u4", (MAX_SEGMENTS,)),  # of each: to read it in the segment would cost a cache miss
     ]
 )
 MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, MARKED = (1 << 18) - 1, 18, 1 << 12, 1 << 31
-"""Marks: how many blocks come before it, at most MAX_DEPTH; the epoch of its last use; a flag for who calls us."""
+"""Marks: how many blocks come before it, at most MAX_DEPTH; the epoch of its last use; a flag that is the caller's."""
 
 # --- The core -------------------------------------------------------------------------------------------------------
 INLINE = 1 << 31
 MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 12, 64
 LIVE, RETIRED = 1, 2
 SLOT = np.dtype(
-    [("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("giving", "i8")], align=True
+    [("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("clearing", "i8")], align=True
 )
-"""`giving` is a number that no other rank's slot, and no earlier one of this rank, has or had; 0: it is nobody's."""
+"""`clearing` is a number that no other rank's slot, and no earlier one of this rank, has or had; 0: it is nobody's."""
 NUM_KINDS = 4
 GROUPED, COMPANION = 1, 2
 RULE = np.dtype(
@@ -114,12 +114,12 @@ CORE = np.dtype(
         ("table", HEAD),
         ("max_blocks", "i8"),  # beyond which some are evicted; 0: there is no cap
         ("epoch", "i8"),  # as it stands in marks
-        ("num_stamped", "i8"),  # blocks used since the epoch began
+        ("num_used", "i8"),  # blocks used since the epoch began
         *integers("hand_segment hand_place"),  # which row to look at next for what to evict
         ("num_evicted", "i8"),
         ("num_retired", "i8"),  # slots whose rank is gone, and which sets may still have
         ("retirement", "i8"),  # a number for the last time that a slot was retired
-        ("captured_stamp", "i8"),  # an open snapshot may refer to sets up to this stamp, so they stay; 0: none is open
+        ("captured_stamp", "i8"),  # sets up to this stamp are kept, for an open snapshot may refer to them; 0: none is
         ("num_sets", "i8"),
         ("last_stamp", "i8"),
         ("end_of_sets", "i8"),  # records from here on were never used
@@ -133,8 +133,8 @@ CORE = np.dtype(
         ("rules", RULE, (MAX_SLOTS,)),
         ("sets", SET, (MAX_SETS,)),
         ("words", "u8", (MAX_WORDS,)),
-        # What only the writer looks into: heads of lists of sets; runs of words that are free, by size, as their start
-        # plus one, which have the next one's in them; what an operation made of a set; and scratch.
+        # Only the writer uses these. Heads of lists of sets; the first free run of words of each size, as its start
+        # plus one, in which lies that of the next; what an operation made of a set; and scratch.
         ("buckets", "u4", (MAX_SETS,)),
         ("free_runs", "i8", (NUM_RUN_SIZES,)),
         ("memos", MEMO, (NUM_MEMOS,)),
@@ -146,8 +146,8 @@ CORE = np.dtype(
 QUERY = np.dtype(
     [
         ("num_words", "i8"),
-        ("num_left", "i8"),  # slots that still hold all blocks so far
-        ("num_holders", "i8"),  # whose depths are known
+        ("num_left", "i8"),  # slots that hold all blocks so far
+        ("num_holders", "i8"),  # slots in the answer
         ("active", "u8", (MAX_SLOTS // 16,)),
         ("spread", "u8", (MAX_SLOTS // 16,)),
         ("depths", "u4", (MAX_SLOTS, 4)),
@@ -156,9 +156,9 @@ QUERY = np.dtype(
     ],
     align=True,
 )
-"""Scratch of one who matches, and the answer."""
+"""Scratch of a match, and its answer."""
 
-# --- What callers say -----------------------------------------------------------------------------------------------
+# --- What callers pass ----------------------------------------------------------------------------------------------
 OPERATION = np.dtype([("kind", "u8"), ("tier", "u8"), ("parent", "u8"), ("num_hashes", "u8")], align=True)
 STORE_ROOT, STORE_CHILD, REMOVE = range(3)
 

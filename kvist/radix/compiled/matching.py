@@ -1,10 +1,10 @@
 """Scores who holds a prefix: looks its hashes up one by one, and intersects sets of holders only where the set changes.
 
-Who has held all blocks so far, the active ones, is kept as words of sixteen slots, four tier bits each, of which a bit
-is set if the slot has held all of them in that tier or in a faster one.
+The active slots, which hold all blocks so far, are kept as words of sixteen slots with four tier bits each. A bit is
+set if the slot holds all of them in that tier or in faster ones.
 
-Another process may be writing meanwhile: then the answer is wrong, which its generation tells, but what is read stays
-within bounds and comes to an end.
+Another process may be writing meanwhile: then the answer is wrong, which the generation shows, but all reads stay
+within bounds, and the match comes to an end.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -18,11 +18,10 @@ from numba import int64
 from numpy.typing import NDArray
 
 from kvist.radix.compiled import layout
-from kvist.radix.compiled.blocks import find, row_at, stamp
+from kvist.radix.compiled.blocks import find, holders_of, mark_used, row_at
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import Record, Records, Words
 from kvist.radix.compiled.sets import is_retired, member_at, tiers_in
-from kvist.radix.compiled.table import locate, segment_of
 
 _0: Any = np.int64(0)
 _U0, _U1, _U2, _U4, _NIBBLE = (np.uint64(n) for n in (0, 1, 2, 4, 15))
@@ -30,15 +29,15 @@ _ABOVE_1, _ABOVE_2 = (np.uint64(n * 0x1111_1111_1111_1111) for n in (0xE, 0xC))
 
 
 @helper
-def _closed(word: np.uint64) -> np.uint64:
-    """Return the tiers at or above the fastest one held, of each slot: what makes the scores cumulative."""
+def _cumulative(word: np.uint64) -> np.uint64:
+    """Return a word with each slot's fastest tier and all slower ones: what makes the scores cumulative."""
     word |= (word << _U1) & _ABOVE_1
     return word | ((word << _U2) & _ABOVE_2)
 
 
 @helper
-def _spread(index: Record, set_id: int, words: Words, num_words: int) -> int:
-    """Write a set's words up to a number of them; return how many they are, up to that."""
+def _write_words(index: Record, set_id: int, words: Words, num_words: int) -> int:
+    """Write a set as words of sixteen slots, at most `num_words` of them; return how many it has, up to that."""
     if set_id & layout.INLINE:
         member = set_id & (layout.INLINE - 1)
         end = min(num_words, (member >> 8) + 1)
@@ -65,12 +64,12 @@ def _spread(index: Record, set_id: int, words: Words, num_words: int) -> int:
 
 
 @helper
-def _begin(index: Record, query: Record, set_id: int) -> None:
-    """Make the living members of the first block's set the active ones."""
+def _start(index: Record, query: Record, set_id: int) -> None:
+    """Make the members of the first block's set the active slots, without those whose rank is gone."""
     active, count = query.active, 0
-    query.num_words = _spread(index, set_id, active, len(active))
+    query.num_words = _write_words(index, set_id, active, len(active))
     for place in range(query.num_words):
-        active[place] = _closed(active[place])
+        active[place] = _cumulative(active[place])
         word, slot = active[place], place * 16
         while word != _U0:
             if word & _NIBBLE:
@@ -87,8 +86,8 @@ def _begin(index: Record, query: Record, set_id: int) -> None:
 
 
 @helper
-def _drop(query: Record, place: int, lost: np.uint64, left: np.uint64, depth: int) -> None:
-    """Note how far slots of a word got in the tiers that they lose; those that have none left are answers."""
+def _record_losses(query: Record, place: int, lost: np.uint64, left: np.uint64, depth: int) -> None:
+    """Record the depth that a word's slots have in the tiers that they lose; those with no tier left are answers."""
     slot = place * 16
     while lost != _U0:
         tiers = lost & _NIBBLE
@@ -109,28 +108,28 @@ def _drop(query: Record, place: int, lost: np.uint64, left: np.uint64, depth: in
 
 
 @helper
-def _narrow(index: Record, query: Record, set_id: int, depth: int) -> None:
-    """Leave those active who are in a set, too."""
+def _intersect(index: Record, query: Record, set_id: int, depth: int) -> None:
+    """Keep only those slots active that are in a set, too."""
     active, held, num_words = query.active, query.spread, query.num_words
-    num_held = _spread(index, set_id, held, num_words)
+    num_held = _write_words(index, set_id, held, num_words)
     for place in range(num_held):
-        kept = active[place] & _closed(held[place])
+        kept = active[place] & _cumulative(held[place])
         if kept != active[place]:
             lost, active[place] = active[place] ^ kept, kept
-            _drop(query, place, lost, kept, depth)
+            _record_losses(query, place, lost, kept, depth)
     for place in range(num_held, num_words):
         if active[place] != _U0:
-            _drop(query, place, active[place], _U0, depth)
+            _record_losses(query, place, active[place], _U0, depth)
     query.num_words = num_held
 
 
 @helper
-def _hit(
+def _longest_hit(
     index: Record, rule: Record, slot: int, set_ids: NDArray[np.uint32], longest: int, limit: int, num_usable: int
 ) -> int:
-    """Return the longest hit of a rank of several groups: at its end, each has what it needs of those up to a limit.
+    """Return the longest hit of a rank with several groups: at its end each group holds what its rule needs.
 
-    A block that is missing ends all hits that need it, which are those up to its group's window behind it.
+    A missing block rules out all hits that need it: those that end within its group's window behind it.
     """
     step, num_ahead = signed(rule.step), 0
     for group in range(1 + layout.NUM_KINDS):
@@ -155,8 +154,8 @@ def _hit(
 
 
 @helper
-def _answer_again(query: Record, number: int, slot: int, depth: int) -> None:
-    """Write an answer, at its place among those up to a number, which ascend."""
+def _insert_answer(query: Record, number: int, slot: int, depth: int) -> None:
+    """Insert an answer among the first `number`, which ascend by depth."""
     while number > 0 and query.holder_depths[number - 1, 3] > depth:
         query.holder_ids[number] = query.holder_ids[number - 1]
         for tier in range(4):
@@ -168,10 +167,10 @@ def _answer_again(query: Record, number: int, slot: int, depth: int) -> None:
 
 
 @helper
-def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Words, num_usable: int) -> int:
-    """Let ranks of several groups have what all of these agree on; return how many answers there are.
+def _apply_rules(index: Record, segments: Records, query: Record, hashes: Words, num_usable: int) -> int:
+    """Replace the answers of ranks with several groups by their longest hits; return how many answers there are.
 
-    Beyond what is usable, engines look for blocks ahead of a hit only if they have more than one group.
+    Engines look for blocks behind the usable ones only if they have more than one group.
     """
     num_kept, num_looked_at = 0, 0
     for place in range(index.num_grouped):
@@ -194,14 +193,13 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
         longest = limit if rule.needed[0] else signed(query.depths[slot, 0])
         num_needed = min(longest + signed(rule.step) + len(hashes) - num_usable, len(hashes))
         for number in range(num_looked_at, num_needed):
-            row = find(index, segments, hashes[number])
-            set_ids[number] = row_at(segments, row).set_id if row >= 0 else 0
+            set_ids[number] = holders_of(index, segments, hashes[number])
         num_looked_at = max(num_looked_at, num_needed)
         while num_usable <= longest < limit and tiers_in(index, signed(set_ids[longest]), slot) & 1:
             longest += 1
-        depth = _hit(index, rule, slot, set_ids, longest, limit, num_usable)
+        depth = _longest_hit(index, rule, slot, set_ids, longest, limit, num_usable)
         if depth:
-            _answer_again(query, num_kept, slot, depth)
+            _insert_answer(query, num_kept, slot, depth)
             num_kept += 1
     return num_kept
 
@@ -210,37 +208,34 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
 def match(core: Records, segments: Records, queries: Records, hashes: Words, num_usable: int) -> int:
     """Write, for each slot that holds the first block, its cumulative depth in each tier; return how many they are.
 
-    Only the first `num_usable` count, which are not more than there are; the others are looked at. Answers ascend by
-    the depth in any tier. Of a rank of several groups it is the engine's hit, in all tiers.
+    Only the first `num_usable` blocks count, at most all; those behind may be needed ahead of a hit. Answers ascend by
+    the depth in any tier. A rank with several groups has the engine's hit as its depth in all tiers.
     """
     index, query, last = core[0], queries[0], -1
     query.num_left = query.num_holders = query.num_words = 0
     for depth in range(num_usable):
-        number = segment_of(index.table, hashes[depth])
-        place = locate(index.table, segments, number, hashes[depth])
-        set_id = signed(segments[number].rows[place].set_id) if place >= 0 else 0
+        set_id = holders_of(index, segments, hashes[depth])
         if set_id == last:
             continue
         if last < 0:
-            _begin(index, query, set_id)
+            _start(index, query, set_id)
         else:
-            _narrow(index, query, set_id, depth)
+            _intersect(index, query, set_id, depth)
         if query.num_left == 0:
             break
         last = set_id
     if query.num_left:
-        _narrow(index, query, _0, num_usable)
+        _intersect(index, query, _0, num_usable)
     has_groups = index.num_grouped + index.num_companions > 0
-    return _keep_to_rules(index, segments, query, hashes, num_usable) if has_groups else query.num_holders
+    return _apply_rules(index, segments, query, hashes, num_usable) if has_groups else query.num_holders
 
 
 @jit((*layout.INDEX_TYPES, layout.HASHES_TYPE))
 def touch(core: Records, segments: Records, hashes: Words) -> None:
-    """Note that blocks are in use now, up to the first that nobody holds."""
+    """Record that blocks are used now, up to the first that nobody holds."""
     index = core[0]
     for block_hash in hashes:
-        number = segment_of(index.table, block_hash)
-        place = locate(index.table, segments, number, block_hash)
-        if place < 0:
+        row = find(index, segments, block_hash)
+        if row < 0:
             break
-        stamp(index, segments[number].rows[place])
+        mark_used(index, row_at(segments, row))

@@ -1,7 +1,7 @@
 """Interned sets of slots: who holds a block, in which tiers, by one id; `layout` says what an id is.
 
-A set's record counts the rows that refer to it, and goes with the last of them; while a snapshot is open, a set that
-its copies may refer to stays. Its words lie in runs of one big array; runs that are free again are listed by size.
+A set's record counts the rows that refer to it, and is freed with the last of them; while a snapshot is open, sets that
+its copies may refer to are kept. The words of sets lie in runs of one big array; free runs are listed by size.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -18,7 +18,7 @@ from kvist.radix.compiled.layout import INLINE, MAX_SETS, MAX_WORDS, RETIRED, Re
 ADD: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 DISCARD: Any = np.int64(1)
 PURGE: Any = np.int64(2)
-"""What may be made of a set: with a member's tier, without it, without all slots that are retired."""
+"""Operations on a set: add a member's tier, discard it, remove all retired slots."""
 _U0, _U52, _NIBBLE, _MEMBER = (np.uint64(n) for n in (0, 52, 15, (1 << 32) - 1))
 _MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
 _LOW = INLINE - 1
@@ -87,17 +87,11 @@ def list_members(index: Record, set_id: int) -> int:
 
 
 @helper
-def _most_listed(num_words: int) -> int:
-    """Return up to how many members are listed rather than kept as bits: bits match faster, and may cost more."""
-    return 2 * num_words - min(num_words, 32)
-
-
-@helper
 def _draft(index: Record, count: int) -> int:
-    """Write the words of the set of so many members of `members`, which ascend; return how many are bits, or 0."""
+    """Write the words of a set of the first `count` of `members`, which ascend; return how many are bits, or 0."""
     members, draft = index.members, index.draft
     num_words = (signed(members[count - 1]) >> 8) + 1
-    is_listed = count <= _most_listed(num_words)
+    is_listed = count <= 2 * num_words - min(num_words, 32)  # bits match faster, but may take more memory
     for place in range((count + 1) >> 1 if is_listed else num_words):
         draft[place] = _U0
     for number in range(count):
@@ -111,7 +105,7 @@ def _draft(index: Record, count: int) -> int:
 
 @helper
 def _bucket_of(content: int, num_buckets: int) -> int:
-    """Return a hash's bucket, by linear hashing: those that were added last are half of a bucket before them each."""
+    """Return a hash's bucket, by linear hashing: the buckets added last each have half of an earlier one's sets."""
     span = 1
     while span < num_buckets:
         span <<= 1
@@ -121,7 +115,7 @@ def _bucket_of(content: int, num_buckets: int) -> int:
 
 @helper
 def _add_bucket(index: Record) -> None:
-    """Add a bucket, and move into it what belongs there of the one that it halves."""
+    """Add a bucket, and move into it its part of the bucket that it halves."""
     buckets = index.buckets
     added, half = index.num_buckets, 1
     index.num_buckets += 1
@@ -138,7 +132,7 @@ def _add_bucket(index: Record) -> None:
 
 @helper
 def _run_size(num_words: int) -> tuple[int, int]:
-    """Return the number and the length of the shortest runs in which so many words fit: 1, 2, 3, 4, 6, 8, 12, ..."""
+    """Return the size class and the length of the shortest runs with so many words: 1, 2, 3, 4, 6, 8, 12, ..."""
     size, length = 0, 1
     while length < num_words:
         length = 2 if size == 0 else length * 3 >> 1 if size & 1 else length * 4 // 3
@@ -147,8 +141,8 @@ def _run_size(num_words: int) -> tuple[int, int]:
 
 
 @helper
-def _take_run(index: Record, num_words: int) -> int:
-    """Return where so many words may be written. Raises MemoryError."""
+def _allocate_run(index: Record, num_words: int) -> int:
+    """Return the start of a run for so many words. Raises MemoryError."""
     size, length = _run_size(num_words)
     start = index.free_runs[size] - 1
     if start >= 0:
@@ -163,12 +157,12 @@ def _take_run(index: Record, num_words: int) -> int:
 
 @helper
 def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
-    """Make a set of the drafted words, to which nothing refers yet; return its id. Raises MemoryError."""
+    """Add a set with the words of `draft`, to which nothing refers yet; return its id. Raises MemoryError."""
     length = num_words if num_words else (count + 1) >> 1
     set_id = index.free_set if index.free_set else index.end_of_sets
     if set_id == MAX_SETS:
         raise MemoryError("an index has no room for more sets of holders")
-    start = _take_run(index, length)
+    start = _allocate_run(index, length)
     if set_id == index.end_of_sets:
         index.end_of_sets += 1
     else:
@@ -188,7 +182,7 @@ def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
 
 @helper
 def _intern(index: Record, count: int) -> int:
-    """Return the id of the set of so many members of `members`, which ascend."""
+    """Return the id of the set of the first `count` of `members`, which ascend; equal sets have equal ids."""
     if count == 0:
         return 0
     if count == 1:
@@ -213,14 +207,8 @@ def _intern(index: Record, count: int) -> int:
 
 
 @helper
-def stays(index: Record, stamp: int) -> bool:
-    """Whether an open snapshot may have copied rows with a set of this stamp."""
-    return stamp <= index.captured_stamp
-
-
-@helper
 def free_set(index: Record, set_id: int) -> None:
-    """Forget a set to which nothing refers."""
+    """Free a set to which nothing refers."""
     record = index.sets[set_id]
     bucket = _bucket_of(signed(record.hash), index.num_buckets)
     if index.buckets[bucket] == set_id:
@@ -239,20 +227,20 @@ def free_set(index: Record, set_id: int) -> None:
 
 
 @helper
-def refer(index: Record, set_id: int, before: int) -> None:
-    """Count a row that refers to one set instead of another."""
+def count_reference(index: Record, set_id: int, before: int) -> None:
+    """Count that a row refers to one set instead of another, and free that one if no row does any more."""
     if set_id and not set_id & INLINE:
         index.sets[set_id].references += np.uint32(1)
     if before and not before & INLINE:
         record = index.sets[before]
         record.references -= np.uint32(1)
-        if record.references == 0 and not stays(index, record.stamp):
+        if record.references == 0 and record.stamp > index.captured_stamp:  # else an open snapshot may have its id
             free_set(index, before)
 
 
 @helper
 def _change_members(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
-    """Write to `members` what an operation makes of a set's members; return how many, or -1: as many as before."""
+    """Write a set's members after an operation to `members`; return how many they are, -1 if nothing changes."""
     members = index.members
     count = list_members(index, set_id)
     kept = 0
@@ -283,22 +271,15 @@ def _change_members(index: Record, set_id: int, operation: int, slot: int, tier:
 
 @helper
 def _stamp_of(index: Record, set_id: int) -> int:
-    """Return what tells this set from later ones of its id: 0 for ids that tell their members themselves."""
+    """Return what distinguishes a set from later ones with its id; 0 for ids that contain their members."""
     return 0 if set_id == 0 or set_id & INLINE else index.sets[set_id].stamp
 
 
 @helper
-def _change(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
-    """Return the id of what an operation makes of a set."""
-    count = _change_members(index, set_id, operation, slot, tier)
-    return set_id if count < 0 else _intern(index, count)
+def change_set(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
+    """Return the id of a set after an operation; the same id if nothing changes. Raises MemoryError.
 
-
-@helper
-def changed(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
-    """Return the id of what an operation makes of a set; the same id if that is no change. Raises MemoryError.
-
-    Looks into the place where that may be remembered first. The slot of PURGE is a number for the last retirement.
+    Results are remembered in `memos`. The slot of PURGE is the number of the last retirement.
     """
     if set_id == 0 and operation == ADD:
         return INLINE | slot << 4 | 1 << tier
@@ -309,7 +290,8 @@ def changed(index: Record, set_id: int, operation: int, slot: int, tier: int) ->
         result = signed(memo.result)
         if memo.result_stamp == _stamp_of(index, result):
             return result
-    result = _change(index, set_id, operation, slot, tier)
+    count = _change_members(index, set_id, operation, slot, tier)
+    result = set_id if count < 0 else _intern(index, count)
     memo.set_id, memo.operation, memo.result = set_id, what, result
     memo.stamp, memo.result_stamp = stamp, _stamp_of(index, result)
     return result

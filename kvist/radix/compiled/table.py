@@ -1,9 +1,9 @@
 """A table of u64 hashes and u64 values: open addressing in segments that grow one at a time.
 
-The segment of a hash is told by the top bits of its key (the hash times a secret odd number), the place where its
-search begins by the bits that follow, scaled to the segment's room: so a segment can have any size, and rows that are
-laid out anew stay about in order. A search goes on from place to place up to a vacant row, and from the last place of a
-segment to its first.
+The top bits of a hash's key (the hash times a secret odd number) are its segment. The bits that follow, scaled to the
+segment's room, are the place where the search for it begins: so a segment can have any size, and its rows stay about in
+order when it is resized. A search goes on from place to place up to a vacant row, and from the last place of a segment
+to its first.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -54,8 +54,8 @@ def locate(head: Record, segments: Records, number: int, block_hash: np.uint64) 
 
 
 @helper
-def lay_out(head: Record, segments: Records, number: int, room: int) -> None:
-    """Move a segment's rows into so much room, which must be more than they are."""
+def resize_segment(head: Record, segments: Records, number: int, room: int) -> None:
+    """Move a segment's rows into so much room, which must be more than their number."""
     segment, count = segments[number], 0
     rows = segment.rows
     hashes, values = np.empty(segment.count, np.uint64), np.empty(segment.count, np.uint64)
@@ -83,25 +83,18 @@ def grown_room(room: int, number: int) -> int:
     nor are all half empty after it.
     """
     wanted = room + max(min(room, _LEAST_STEP), room * (5 + number % 3 * 2) // 48)
-    return min(
-        layout.SEGMENT_ROWS, wanted // _PAGE_ROWS * _PAGE_ROWS + _PAGE_ROWS - 4
-    )  # whole pages, but for what comes first
-
-
-@helper
-def is_full(segment: Record) -> bool:
-    """Whether a segment has to grow before it takes another row."""
-    return segment.count * 128 >= segment.room * layout.FULLEST_128THS
+    # Whole pages, but for the fields before the rows.
+    return min(layout.SEGMENT_ROWS, wanted // _PAGE_ROWS * _PAGE_ROWS + _PAGE_ROWS - 4)
 
 
 @helper
 def insert(head: Record, segments: Records, number: int, place: int, block_hash: np.uint64, value: np.uint64) -> int:
     """Put a row where `locate` ended in a segment, which may grow; return its place. Raises MemoryError."""
     segment = segments[number]
-    if is_full(segment):
+    if segment.count * 128 >= segment.room * layout.FULLEST_128THS:
         if segment.room == layout.SEGMENT_ROWS:
             raise MemoryError("a table has no room for more rows")
-        lay_out(head, segments, number, grown_room(segment.room, number))
+        resize_segment(head, segments, number, grown_room(segment.room, number))
         place = -1 - locate(head, segments, number, block_hash)
     segment.rows[place].hash, segment.rows[place].value = block_hash, value
     segment.count += 1
@@ -130,5 +123,5 @@ def delete(head: Record, segment: Record, place: int) -> None:
 
 @jit((*layout.TABLE_TYPES, int64, int64))
 def resize(heads: Records, segments: Records, number: int, room: int) -> None:
-    """Move a segment's rows into so much room, which must be more than they are, or 0 for none."""
-    lay_out(heads[0], segments, number, room)
+    """Move a segment's rows into so much room, which must be more than their number, or 0 if there are none."""
+    resize_segment(heads[0], segments, number, room)

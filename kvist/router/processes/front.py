@@ -94,7 +94,7 @@ class SharedIndex:
         self._reader = reader
 
     def detach(self) -> None:
-        """Stop using the index of a keeper that is gone; slots and giving numbers of the next one differ."""
+        """Stop using the index of a keeper that is gone; slots and clearings of the next one differ."""
         self._reader = None
         self._targets.clear()
         for worker, ranks in self._ranks.items():
@@ -123,7 +123,7 @@ class SharedIndex:
             return None
         if found and reader.wants_uses:
             self._send(messages.Used(hashes.tobytes()))
-        return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
+        return {targets[clearing]: depths for clearing, depths in found.items() if clearing in targets}
 
     def ranks(self, worker: str) -> list[RankStatus]:
         """Return the worker's ranks, with what each holds."""

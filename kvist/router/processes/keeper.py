@@ -112,8 +112,8 @@ class KeeperProcess(ComposedContext):
         while True:
             await asyncio.sleep(TICK_S)
             began_s = loop.time()
-            givings = None if index is None or index.radix is None else index.radix.num_givings
-            now = (givings, frozenset() if index is None else frozenset(index.resyncing))
+            clearings = None if index is None or index.radix is None else index.radix.num_clearings
+            now = (clearings, frozenset() if index is None else frozenset(index.resyncing))
             is_due = self._has_changes or now != seen or began_s - scanned_s > _RESCAN_S
             if is_due and began_s >= rests_until_s:
                 seen, self._has_changes, scanned_s = now, False, began_s

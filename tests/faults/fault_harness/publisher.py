@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from kvist.events.engine_events import EngineEvent
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.stream import Streams
 
 RETRY_S = 0.02
+T = TypeVar("T")
 
 
 class SteppedPublisher(KvEventPublisher):
@@ -38,12 +39,12 @@ class SteppedPublisher(KvEventPublisher):
         super().report(event)
         self._step_in(self._limits.coalesce_s)
 
-    def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:
-        is_done = super().between_events(do, is_urgent=is_urgent)
-        while not is_done.done():
+    def call_between_batches(self, function: Callable[[Streams], T], *, is_urgent: bool = False) -> Future[T]:
+        result = super().call_between_batches(function, is_urgent=is_urgent)
+        while not result.done():
             self._publish_pass()
         self._note()
-        return is_done
+        return result
 
     def finish(self) -> None:
         """End as `close` does, when all is out."""
@@ -83,7 +84,7 @@ class SteppedPublisher(KvEventPublisher):
         while True:
             self._step()
             self._send_heartbeats()
-            self._answers.tidy(self._loop.time())
+            self._responder.drop_old_copies(self._loop.time())
             await asyncio.sleep(self._limits.heartbeat_s)
 
     def _note(self) -> None:

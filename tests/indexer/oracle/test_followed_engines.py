@@ -73,14 +73,14 @@ class SteppedPublisher(KvEventPublisher):
             self._publish_pass()
         self._send_heartbeats()
 
-    def between_events(self, do: Any, *, is_urgent: bool = False) -> Any:
-        is_done = super().between_events(do, is_urgent=is_urgent)
-        while not is_done.done():
+    def call_between_batches(self, function: Any, *, is_urgent: bool = False) -> Any:
+        result = super().call_between_batches(function, is_urgent=is_urgent)
+        while not result.done():
             self._publish_pass()
-        return is_done
+        return result
 
     def replay(self, request: ReplayRequest) -> list[Message]:
-        return [*self._answers.replay(request)]
+        return [*self._responder.replay(request)]
 
     def kill(self) -> None:
         self._closing.set()
@@ -135,8 +135,8 @@ class OneSidecar:
         streams = tuple(stream for feed in self.feeds if (stream := feed.progress()) is not None)
         if not streams or not all(feed.is_settled for feed in self.feeds):
             return None
-        ranks: dict[int, Any] = {}
-        self.publisher.between_events(lambda each: ranks.update({rank: each[rank].state() for rank in each})).result(20)
+        states = self.publisher.call_between_batches(lambda each: {rank: each[rank].state() for rank in each})
+        ranks = states.result(20)
         wanted = {rank for stream in streams for rank in stream.ranks}
         return pack(SidecarState(SIZE, "", streams, {rank: ranks[rank] for rank in wanted & ranks.keys()}))
 
@@ -596,7 +596,7 @@ class Life:
         if name == BESIDE and not self.has_all_groups:
             return stream._filter.state.group == truth._group
         splitter = stream.splitter if name == DIRECT else stream._splitter
-        return len(splitter.others) == len(truth.others)
+        return len(splitter.other_rules) == len(truth.others)
 
     @staticmethod
     def name_of(rank: int, block: Any, alias: int = 0) -> int:
