@@ -189,7 +189,7 @@ class Healing:
                 chosen=SimpleNamespace(target=TARGET), prompt=SimpleNamespace(is_tokenized=True), overlap_tokens=given
             )
             usage = ReportedUsage(len(prompt.token_ids), engine.hits(prompt)[-1])
-            self._healer.answered(
+            self._healer.on_answer(
                 decision,
                 usage,
                 lambda start, end: [hash(prompt.token_ids[:at]) for at in range(start + size, end + 1, size)],

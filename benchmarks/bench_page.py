@@ -64,7 +64,7 @@ class Index(FleetIndex):
             for chain in np.array_split(own * np.uint64(0x9E3779B97F4A7C15), max(1, len(own) // 1000)):
                 self.radix.store(WorkerRank(url, 0), Tier.GPU, None, chain)
 
-    def every_source(self) -> Iterator[SourceStatistics]:
+    def source_statistics(self) -> Iterator[SourceStatistics]:
         self.counters.last_event_at_s = monotonic()
         for url in URLS:
             yield self.counters.frozen(url, "tcp://10.0.0.1:5557", {0: SourceState.LIVE}, (), 0, monotonic())

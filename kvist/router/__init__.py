@@ -1,7 +1,8 @@
-"""The router: OpenAI requests go to the worker where they cost least, by what its cache holds and what it has to do.
+"""The router: sends OpenAI requests to the worker where they cost least, by its cache and its load.
 
-`policy` is the choice and `fleet` whom it chooses among, `index` what is known of their caches, `routing` one decision;
-`forward` is a request's whole way, `prefill` its prompt computed by another worker first; `doors` is how it comes in.
+`policy` chooses, `fleet` has the workers, `index` knows their caches, and `routing` makes a decision of all three.
+`forward` takes a request from its body to the end of its answer, `prefill` has a prompt computed by another worker
+first, and `doors` are the ways in which requests come.
 """
 
 from __future__ import annotations

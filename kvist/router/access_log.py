@@ -1,6 +1,6 @@
-"""One line of JSON for each request, to be read by people and their tools.
+"""The access log: one line of JSON for each request.
 
-A thread writes it, as the recording of requests: a slow disk holds no request up, it costs lines.
+A thread writes it, as it does the recording of requests: a slow disk delays no request, but may cost lines.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvist.http import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS = 300  # of texts that clients have a say in
+MAX_CHARS = 300  # of texts that clients can choose
 FLUSH_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
-MAX_WEIGHT = 65_536  # of lines that may wait to be written, 60 MB or so; those that come beyond it are dropped
-_WEIGHT_AT_ONCE = 256  # made into text in 0.1 ms, after which others may have the interpreter
+MAX_WEIGHT = 65_536  # of lines that may wait to be written, some 60 MB; further ones are dropped
+_WEIGHT_AT_ONCE = 256  # encoded in 0.1 ms, after which other threads may have the interpreter
 
 Line = TypeVar("Line")
 
@@ -34,7 +34,7 @@ class LineWriter(ABC, Generic[Line]):
     """Writes lines in the order they were put, each second and when it is closed."""
 
     def __init__(self, name: str) -> None:
-        """Write from now on; the log calls it by its name."""
+        """Start the thread; log messages use the name."""
         self._name = name
         self._lines: deque[tuple[int, Line]] = deque()
         self._weight_put = self._weight_taken = 0
@@ -54,7 +54,7 @@ class LineWriter(ABC, Generic[Line]):
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _put(self, line: Line, weight: int = 1) -> None:
-        """Have a line written soon, or drop it where too much waits. For one thread alone."""
+        """Queue a line, or drop it where too many wait. Only one thread may call this."""
         if self._weight_put - self._weight_taken >= MAX_WEIGHT:
             self._num_overflown += 1
             return
@@ -67,21 +67,21 @@ class LineWriter(ABC, Generic[Line]):
 
     @abstractmethod
     def _end(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
     def _run(self) -> None:
-        num_told, is_last = 0, False
+        num_logged, is_last = 0, False
         while not is_last:
             is_last = self._is_closing.wait(FLUSH_INTERVAL_S)
             failure = self._flush()
-            if (num_dropped := self.num_dropped) != num_told:
+            if (num_dropped := self.num_dropped) != num_logged:
                 reason = failure or "too slow"
                 logger.warning("%s has lost lines num_dropped=%d reason=%s", self._name, num_dropped, reason)
-                num_told = num_dropped
+                num_logged = num_dropped
         self._end()
 
     def _flush(self) -> OSError | None:
-        """Write what waits; return why some of it could not be."""
+        """Write the lines that wait; return the error if some could not be written."""
         failure = None
         while self._lines:
             lines, weight = [], 0
@@ -99,7 +99,7 @@ class LineWriter(ABC, Generic[Line]):
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, in however many pieces the system takes."""
+    """Write all of the data, in however many pieces the system takes."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -109,10 +109,10 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class AccessLog(LineWriter[dict[str, object]]):
-    """Appends lines to a file, or to stdout if that is `-`. A file that was moved away is begun anew."""
+    """Appends lines to a file, or to stdout if the path is `-`. When the file is moved away, a new one is begun."""
 
     def __init__(self, path: str, sample: float) -> None:
-        """Log such a share of the requests that go well, and all others; raises InvalidValueError."""
+        """Log a share of the requests that succeed, and all that fail; raises InvalidValueError."""
         self._path = path
         self._sample = sample
         self._is_torn = False
@@ -123,12 +123,18 @@ class AccessLog(LineWriter[dict[str, object]]):
         super().__init__("access log")
 
     def write(self, request: Request, request_id: bytes, status: int, error: str | None, **more: object) -> None:
-        """Have a line written soon, which also says `more`, or drop it where too many wait. For one thread alone."""
+        """Queue a request's line, with `more` fields, or drop it where too many wait. Only one thread may call this."""
         if error is None and random() >= self._sample:
             return
-        asked = {"request_id": request_id.decode("latin-1"), "method": request.method, "path": request.path[:MAX_CHARS]}
-        told = {"status": status, "error": None if error is None else error[:MAX_CHARS]}
-        self._put({"time": datetime.now(UTC), **asked, **told, **more})
+        line = {
+            "time": datetime.now(UTC),
+            "request_id": request_id.decode("latin-1"),
+            "method": request.method,
+            "path": request.path[:MAX_CHARS],
+            "status": status,
+            "error": None if error is None else error[:MAX_CHARS],
+        }
+        self._put(line | more)
 
     def _write(self, lines: list[dict[str, object]]) -> None:
         self._follow_path()
@@ -144,7 +150,7 @@ class AccessLog(LineWriter[dict[str, object]]):
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
 
     def _follow_path(self) -> None:
-        """Begin a new file where the old one is no longer in its place."""
+        """Open a new file if the old one is no longer at its path."""
         try:
             if self._path == "-" or os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
                 return

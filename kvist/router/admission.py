@@ -1,14 +1,15 @@
-"""Requests that no worker has room for stand in one bounded queue a model, and are decided when they leave it.
+"""Queues, one a model and bounded, for requests that no worker has room for; where they go is decided afterwards.
 
-    room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.worker`)
-    seat      a full worker may be worth waiting for: whom the policy finds that in a queue of that worker's own
-    order     by priority, lower first, then by tenants' shares, then by arrival; who comes when others wait, waits, too
-    shares    virtual time goes on with what is served; who has had its share of it starts later (start-time fair
-              queueing: Goyal, Vin and Cheng, 1996)
-    out       when a worker has room, or the deadline has passed (503), or a full queue has no place for it (429)
+    room      a worker has room if it has less in flight than its bound, and has not asked for a pause (`fleet.worker`)
+    one       the policy may find a full worker worth waiting for: such requests wait in a queue of that worker's own
+    order     by priority, lower first, then by tenants' shares, then by arrival; a request that comes while others
+              wait, waits too
+    shares    virtual time advances with what is served, and a tenant that has had its share of it starts later
+              (start-time fair queueing: Goyal, Vin and Cheng, 1996)
+    end       when a worker has room, when the deadline has passed (503), or when a full queue has no place (429)
 
-Where nothing is bounded, nothing is looked at. Which worker takes a request is the policy's to say: here it is only
-said who cannot, and how long that may be.
+Where no bounds are set, nothing is checked. The policy decides which worker takes a request; admission only tells it
+which ones cannot, and for how long that may be.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from kvist.router.tenants.rows import Field
 from kvist.router.tenants.tenant import DEFAULT, Tenant
 
 TIMEOUT_HEADER = b"x-kvist-queue-timeout"
-"""By which a client says how many seconds it would wait, if that is less than the router's own limit."""
+"""In which a client says how many seconds it would wait, if that is less than the router's own limit."""
 
 MAX_RETRY_AFTER_S = 60
-_LOOK_S = 0.05
-"""How often a front looks for room that another one has seen: it is told, but may have missed it."""
+_RECHECK_S = 0.05
+"""How often a front checks for room itself, in case it has missed that another front woke it."""
 _RETRY_SHARE = 0.2
 _MAX_RETRIES = 100.0
-"""Retries that may be saved up, or as many as requests run: a fifth of all may be sent on when all is counted."""
+"""Each request earns a fifth of a retry. So many may be saved up, or as many as requests are running."""
 
 
-Queue: TypeAlias = tuple[str | None, str | None]
-"""A model's, or of its requests those that wait for one worker, or for any that needs no other."""
+QueueKey: TypeAlias = tuple[str | None, str | None]
+"""A model, and the worker that its requests wait for: None for any, ANY_STANDALONE for any that needs no other."""
 
-ALONE = "alone"
-"""Stands for workers that need no other to answer, in the place of one's URL."""
+ANY_STANDALONE = "alone"
+"""Stands for all workers that need no other to answer, in the place of one worker's URL."""
 
 
 class Waiter(Protocol):
@@ -60,26 +61,26 @@ class Waiter(Protocol):
         """A worker has room now."""
 
     def on_refused(self, error: RequestError) -> None:
-        """The wait was in vain."""
+        """The request waited in vain."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place in a line, best first when sorted; from its end on it `is_left`, having `waited_s`.
+    """A request's place in a line; sorted, the first to be served comes first.
 
-    It came at a virtual time, and takes a span of that: its work over its tenant's share.
+    `came_at` is a virtual time, and `span` what the request takes of that: its work over its tenant's share.
     """
 
     priority: int
     number: int
-    queue: Queue
+    queue: QueueKey
     waiter: Waiter
     since_s: float
     tenant: str
     came_at: float
     span: float
     deadline: Deadline | None = None
-    is_left: bool = False
+    has_left: bool = False
     waited_s: float = 0.0
 
     def __lt__(self, other: Place) -> bool:
@@ -88,47 +89,49 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Those of one tenant that wait in one queue. The first starts where what its tenant had served before finishes,
-    in virtual time, but not before it came; the others have no times yet, so that who leaves costs its tenant nothing.
+    """The requests of one tenant in one queue.
+
+    In virtual time the first starts where the tenant's last served request finishes, but not before it came. The others
+    have no times yet, so that a request that leaves the line costs its tenant nothing.
     """
 
     places: list[Place] = field(default_factory=list)
     span: float = 0.0
     rank: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
-    """Of the first: its priority, start, arrival and number; all but the last are compared between fronts, too."""
+    """Priority, start, arrival and number of the first; all but the last are compared between fronts, too."""
 
 
 @dataclass(slots=True, eq=False)
 class Admission:
-    """Who has room, and who waits. All times are those of `now_s`, a monotonic clock; it belongs to the event loop."""
+    """Knows which workers have room and which requests wait. It belongs to the event loop; `now_s` is monotonic."""
 
     fleet: Fleet
     load: LoadTracker
     now_s: Callable[[], float]
     clock: LoopClock
-    """By which nobody waits too long for what a loop that is late has not done yet."""
+    """Measures deadlines, leaving out the time by which the event loop is late."""
     max_queued: int
-    """So many requests may wait for a model."""
+    """How many requests may wait for a model."""
     max_prefill_tokens: int | None = None
     """A worker with so many uncached tokens in flight has no room for more."""
     max_requests: int | None = None
-    """So many requests the whole fleet is given at a time."""
+    """How many requests the whole fleet is given at a time."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
-    _queues: dict[Queue, dict[str, Line]] = field(default_factory=dict)
-    """By tenant; nobody's line is empty."""
+    _queues: dict[QueueKey, dict[str, Line]] = field(default_factory=dict)
+    """Lines by tenant; none is empty."""
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
     can_do_all: Callable[[Worker], bool] = lambda _: True
     """Says whether a worker needs no other to answer."""
-    ring: Callable[[int], None] = lambda _: None
-    """Wakes the front that has this number: what waits there may have its turn."""
-    _is_due: bool = False
-    _next_look: asyncio.TimerHandle | None = None
+    wake_front: Callable[[int], None] = lambda _: None
+    """Wakes the front of this number, as a request that waits there may be the next."""
+    _is_scheduled: bool = False
+    _recheck: asyncio.TimerHandle | None = None
     _retries: float = _MAX_RETRIES
 
     def __post_init__(self) -> None:
-        self.fleet.on_room = self.load.on_freed = self.pump_soon
+        self.fleet.on_room = self.load.on_freed = self.admit_waiting_soon
 
     # Who has room.
 
@@ -145,19 +148,20 @@ class Admission:
         most = self.max_prefill_tokens
         return most is None or num_running == 0 or self.load.prefill_tokens(worker.url) < most
 
-    def full(self, model: str | None, excluded: Collection[str]) -> dict[str, float]:
-        """Return who has no room for the request, of those who could take it, and for how long; nobody where all are.
+    def full_workers(self, model: str | None, excluded: Collection[str]) -> dict[str, float]:
+        """Return which of the workers that could take the request have no room, and for how many seconds.
 
-        Seconds are inf where nobody knows them, or where enough wait for that worker.
+        Seconds are inf where they are not known, or where enough requests wait for that worker. Empty where all are
+        full.
         """
         if not self._is_bounded:
             return {}
         workers = self.fleet.routable(model, excluded)
-        full = {worker.url: self._seat_s(worker, model) for worker in workers if not self.has_room(worker)}
-        return full if self._are_enough(workers, lambda worker: worker.url not in full) else {}
+        full_workers = {worker.url: self._room_in_s(worker, model) for worker in workers if not self.has_room(worker)}
+        return full_workers if self._can_answer(workers, lambda worker: worker.url not in full_workers) else {}
 
-    def _seat_s(self, worker: Worker, model: str | None) -> float:
-        capacity, num_queued = worker.capacity, self.load.num_queued(_number_of((model, worker.url)))
+    def _room_in_s(self, worker: Worker, model: str | None) -> float:
+        capacity, num_queued = worker.capacity, self.load.num_queued(_queue_number((model, worker.url)))
         bound, is_paused = capacity.max_requests, capacity.paused_until_s > self.now_s()
         if bound is None or is_paused or not capacity.ends_a_second or num_queued >= self.max_queued:
             return math.inf
@@ -165,11 +169,11 @@ class Admission:
         return (num_before + 1) / capacity.ends_a_second
 
     def would_wait(self, model: str | None, excluded: Collection[str] = ()) -> bool:
-        """Return whether a request for this model would stand in the queue now, if these did not take it."""
+        """Return whether a request for this model would have to wait now, if the excluded workers did not take it."""
         if not self._is_bounded:
             return False
         queue = model, None
-        waits_elsewhere = self.load.other_queue_head(self.now_s(), _number_of(queue)) is not None
+        waits_elsewhere = self.load.other_queue_head(self.now_s(), _queue_number(queue)) is not None
         return queue in self._queues or waits_elsewhere or not self._has_room_for(queue, excluded)
 
     def shed(self, model: str | None, excluded: Collection[str]) -> None:
@@ -178,15 +182,15 @@ class Admission:
             raise self._refusal("shed", HTTPStatus.TOO_MANY_REQUESTS, "no worker has room for what may be dropped")
 
     def pause(self, worker: Worker, retry_after: bytes | None) -> None:
-        """Spare a worker that said it is too busy, for as long as it asks for, within bounds; none that was removed."""
-        if self.fleet.get(worker.url) is not worker:
+        """Give a worker that is too busy no requests for as long as it asks for, within bounds."""
+        if self.fleet.get(worker.url) is not worker:  # it was removed
             return
         is_number = retry_after is not None and retry_after.isdigit()
         pause_s = min(float(retry_after or 0), MAX_RETRY_AFTER_S) if is_number else 1.0
         worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, self.now_s() + pause_s)
         self.fleet.bounded.add(worker.url)
         self.fleet.on_paused(worker)
-        asyncio.get_running_loop().call_later(pause_s, self.pump)
+        asyncio.get_running_loop().call_later(pause_s, self.admit_waiting)
 
     # Who waits.
 
@@ -201,16 +205,16 @@ class Admission:
         since_s: float | None = None,
         worker: str | None = None,
     ) -> Place | None:
-        """Return the request's place in the queue, or None if it may be sent at once; or its place in a `worker`'s.
+        """Return the request's place in the queue, or None if it may be sent at once; a `worker` has its own queue.
 
-        It is so much work, of which its tenant has its share; what is none goes by arrival, now or `since_s`. Raises
-        RequestError (429) if the queue is full of requests that are not behind it.
+        `work` counts against the tenant's share; requests without any are served by arrival, now or at `since_s`.
+        Raises RequestError (429) if the queue is full of requests that go before it.
         """
         if worker is None and not self.would_wait(model):
             return None
         queue, now_s = (model, worker), self.now_s()
         since_s = now_s if since_s is None else since_s
-        self._num_arrived, number = self._num_arrived + 1, _number_of(queue)
+        self._num_arrived, number = self._num_arrived + 1, _queue_number(queue)
         span = work() / tenant.share
         came_at = self.load.tenants.virtual_time if span else 0.0
         place = Place(priority, self._num_arrived, queue, waiter, since_s, tenant.name, came_at, span)
@@ -230,15 +234,15 @@ class Admission:
         insort(line.places, place)
         line.span += span
         if line.places[0] is place:
-            self._set_start(line)
+            self._update_rank(line)
         self.load.add_queued(number, 1)
-        self._show()
+        self._publish_head()
         return place
 
     def leave(self, place: Place, *, is_served: bool = False) -> None:
-        """Give the place up, as a worker was found or nobody waits any more. Idempotent."""
-        if not place.is_left:
-            place.is_left, place.waited_s = True, self.now_s() - place.since_s
+        """Leave the queue, as a worker has room or nobody waits any more. Idempotent."""
+        if not place.has_left:
+            place.has_left, place.waited_s = True, self.now_s() - place.since_s
             if place.deadline is not None:
                 place.deadline.close()
             lines = self._queues[place.queue]
@@ -252,24 +256,24 @@ class Admission:
                 del lines[place.tenant]
             if not lines:
                 del self._queues[place.queue]
-            self._set_starts(place.tenant)
-            self.load.add_queued(_number_of(place.queue), -1)
-            self._show()
+            self._update_ranks(place.tenant)
+            self.load.add_queued(_queue_number(place.queue), -1)
+            self._publish_head()
 
-    def pump_soon(self) -> None:
-        """Look for room in the loop's next turn, if anybody waits: whatever gave room may not be done yet."""
-        if self._queues and not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self.pump)
+    def admit_waiting_soon(self) -> None:
+        """Admit in the event loop's next turn, if requests wait: whatever made room may not be done yet."""
+        if self._queues and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self.admit_waiting)
         elif not self._queues and self._is_one_of_several:
-            self._ring_next()
+            self._wake_next_front()
 
-    def pump(self) -> None:
-        """Send whom there is room for, the first first, whatever their queues: those may share workers."""
-        self._is_due = False
+    def admit_waiting(self) -> None:
+        """Admit requests that there is room for, in order over all queues, as those may share workers."""
+        self._is_scheduled = False
         if self._is_one_of_several:
-            self._set_starts()
-            self._show()
+            self._update_ranks()
+            self._publish_head()
         heads = [(_first(lines).rank, queue) for queue, lines in self._queues.items()]
         heapify(heads)
         while heads:
@@ -290,50 +294,50 @@ class Admission:
             try:
                 place.waiter.on_room()
             except BaseException:
-                self.pump_soon()  # the others
+                self.admit_waiting_soon()  # the others
                 raise
-        self._ring_next()
+        self._wake_next_front()
 
-    def _set_start(self, line: Line) -> None:
+    def _update_rank(self, line: Line) -> None:
         first = line.places[0]
         start = max(first.came_at, self.load.tenants.read(first.tenant)[-1]) if first.span else 0.0
         line.rank = first.priority, start, first.since_s, first.number
 
-    def _set_starts(self, tenant: str | None = None) -> None:
-        """Have lines, of one tenant or all, start where what was served before them finishes."""
+    def _update_ranks(self, tenant: str | None = None) -> None:
+        """Update the ranks of the lines of one tenant, or of all, as requests have been served."""
         for lines in self._queues.values():
             for line in lines.values() if tenant is None else filter(None, [lines.get(tenant)]):
-                self._set_start(line)
+                self._update_rank(line)
 
-    # Among several fronts, the first first: each shows its first, and takes no slot before another's.
+    # Several fronts keep one order: each publishes its first request, and admits none before an earlier one elsewhere.
 
     @property
     def _is_one_of_several(self) -> bool:
         return self.load.board.num_fronts > 1
 
     def _is_first(self, line: Line) -> bool:
-        first = self.load.other_queue_head(self.now_s(), _number_of(line.places[0].queue))
+        first = self.load.other_queue_head(self.now_s(), _queue_number(line.places[0].queue))
         return first is None or line.rank[:3] <= first[:3]
 
-    def _ring_next(self) -> None:
+    def _wake_next_front(self) -> None:
         first = self.load.other_queue_head(self.now_s())
         if first is not None and (not self._queues or not self._is_first(self._head())):
-            self.ring(first[-1])
+            self.wake_front(first[-1])
 
     def _head(self) -> Line:
         return min(map(_first, self._queues.values()), key=_rank)
 
-    def _show(self) -> None:
-        """Show others what waits, and again before they take this front for one that has stopped."""
+    def _publish_head(self) -> None:
+        """Publish the first request for other fronts, and again before they take this front for a dead one."""
         if not self._is_one_of_several:
             return
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
+        if self._recheck is not None:
+            self._recheck.cancel()
+            self._recheck = None
         if self._queues:
             head = self._head()
-            self.load.set_queue_head(_number_of(head.places[0].queue), *head.rank[:3], self.now_s())
-            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self.pump)
+            self.load.set_queue_head(_queue_number(head.places[0].queue), *head.rank[:3], self.now_s())
+            self._recheck = asyncio.get_running_loop().call_later(_RECHECK_S, self.admit_waiting)
         else:
             self.load.set_queue_head(0, 0, 0.0, 0.0, self.now_s())
 
@@ -345,18 +349,18 @@ class Admission:
             queued[model] += sum(len(line.places) for line in lines.values())
         return queued
 
-    def _has_room_for(self, queue: Queue, excluded: Collection[str] = ()) -> bool:
+    def _has_room_for(self, queue: QueueKey, excluded: Collection[str] = ()) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
             return False
         model, url = queue
         workers, now_s = self.fleet.routable(model, excluded), self.now_s()
-        # Whose worker has left, or asks to be spared, waits for any; where there is nobody, who chooses says so.
+        # A request whose worker has left or pauses waits for any; where there is none, routing refuses the request.
         its_own = [each for each in workers if each.url == url and each.capacity.paused_until_s <= now_s]
-        its_own = [*filter(self.can_do_all, workers)] if url == ALONE else its_own
-        return not workers or self._are_enough(its_own or workers, self.has_room)
+        its_own = [*filter(self.can_do_all, workers)] if url == ANY_STANDALONE else its_own
+        return not workers or self._can_answer(its_own or workers, self.has_room)
 
-    def _are_enough(self, workers: list[Worker], has_room: Callable[[Worker], bool]) -> bool:
-        """Return whether one with room answers alone, or goes on with what another with room computes.
+    def _can_answer(self, workers: list[Worker], has_room: Callable[[Worker], bool]) -> bool:
+        """Return whether a worker with room can answer, alone or with a prefill worker that has room.
 
         Prefill workers answer only where there are no others.
         """
@@ -383,9 +387,9 @@ class Admission:
     def may_retry(self) -> bool:
         """Return whether one more request may be sent on to another worker, and count it."""
         saved = min(self._retries, max(_MAX_RETRIES, self.load.num_running))
-        is_left = saved >= 1.0
-        self._retries = saved - is_left
-        return is_left
+        may_retry = saved >= 1.0
+        self._retries = saved - may_retry
+        return may_retry
 
     def on_first_attempt(self) -> None:
         """Count a request that is sent for the first time."""
@@ -399,12 +403,12 @@ def _first(lines: dict[str, Line]) -> Line:
     return min(lines.values(), key=_rank)
 
 
-def _number_of(queue: Queue) -> int:
+def _queue_number(queue: QueueKey) -> int:
     return 1 + crc32(" ".join(filter(None, queue)).encode())
 
 
 def priority_of(fields: Fields, best: int, *, is_administrator: bool) -> int:
-    """Return how urgent a request says it is, lower first, in 32 bits; a client may only worsen its own."""
+    """Return a request's priority, lower first, in 32 bits; clients may only worsen theirs."""
     priority = fields.get("priority")
     if type(priority) is not int:
         return best
@@ -413,7 +417,7 @@ def priority_of(fields: Fields, best: int, *, is_administrator: bool) -> int:
 
 
 def timeout_of(request: Request, longest_s: float) -> float:
-    """Return how long the request would wait; raises RequestError (400)."""
+    """Return how long the request may wait; raises RequestError (400)."""
     text = request.header(TIMEOUT_HEADER)
     if text is None:
         return longest_s

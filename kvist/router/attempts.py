@@ -1,11 +1,11 @@
-"""One worker's part in a request: asked once, told of by callbacks, and accounted for on every way out.
+"""One exchange with one worker on behalf of a request, which is accounted for however it ends.
 
-    _Attempt        load, circuit, metrics and span of a worker that is asked
-    PrefillAttempt  computes a prompt for another worker; its answer names what it holds, unless both are asked at once,
-                    and may go on beside the other's
-    AnswerAttempt   answers the client: bytes are relayed as they come, from the first of the body on
+    _Attempt        what both have in common: load, circuit, metrics and span
+    PrefillAttempt  has a worker compute a prompt for another; its answer names the blocks it holds, unless both are
+                    asked at once: then it may outlast the beginning of the other's answer
+    AnswerAttempt   has a worker answer the client: its bytes are relayed as they come, from the first of the body on
 
-What becomes of the request after that is its owner's to decide (`kvist.router.forward`).
+An attempt reports to its owner, the `Forwarding` (`kvist.router.forward`), which decides what happens next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.dialect import MAX_KEPT_BYTES, Local
+from kvist.router.prefill.dialect import MAX_KEPT_BYTES, LocalReason
 from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
@@ -36,29 +36,29 @@ logger = logging.getLogger(__name__)
 # The worker says it cannot take the request now; any other answer is the request's own and is passed on.
 RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
 _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
-"""After these the worker is spared for a while."""
+"""After these the worker gets no requests for a while."""
 
-OK, _NOT_FOUND, _SERVER_ERROR = 200, 404, 500  # each look-up in HTTPStatus is a call of Python 3.11
+OK, _NOT_FOUND, _SERVER_ERROR = 200, 404, 500  # in Python 3.11 each look-up in HTTPStatus is a call
 
-# What metrics show instead of a worker's status, for want of one.
+# What metrics show where a worker has sent no status.
 WORKER_FAILED_STATUS = 0
-CLIENT_LEFT_STATUS = 499  # nginx's number for it; also that of the other worker of a pair, when one has failed
+CLIENT_LEFT_STATUS = 499  # nginx's number; also for a worker that was stopped as the other of its pair had failed
 
 _NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
-"""What engines say of a path that they do not know; of a model or a response they say more."""
+"""In the 404 of engines for a path that they do not have; for a model or a response they say more."""
 
-_OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
-"""What the router alone tells clients."""
+_ROUTER_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
+"""Prefixes of headers that clients get from the router alone."""
 
 PULL_TIMEOUT_S = 1.0
-"""How long a worker may take to say by what name a prefix that it holds is fetched: a step of its batch."""
+"""How long a worker that holds a prefix may take to say how it is fetched: a step of its batch."""
 
 RANK_HEADER = b"x-data-parallel-rank"
-"""By which vLLM's front end takes the data-parallel rank to use."""
+"""In which vLLM's front end takes the data-parallel rank to use."""
 
 
 class _Attempt(ResponseReceiver):
-    """On every way out its load is given back, its circuit judged, its end counted."""
+    """However it ends, its load is given back, the worker's circuit updated, and the request counted."""
 
     first_byte_s: float | None = None
     usage: ReportedUsage | None = None
@@ -73,8 +73,7 @@ class _Attempt(ResponseReceiver):
         self.owner = owner
         self.decision = decision
         self._worker = worker
-        self._model = router.fleet.label_of(owner.ask.model)
-        self._breaker = worker.breaker
+        self._model = router.fleet.label_of(owner.parsed.model)
         self._is_trial = worker.breaker.begin()
         self.sent_s = router.now_s()
         self._load = owner.reserved or router.routing.begin(
@@ -99,34 +98,37 @@ class _Attempt(ResponseReceiver):
         return self._load.num_tokens if num_tokens is None else num_tokens
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Judge the worker by its status."""
+        """Record the status and the headers."""
         self._call.set(spans.of_answer, status)
         if status >= _SERVER_ERROR:
             self._call.fail(f"answered {status}")
         self.status, self.headers = status, headers
 
     def on_failure(self, error: UpstreamError) -> None:
-        """Blame the worker, unless it is not its fault."""
+        """Count the failure against the worker, unless the router caused it."""
         if not error.is_ours:
-            self._breaker.fail(self.owner.router.now_s())
+            self._worker.breaker.fail(self.owner.router.now_s())
             self._is_trial = False
         self._end(WORKER_FAILED_STATUS, error)
 
     def on_silence(self, silent_s: float) -> None:
-        """Give the request to another worker, if there is one, as this one has stopped; once: it may stop others."""
-        if not self.owner.was_moved and self.owner.has_other():
+        """Move the request to another worker, if there is one, as this one has gone silent.
+
+        It is moved only once, as the request itself may be what stops workers.
+        """
+        if not self.owner.was_moved and self.owner.has_alternative():
             self.owner.was_moved = True
             self.exchange.close()
             worker = self.decision.chosen.target.worker
             self.on_failure(UpstreamError(worker, f"said nothing for {silent_s:g} s"))
 
     def stop(self, status: int, error: Exception) -> None:
-        """Let the worker know that nobody waits for it any more."""
+        """Close the exchange, as nobody waits for the answer any more."""
         self.exchange.close()
         self._end(status, error)
 
-    def _check_length(self, num_bytes: int) -> None:
-        """Give the worker up if it says more than is kept."""
+    def _limit_length(self, num_bytes: int) -> None:
+        """End the exchange if the worker sends more than is kept of its answer."""
         if num_bytes > MAX_KEPT_BYTES:
             self.exchange.close()
             self.on_failure(UpstreamError(self._worker.url, f"answered more than {MAX_KEPT_BYTES} bytes"))
@@ -136,37 +138,37 @@ class _Attempt(ResponseReceiver):
         counts["prompt_tokens", *at] += self.decision.prompt.num_tokens
         counts["overlap_tokens", *at] += self.decision.overlap_tokens
 
-    def _judge(self) -> None:
+    def _judge_worker(self) -> None:
+        """Update the worker's circuit by its status, and pause it if it says that it is busy."""
         router = self.owner.router
         if self.status in _BUSY_STATUSES:
             retry_after = next((value for name, value in self.headers if name == b"retry-after"), None)
             router.admission.pause(self._worker, retry_after)
         if self.status >= _SERVER_ERROR:
-            self._breaker.fail(router.now_s())
+            self._worker.breaker.fail(router.now_s())
         else:
-            self._breaker.succeed()
+            self._worker.breaker.succeed()
         self._is_trial = False
 
     def _end(self, status: int, error: Exception | None = None) -> None:
-        is_told = status == OK and self.usage is not None
-        self._load.finish(self.owner.router.now_s(), self.num_output_tokens if is_told else None)
+        has_usage = status == OK and self.usage is not None
+        self._load.finish(self.owner.router.now_s(), self.num_output_tokens if has_usage else None)
         self._worker.unanswered.discard(self)
         if self._is_trial:
-            self._breaker.abandon()
+            self._worker.breaker.abandon()
         self._call.end(error)
         self.owner.router.metrics.counts["requests", self._worker.url, str(status), self.decision.policy] += 1
 
 
 class PrefillAttempt(_Attempt):
-    """Tells its owner what came of it, once: `on_prefilled` or `on_prefill_failed`."""
+    """Reports to its owner once: by `on_prefilled` or `on_prefill_failed`."""
 
     def __init__(self, owner: Forwarding, decision: Decision, plan: Plan) -> None:
         self.answer = bytearray()
         self.is_done = False
         self._dialect = plan.dialect
         self.handover: Handover | None = None
-        self._started_s = owner.router.now_s()
-        self._deadline = Deadline(owner.router.pool.clock, self._give_up)
+        self._deadline = Deadline(owner.router.pool.clock, self._on_pull_timeout)
         super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
         if owner.pull is None:
             self._count_tokens()
@@ -174,18 +176,18 @@ class PrefillAttempt(_Attempt):
             self._deadline.set("pull", PULL_TIMEOUT_S)
 
     def on_data(self, piece: bytes) -> None:
-        """Keep what names the blocks, tells of the prompt, or says what is wrong."""
+        """Keep the answer, and hand over early if its beginning already names the blocks."""
         self.answer += piece
-        self._check_length(len(self.answer))
+        self._limit_length(len(self.answer))
         if self._dialect.hands_over_early and self.handover is None and self.status == OK:
             handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer))
             if handoff is not None:
-                self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self._started_s)
+                self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self.sent_s)
 
     def on_end(self) -> None:
         """Report what was computed, or why nothing was."""
         if self._dialect.works_alone or self.status != _SERVER_ERROR:
-            self._judge()  # else it may be the other one's fault
+            self._judge_worker()  # else the other of the pair may be at fault
         if self.status == OK:
             self._load.on_first_token(self.owner.router.now_s())
         self._end(self.status)
@@ -195,20 +197,20 @@ class PrefillAttempt(_Attempt):
             return
         handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
         if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
-            self.owner.router.routing.computed(self.owner.ask, self._worker.url)
+            self.owner.router.routing.record_computed(self.owner.parsed, self._worker.url)
         now_s = self.owner.router.now_s()
         if self.handover is None:
-            self.owner.on_prefilled(self, handoff, now_s - self._started_s)
+            self.owner.on_prefilled(self, handoff, now_s - self.sent_s)
         elif not self.handover.is_fetched:
-            self.handover.prefill_s, self.handover.sent_s = now_s - self._started_s, now_s
+            self.handover.prefill_s, self.handover.sent_s = now_s - self.sent_s, now_s
 
     def on_failure(self, error: UpstreamError) -> None:
-        """Report that there is nothing to fetch."""
+        """Report that the prompt was not computed."""
         super().on_failure(error)
         self.owner.on_prefill_failed(self, error.reason)
 
-    def _give_up(self, _: str) -> None:
-        """Wait no longer for who holds a prefix and has much else to do."""
+    def _on_pull_timeout(self, _: str) -> None:
+        """Stop waiting for a busy worker that holds a prefix: computing it may be faster."""
         error = UpstreamError(self._worker.url, f"handed nothing over within {PULL_TIMEOUT_S:g} s")
         self.stop(CLIENT_LEFT_STATUS, error)
         self.owner.on_prefill_failed(self, error.reason)
@@ -220,7 +222,7 @@ class PrefillAttempt(_Attempt):
 
 
 class AnswerAttempt(_Attempt):
-    """Sends the client the worker's answer, or tells its owner that there is none: `on_answer_failed`.
+    """Sends the client the worker's answer, or reports to its owner that there is none.
 
     Nothing is sent before the first byte of the body, so until then another worker may be tried.
     """
@@ -229,64 +231,65 @@ class AnswerAttempt(_Attempt):
         router, handover = owner.router, owner.handover
         router.load.count_dispatch()
         self.has_begun = False
-        self._held = bytearray() if handover is not None and handover.handoff.is_merged else None
-        self._is_whole = False
+        self._buffer = bytearray() if handover is not None and handover.handoff.is_merged else None
+        """Keeps an answer that part of the prefill worker's is to be merged into, until both have ended."""
+        self._is_buffer_complete = False
         body, chosen, computes = owner.body, decision.chosen, handover is None or owner.pull is not None
         if handover is not None:
             handover.sent_s = router.now_s()
             body = with_fields(owner.body, handover.handoff.fields)
         elif not chosen.is_exact:
-            body = router.healer.body_for(chosen.target, owner.request.path, body, owner.ask.fields)
+            body = router.healer.body_for(chosen.target, owner.request.path, body, owner.parsed.fields)
         step, is_streamed = "generate" if computes else "decode", computes and owner.is_streamed
         super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
         if computes:
             self._count_tokens()
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Take the answer for the client's, unless another worker may give a better one."""
+        """Accept the answer, unless its status is one after which another worker may be tried."""
         super().on_head(status, headers)
         owner = self.owner
         if owner.handover is not None and status == _SERVER_ERROR:
-            if owner.beside is None or owner.may_retry():
+            if owner.paired_prefill is None or owner.may_retry():
                 self.exchange.close()
                 self._end(status)
                 owner.on_transfer_failed(self.decision)
             return
-        self._judge()
+        self._judge_worker()
         if status in RETRIED_STATUSES and owner.may_retry():
             self.exchange.close()
             self._end(status)
             owner.on_answer_failed(self.decision, f"answered {status}")
 
     def on_data(self, piece: bytes) -> None:
-        """Pass the next bytes on."""
+        """Relay the next bytes."""
         if not self.has_begun:
             if self.status == _NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
                 self.exchange.close()
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
                 return
-            if self._held is not None and self.status == OK:
-                self._held += piece
-                self._check_length(len(self._held))
+            if self._buffer is not None and self.status == OK:
+                self._buffer += piece
+                self._limit_length(len(self._buffer))
                 return
             self._begin(is_empty=False)
         self._load.add_tokens(self._usage.feed(piece))
         self.owner.responder.send(piece)
 
     def on_end(self) -> None:
-        """End the client's answer, and learn from what it said of its tokens."""
-        if self._held and not self._is_whole:
-            self._is_whole = True
-            if self.owner.beside is not None and self.owner.beside.is_done:
-                self.on_prefilled(self.owner.beside)
+        """End the client's answer, and learn from the usage that it reported."""
+        if self._buffer and not self._is_buffer_complete:
+            self._is_buffer_complete = True
+            if self.owner.paired_prefill is not None and self.owner.paired_prefill.is_done:
+                self.on_peer_prefilled(self.owner.paired_prefill)
             return
         if not self.has_begun:
             self._begin(is_empty=True)
         owner, router, decision = self.owner, self.owner.router, self.decision
-        if self._is_kept and self.status == OK:
+        if self._is_stored and self.status == OK:
             worker, is_event = decision.chosen.target.worker, self.is_event_stream
-            router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
+            router.reader.conversations.record(worker, owner.parsed.chat, self._usage.answer(), is_event=is_event)
         usage = self.usage = self._usage.usage()
         self._end(self.status)
         if usage is not None:
@@ -304,10 +307,10 @@ class AnswerAttempt(_Attempt):
         elif usage is not None:
             router.metrics.reported(decision, usage)
         if owner.handover is None and not decision.chosen.is_exact:
-            block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
-            router.healer.answered(decision, usage, block_hashes)
+            block_hashes = partial(router.routing.block_hashes, owner.parsed, decision.chosen.target.worker)
+            router.healer.on_answer(decision, usage, block_hashes)
         if self.status == OK:
-            routed = router.routing.routed(owner.tenant.name, owner.ask, owner.prefix, decision, usage)
+            routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, usage)
             if routed is not None:
                 router.on_routed(routed)
                 owner.routed = routed
@@ -315,41 +318,44 @@ class AnswerAttempt(_Attempt):
         owner.end()
 
     def _count_pulled(self, num_tokens: int) -> None:
-        """Count what was fetched: a worker that says it found less cached had to compute the rest itself."""
+        """Count the tokens that were fetched: a worker that reports fewer cached ones had to compute the rest."""
         counts, usage = self.owner.router.metrics.counts, self.usage
         if usage is not None and usage.cached_tokens is not None:
             num_tokens = min(num_tokens, usage.cached_tokens)
         num_fetched = max(0, num_tokens - self.decision.overlap_tokens)
-        counts["pulls", "pulled" if num_fetched else Local.TRANSFER_FAILED] += 1
+        counts["pulls", "pulled" if num_fetched else LocalReason.TRANSFER_FAILED] += 1
         counts["pulled_tokens",] += num_fetched
 
-    def on_prefilled(self, beside: PrefillAttempt) -> None:
-        """Take what the other of its pair says: what is wrong, or of the prompt, for an answer that is held here."""
-        answer = bytes(beside.answer)
-        if beside.status != OK:
+    def on_peer_prefilled(self, prefill: PrefillAttempt) -> None:
+        """Send the client the prefill worker's error, or merge its answer into the one that is kept here."""
+        answer = bytes(prefill.answer)
+        if prefill.status != OK:
             self.exchange.close()
-            self.on_head(beside.status, beside.headers)
-        elif self._is_whole:
-            answer, self._held = with_input_logprobs(bytes(self._held or b""), answer), None
+            self.on_head(prefill.status, prefill.headers)
+        elif self._is_buffer_complete:
+            answer, self._buffer = with_input_logprobs(bytes(self._buffer or b""), answer), None
             self.headers = [field for field in self.headers if field[0] != b"content-length"]
         else:
             return
         self.on_data(answer)
-        if self.has_begun:  # else the endpoint is asked of others
+        if self.has_begun:  # else another worker is asked, as this one has no such endpoint
             self.on_end()
 
     def on_failure(self, error: UpstreamError) -> None:
-        """Cut an answer that has begun, between two events with one that says why; another worker may begin one."""
+        """End an answer that has begun; else another worker may be tried."""
         super().on_failure(error)
         owner, request_id = self.owner, self.owner.request_id.decode("latin-1")
         logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
-        if self.break_off(worker_failure(error)):
+        if self.abort(worker_failure(error)):
             owner.end(error)
         else:
             owner.on_no_answer(self.decision, error)
 
-    def break_off(self, error: RequestError) -> bool:
-        """End an answer that has begun: between two events with one that says why, else cut. Return if it had."""
+    def abort(self, error: RequestError) -> bool:
+        """End an answer that has begun, and return whether it had.
+
+        Between two events of a stream the client is sent one that says why; else the answer is cut.
+        """
         if not self.has_begun:
             return False
         if self._usage.is_between_events:
@@ -360,24 +366,24 @@ class AnswerAttempt(_Attempt):
         return True
 
     def pause(self) -> None:
-        """Let the worker wait for the client."""
+        """Stop reading from the worker."""
         if self.has_begun:
             self.exchange.pause()
 
     def resume(self) -> None:
-        """Go on."""
+        """Read from the worker again."""
         if self.exchange.is_paused:
             self.exchange.resume()
 
     def _begin(self, *, is_empty: bool) -> None:
-        """Begin the client's answer with the first byte of the worker's."""
+        """Begin the client's answer, at the first byte of the worker's."""
         self.has_begun = True
         owner, router, decision = self.owner, self.owner.router, self.decision
         content_types = [value for name, value in self.headers if name == b"content-type"]
         self.is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
-        self._is_kept = owner.request.path == RESPONSES_PATH and owner.ask.fields.get("store") is not False
-        has_all = self._is_kept or owner.request.path == GENERATE_PATH
-        self._usage = UsageReader(is_event_stream=self.is_event_stream, is_last_event_long=has_all)
+        self._is_stored = owner.request.path == RESPONSES_PATH and owner.parsed.fields.get("store") is not False
+        is_cumulative = self._is_stored or owner.request.path == GENERATE_PATH
+        self._usage = UsageReader(is_event_stream=self.is_event_stream, is_last_event_long=is_cumulative)
         self._load.end_prefill()
         self._worker.unanswered.discard(self)
         now_s = router.now_s()
@@ -386,7 +392,7 @@ class AnswerAttempt(_Attempt):
         router.metrics.observe(first_byte_s, "time_to_first_byte_seconds", self._worker.url, self._model)
         if not is_empty and self.status == OK:
             self._load.on_first_token(now_s)
-            router.routing.computed(owner.ask, decision.chosen.target.worker)
+            router.routing.record_computed(owner.parsed, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s
@@ -395,14 +401,14 @@ class AnswerAttempt(_Attempt):
                 router.metrics.counts["disaggregated",] += 1
                 router.metrics.observe(owner.handover.prefill_s, "prefill_seconds")
                 router.metrics.observe(owner.handover.transfer_s, "transfer_seconds")
-        theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
-        owner.responder.start(self.status, theirs + owner.own_headers(decision))
+        headers = [field for field in self.headers if not field[0].startswith(_ROUTER_HEADERS)]
+        owner.responder.start(self.status, headers + owner.client_headers(decision))
         if owner.is_client_slow:
             self.exchange.pause()
 
 
 def worker_failure(error: UpstreamError) -> RequestError:
-    """Return what a client is told of a worker that failed before its answer began."""
+    """Return the error that a client gets when a worker failed before its answer began."""
     is_timeout = isinstance(error, UpstreamTimeoutError)
     status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
     return RequestError(status, str(error), code="worker_failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
@@ -16,8 +16,7 @@ from kvist.http import Headers, UpstreamLimits
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
-from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
-from kvist.router.policy.decision import Policy, Role
+from kvist.router.policy.decision import Role
 from kvist.router.policy.settings import (
     DEFAULT_ALPHA,
     DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
@@ -30,12 +29,12 @@ from kvist.tracing import check_traces_endpoint
 
 DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
-POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
-"""What an 8B model leaves room for on a GPU of 80 GB. Taken to have twice to eight times what they have, simulated
-workers find up to 7 points more of their prompts cached than with events, and 13 less of conversations that outgrow the
-cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expected.py, 2026-11-22)."""
+"""The room that an 8B model leaves for KV on a GPU of 80 GB. If workers are expected to cache twice to eight times what
+they can, simulated ones find up to 7 points more of their prompts cached than with events, and up to 13 points less of
+conversations that outgrow the cache; with a half up to 13 less, with a quarter up to 28
+(benchmarks/bench_expected.py, 2026-11-22)."""
 
 SALTING_ENGINES = frozenset({"kvist", "vllm", "sglang"})
 """Engines whose chats, completions and responses take a `cache_salt`, as read in vLLM 0.33 and SGLang 0.5.23;
@@ -56,7 +55,7 @@ RELOADED = frozenset(
         *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
     }
 )
-"""What may change while the router runs. The rest is in what was built of it."""
+"""Fields that may change while the router runs; the others need a restart."""
 
 
 TierCredits: TypeAlias = Annotated[
@@ -65,7 +64,7 @@ TierCredits: TypeAlias = Annotated[
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """What counts for one model, and its adapters, in the place of what counts for all."""
+    """Settings of one model and its adapters, which override those of all models."""
 
     path: str | None = None
     policy: PolicyName | None = None
@@ -280,7 +279,7 @@ class RouterConfig:
                 raise InvalidValueError(f"aliases.{name}", shares, "models, which are no aliases")
 
     def changed_to(self, other: RouterConfig) -> tuple[RouterConfig, list[str], list[str]]:
-        """Return this configuration with what may change taken from another, which fields did, and which could not."""
+        """Return this configuration with the reloadable fields of another, which changed, and which could not."""
         changed = [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
         fixed = [name for name in changed if name not in RELOADED]
         if "policy" in changed and "kv" in (self.policy, other.policy):  # that needs an index, or has one too many
@@ -290,57 +289,47 @@ class RouterConfig:
 
     @property
     def every_worker_url(self) -> tuple[str, ...]:
-        """Return the workers of all roles; one that has a role may be named among all, too."""
+        """Return the workers of all roles, each once: one with a role may also be among `worker_urls`."""
         return tuple(dict.fromkeys((*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)))
 
     @property
     def has_tenants(self) -> bool:
-        """Return whether clients are told apart."""
+        """Return whether tenants are configured."""
         return self.tenants is not None or self.auth_url is not None
 
     @property
     def asks_for_keys(self) -> bool:
-        """Return whether clients have to show who they are."""
+        """Return whether clients need a key."""
         return self.api_key is not None or self.has_tenants
 
     @property
     def engines(self) -> frozenset[str] | None:
-        """Return whose workers are given requests, None for any: those that keep caches apart, if they are to be."""
+        """Return the engines that may be given requests, None for any: with isolation, those that salt their caches."""
         return SALTING_ENGINES if self.isolation == "tenant" else None
 
     def authorization(self, url: str) -> Headers:
-        """Return what a worker is sent to be let in: a key, or nothing."""
+        """Return the authorization header that a worker is sent, if it has a key."""
         key = self.worker_api_keys.get(url, self.worker_api_key)
         return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     def url_at(self, port: int) -> str:
-        """Return where the router is met that listens on this port."""
+        """Return the URL of a router that listens on this port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{port}"
 
     def role_of(self, url: str) -> Role | None:
-        """Return the role that is declared for a worker, None where its own word counts."""
+        """Return the role configured for a worker, None where the worker's own counts."""
         if url in self.prefill_worker_urls:
             return Role.PREFILL
         return Role.DECODE if url in self.decode_worker_urls else None
 
     def of(self, model: str | None) -> RouterConfig:
-        """Return what counts for a model."""
+        """Return the configuration of one model."""
         own = self.models.get(model or "")
         values = {} if own is None else {name: value for name, value in asdict(own).items() if value is not None}
         path = values.pop("path", self.model_path)
         return replace(self, **values, model_path=path, models={}, aliases={}, state_dir=None) if own else self
 
-    def make_policy(self, alpha: float = DEFAULT_ALPHA) -> Policy | PriceSettings:
-        """Return the chosen policy, or what that of the name `kv` weighs: `alpha` is the model's."""
-        match self.policy:
-            case "kv":
-                return PriceSettings(alpha, self.tier_credits)
-            case "least-loaded":
-                return LeastLoadedPolicy()
-            case "power-of-two":
-                return PowerOfTwoPolicy()
-            case "round-robin":
-                return RoundRobinPolicy()
-            case "random":
-                return RandomPolicy()
+    def make_policy(self, alpha: float = DEFAULT_ALPHA) -> PriceSettings | PolicyName:
+        """Return the settings of the `kv` policy, with a model's `alpha`, or the name of the other policy chosen."""
+        return PriceSettings(alpha, self.tier_credits) if self.policy == "kv" else self.policy

@@ -1,7 +1,7 @@
-"""Which worker made a response, and what had been said by then, by the response's id.
+"""Which worker made a response, and the conversation up to it, by the response's id.
 
-A request that goes on with a response names it, and only the worker that made it has it: vLLM keeps responses in its
-own memory, if `VLLM_ENABLE_RESPONSES_API_STORE` tells it to. What was said gives the tokens of the prompt to come.
+A request that continues a response names it, and only the worker that made it has it: vLLM keeps responses in its own
+memory, if `VLLM_ENABLE_RESPONSES_API_STORE` is set. The conversation gives the tokens of the prompt that follows.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvist.openai.chats import said_in_response
 from kvist.openai.requests import ChatCompletionRequest, Message
 
 MAX_BYTES = 64 * 2**20
-"""Of ids and what was said, in all conversations; least recently used are dropped."""
+"""Of ids and messages, in all conversations; the least recently used are dropped."""
 
 MAX_RESPONSES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`said` is a list of messages in JSON; None where they are not known."""
+    """A response: the worker that made it, and the messages up to it as JSON, None where they are not known."""
 
     worker: str
     said: bytes | None
 
     @property
     def messages(self) -> list[Message] | None:
-        """Return what was said."""
+        """Return the messages, decoded."""
         if self.said is None:
             return None
         messages: list[Message] = msgspec.json.decode(self.said)
@@ -61,7 +61,7 @@ class Conversations:
         self._num_bytes = 0
         self._lock = threading.Lock()
         self.on_kept: Callable[[str, Kept], None] = lambda *_: None
-        """Is told of each response that is remembered here."""
+        """Called for each response that is recorded here."""
 
     def get(self, response_id: str) -> Kept | None:
         """Return what is known of a response, None if nothing."""
@@ -71,10 +71,11 @@ class Conversations:
                 self._kept.move_to_end(response_id)
             return kept
 
-    def remember(
-        self, worker: str, chat: ChatCompletionRequest | None, answer: bytes | None, *, is_event: bool
-    ) -> None:
-        """Take what the worker answered to a request, if that is known as a chat: a response, or its last event."""
+    def record(self, worker: str, chat: ChatCompletionRequest | None, answer: bytes | None, *, is_event: bool) -> None:
+        """Record the response in a worker's answer, which is the JSON of the response or of a stream's last event.
+
+        `chat` is the request, None where it could not be read as one.
+        """
         try:
             response = None if not answer else _decode_last_event(answer).response if is_event else _decode(answer)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -90,7 +91,7 @@ class Conversations:
         self.on_kept(response.id, kept)
 
     def keep(self, response_id: str, kept: Kept) -> None:
-        """Know a response from now on."""
+        """Keep a response, which may come from another process."""
         with self._lock:
             self._drop(response_id)
             self._kept[response_id] = kept

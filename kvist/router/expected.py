@@ -1,4 +1,4 @@
-"""What an engine that tells nothing of its cache should still hold, from what it was given. No I/O, no clock."""
+"""What an engine that streams no KV events should still hold, by the prompts it was sent. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 DEFAULT_TIME_TO_LIVE_S = 3600.0
-"""Engines forget nothing by age. What nobody sees here, a restart between two health checks or others' requests, makes
-an expectation wrong until its prompt comes again, and costs computing it once, at a worker that then has it: so long
-that users come back to a conversation, and short enough that a quiet worker's past does not draw requests for days."""
+"""Engines evict nothing by age. But a restart between two health checks, or requests of other routers, can make an
+expectation wrong until its prompt comes again, which costs computing it once, at a worker that then has it. An hour is
+long enough for users to come back to a conversation, and short enough that a quiet worker's past does not attract
+requests for days."""
 
 
 class ExpectedBlocks:
-    """The blocks that were used last: at most `capacity` of them, and none for longer than its time to live.
+    """The most recently used blocks: at most `capacity` of them, and none longer than its time to live after its use.
 
-    A chain counts as used from its end to its beginning, so that no block is forgotten before those that continue it,
-    as engines free them. Each block costs O(1) when it is used and when it is forgotten, and 141 bytes meanwhile.
+    A chain counts as used from its end to its beginning, so that no block is forgotten before those that follow it: so
+    engines free them. Each block costs O(1) when it is used and when it is forgotten, and 141 bytes meanwhile.
     """
 
     __slots__ = ("_used_at_s", "capacity", "time_to_live_s")
@@ -29,9 +30,9 @@ class ExpectedBlocks:
         return len(self._used_at_s)
 
     def use(self, chain: Sequence[int], now_s: float) -> list[int]:
-        """Take note that a chain, from its root on, was computed or found now; return what is forgotten for it.
+        """Mark the blocks of a chain, from its root on, as used now; return the blocks that are forgotten for them.
 
-        Times never go back from one call to the next.
+        Times never decrease from one call to the next.
         """
         for block_hash in reversed(chain):
             self._used_at_s[block_hash] = now_s
@@ -39,7 +40,7 @@ class ExpectedBlocks:
         return self.forget(now_s)
 
     def forget(self, now_s: float) -> list[int]:
-        """Forget what is beyond the capacity or its time to live, and return it: the least recently used first."""
+        """Forget blocks beyond the capacity or the time to live, and return them, the least recently used first."""
         used_at_s, forgotten = self._used_at_s, []
         while used_at_s:
             first_used_at_s = next(iter(used_at_s.values()))

@@ -1,20 +1,22 @@
-"""Full reports: how the cache of a vLLM worker that is known in part becomes known again.
+"""Full reports: how the index learns the cache of a vLLM worker again of which it knows only a part.
 
 Where events were lost beyond recovery, the index lacks blocks that the engine holds, and shows the rank as partial.
-A rank may be partial for another reason, with its copies still counted: a report, which cannot bring more of it to the
-index, would look like one more copy, and is not asked for.
-vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
-to a partial rank say so, and are otherwise value for value the client's, until the hits are stable. They also name a
-session, which the events repeat, so that who knows the rank wholly counts no copies; one with its own is left as it is.
+A rank may be partial for another reason, with its copies still counted: a report would then bring nothing new to the
+index and look like one more copy of each block, so none is requested.
+vLLM reports a request's cached blocks again if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: the
+router adds that to requests to a partial rank, changing nothing else, until the hits are stable. It also adds a
+session, which the events repeat, so that indexers which know the rank exactly count no copies; a request with a session
+of its own is left alone.
 
-    hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not, counted
-             once, whether or not a report brought it into the index
-    stable   `NUM_UNCHANGED_IN_A_ROW` answers, one after the other, had no new hit
+    hit      a block of a prompt that the engine reported as cached (`cached_tokens`) and the index did not have,
+             counted once, whether or not a report brought it into the index
+    stable   `NUM_UNCHANGED_IN_A_ROW` answers in a row had no new hit
 
-So it ends where reports bring all that is hit, and where they never will: blocks of a store beside the engine, layers
-that report otherwise. Another hit begins it again: the removal of one copy may have taken a block that has others. An
-engine that does not tell (`--enable-prompt-tokens-details`), or has news for ever, is asked `MAX_ASKED` times. What was
-never hit may be missing still, so the rank stays partial by name. A new loss begins anew.
+So healing ends when reports have brought everything that is hit, and also where they never will: blocks of a store
+beside the engine, layers that report otherwise. Another hit begins it again: the removal of one copy may have removed a
+block that has others. An engine that does not report cached tokens (`--enable-prompt-tokens-details`), or has new hits
+for ever, is asked `MAX_ASKED` times. Blocks that were never hit may still be missing, so the rank stays partial by
+name. A new loss begins anew.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.session import SourceState
 from kvist.openai.requests import with_fields
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.index import Caches, RankStatus
+from kvist.router.index import Caches
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
@@ -40,30 +42,30 @@ from kvist.router.usage import ReportedUsage
 logger = logging.getLogger(__name__)
 
 NUM_UNCHANGED_IN_A_ROW = 32
-"""Full reports without a new hit, one after the other, before a rank is left alone."""
+"""Answers in a row without a new hit after which no more reports are requested from a rank."""
 MAX_ASKED = 2048
-"""Full reports after which a rank is left alone in any case: each makes the engine send its prompt's tokens again."""
+"""Reports after which no more are requested in any case: each makes the engine send its prompt's tokens again."""
 MAX_HITS = 1 << 16
-"""Hits remembered, to be counted once; those beyond count each time, so that healing is not ended for want of room."""
+"""Hits that are remembered, to be counted once; further ones count each time, so that they do not end the healing."""
 
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
 REPORT_MODE = ("vllm_xargs", "kv_cache_report_mode")
-"""Where a body would say what only who follows the stream may: what vLLM reports anew looks like one more copy."""
+"""The field that asks for a report. Only the router may set it, as what vLLM reports again looks like another copy."""
 
 BlockHashes: TypeAlias = Callable[[int, int], Iterable[int]]
-"""Names the blocks that a prompt fills from its first to its second token of these numbers."""
+"""Returns the hashes of a prompt's blocks between two of its tokens, given by their numbers."""
 
 
 class Report(StrEnum):
-    """What a full report showed: blocks that the index lacked, none, or the worker did not tell."""
+    """What a full report showed: blocks that the index lacked, none, or nothing as the worker reports no hits."""
 
     LACKING = "lacking"
     KNOWN = "known"
-    UNTOLD = "untold"
+    UNREPORTED = "untold"
 
 
 class End(StrEnum):
-    """Why a rank is asked no more."""
+    """Why no more reports are requested from a rank."""
 
     STABLE = "stable"
     ASKED_ENOUGH = "asked enough"
@@ -71,24 +73,24 @@ class End(StrEnum):
 
 @dataclass(slots=True)
 class _Healing:
-    """How far one rank's healing has come since it was cleared."""
+    """The progress of one rank's healing since it was cleared."""
 
     clearing: int | None
     num_asked: int = 0
     num_unchanged_in_a_row: int = 0
     num_hits: int = 0
     hits: set[int] = field(default_factory=set)
-    is_telling: bool = False
+    reports_cached_tokens: bool = False
     end: End | None = None
 
-    def learn(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> Report:
-        """Take what an answer tells."""
+    def update(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> Report:
+        """Count the new hits of an answer."""
         if usage is None or not decision.prompt.is_tokenized:
-            return Report.UNTOLD
-        self.is_telling |= usage.cached_tokens is not None
-        if not self.is_telling:
-            return Report.UNTOLD
-        num_cached_tokens = usage.cached_tokens or 0  # of which vLLM says nothing
+            return Report.UNREPORTED
+        self.reports_cached_tokens |= usage.cached_tokens is not None
+        if not self.reports_cached_tokens:
+            return Report.UNREPORTED
+        num_cached_tokens = usage.cached_tokens or 0  # vLLM leaves a 0 out
         is_lacking = num_cached_tokens > decision.overlap_tokens
         new = set(block_hashes(decision.overlap_tokens, num_cached_tokens)) - self.hits if is_lacking else ()
         self.hits.update(islice(new, MAX_HITS - len(self.hits)))
@@ -97,55 +99,56 @@ class _Healing:
         return Report.LACKING if is_lacking else Report.KNOWN
 
     def reached_end(self) -> End | None:
-        """Return why to ask no more, None if there is no reason yet."""
+        """Return why healing ends now, None if it goes on."""
         if self.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW:
             return End.STABLE
         return End.ASKED_ENOUGH if self.num_asked >= MAX_ASKED else None
 
 
 class Healer:
-    """Decides which requests ask for a full report, and learns from their answers when it is enough."""
+    """Decides which requests ask for a full report, and ends that by what their answers show."""
 
     def __init__(self, fleet: Fleet, index: Caches | None, metrics: RouterMetrics) -> None:
-        """Heal what is partial in `index`; nothing without one."""
+        """Heal ranks that are partial in `index`; without one do nothing."""
         self._fleet = fleet
         self._index = index
         self._metrics = metrics
         self._ranks: dict[WorkerRank, _Healing] = {}
 
     def body_for(self, target: WorkerRank, path: str, body: bytes, fields: Mapping[str, Any]) -> bytes:
-        """Return what to send to the rank: the client's body, asking for a full report if that may bring something.
+        """Return the body to send to the rank: the client's, with a request for a full report if that may be of use.
 
-        `fields` is what the body says.
+        `fields` is the decoded body.
         """
-        if path not in _PATHS or not self._is_lacking(target):
+        if path not in _PATHS or not self._needs_report(target):
             return body
         asking = ask_full_report(body, fields)
         if asking is not body:
             self._ranks[target].num_asked += 1
         return asking
 
-    def answered(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> None:
-        """Take what an answer tells: how many tokens of the prompt the engine found in its cache."""
+    def on_answer(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> None:
+        """Update the rank's healing by how many tokens of the prompt the engine found in its cache."""
         target = decision.chosen.target
         healing = self._ranks.get(target)
         if healing is None:
             return
-        report = healing.learn(decision, usage, block_hashes)
+        report = healing.update(decision, usage, block_hashes)
         if healing.end is not None:
             if healing.end is End.STABLE and not healing.num_unchanged_in_a_row:
                 healing.end = None
             return
         self._metrics.counts["full_reports", target.worker, report] += 1
-        if healing.end is None and (end := healing.reached_end()) is not None:
+        if (end := healing.reached_end()) is not None:
             healing.end = end
             self._metrics.counts["healed", target.worker, end] += 1
             text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d"
             logger.info(text, end, *target, healing.num_asked, healing.num_hits)
 
-    def _is_lacking(self, target: WorkerRank) -> bool:
-        """Return whether the rank is known in part and may hold blocks that are asked for and not known."""
-        status = self._status(target)
+    def _needs_report(self, target: WorkerRank) -> bool:
+        """Return whether the rank is known only in part, and a report may bring more of it to the index."""
+        ranks = [] if self._index is None else self._index.ranks(target.worker)
+        status = next((status for status in ranks if status.target == target), None)
         if status is None or status.state is SourceState.LIVE:
             self._ranks.pop(target, None)
         if status is None or status.state is not SourceState.PARTIAL or status.is_counted:
@@ -155,21 +158,14 @@ class Healer:
             return False
         healing = self._ranks.get(target)
         if healing is None or healing.clearing != status.clearing:  # each loss clears the rank
-            self._forget_removed()
+            for removed in [each for each in self._ranks if self._fleet.get(each.worker) is None]:
+                del self._ranks[removed]
             healing = self._ranks[target] = _Healing(status.clearing)
         return healing.end is None and healing.num_asked < MAX_ASKED
 
-    def _forget_removed(self) -> None:
-        for target in [target for target in self._ranks if self._fleet.get(target.worker) is None]:
-            del self._ranks[target]
-
-    def _status(self, target: WorkerRank) -> RankStatus | None:
-        ranks = [] if self._index is None else self._index.ranks(target.worker)
-        return next((status for status in ranks if status.target == target), None)
-
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the body with the request for a full report put in; the very same object where it has no place."""
+    """Return the body with a request for a full report; the very same object if that cannot be added."""
     name, mode = REPORT_MODE
     arguments = fields.get(name, {})
     if not body or not isinstance(arguments, dict) or fields.get("session_id") is not None:

@@ -1,11 +1,11 @@
-"""What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the index.
+"""The fleet's caches as far as they are known: the indexer applies event streams, the index answers with overlaps.
 
-The index joins when it is compiled, or loaded from what was compiled before; until then nobody holds anything. Workers
-of several models and block sizes are in it side by side: a block's hash tells of its tokens and its size, and of whose
-blocks match only those count that have the model.
+The index joins once its code is compiled, or loaded from an earlier compilation; until then nobody holds anything.
+Workers of several models and block sizes share it: a block's hash depends on its tokens and its size, and routing
+counts the matches only of workers that have the model.
 
-A worker that no stream has told of yet is expected to hold what it was given last. Those blocks are in the same index,
-held by a rank that no stream can name, and count until the first stream tells of the worker.
+A worker that no stream has reported on yet is expected to hold the prompts that it was sent last. Those blocks are in
+the same index, held by a rank that no stream can name, and count until the first stream reports on the worker.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 APPROXIMATE = "approximate"
 _EXPECTED = "expected "
 _PATIENCE_S = 0.01
-"""How long events wait for each other: a request is routed as well without what was cached so shortly before."""
+"""How long events are collected before they are applied: routing does as well without what was cached just now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How well one rank's cache is known; `state` is None where no stream tells of it.
+    """How well one rank's cache is known; `state` is None where no stream reports on it.
 
-    `clearing` is a number for the last time that its blocks were dropped, another one each time. An approximate rank
-    stands for all of a worker that no stream tells of, and is expected to hold what the worker was given.
+    `clearing` identifies the last time that its blocks were dropped. An approximate rank stands for all of a worker
+    that no stream reports on, and is expected to hold the prompts that the worker was sent.
     """
 
     target: WorkerRank
@@ -66,51 +66,51 @@ class RankStatus:
     slot: int | None = None
     """In the index, as `clearing` is (`RadixIndex.slot_of`, `RadixIndex.clearing_of`)."""
     is_counted: bool = False
-    """Whether copies of its blocks are counted: blocks that it was asked to report anew would count once more."""
+    """Whether copies of its blocks are counted, so that blocks it reports again would count as more copies."""
 
     @property
     def known_as(self) -> str | None:
-        """Return what an operator reads: the state, or that it is an expectation."""
+        """Return the state as operators see it, "approximate" where it is an expectation."""
         return APPROXIMATE if self.is_approximate else self.state
 
 
 class Caches(Protocol):
-    """What is known of the fleet's caches, as decisions need it."""
+    """The fleet's caches, as far as decisions need them."""
 
     @property
     def block_sizes(self) -> Mapping[str, int]:
-        """Tokens per block by worker, where that is known; another mapping whenever that changes."""
+        """Tokens per block by worker, where that is known; a new mapping whenever that changes."""
 
     @property
     def has_joined(self) -> bool:
         """Whether prompts can be hashed and matched."""
 
     def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
-        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone.
+        """Return who holds how many leading blocks, of the first `num_usable`, without ranks whose blocks may be gone.
 
-        None for once: the index is being written to.
+        None if another process is just writing to the index.
         """
 
     def ranks(self, worker: str) -> list[RankStatus]:
-        """Return the ranks of a worker, in order; that takes some 10 µs each."""
+        """Return the ranks of a worker, in order. It takes some 10 µs a rank."""
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether what the worker was given is all that is known of its cache."""
 
-    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
+    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FleetState:
-    """The index as what is saved on disk and loaded; a loaded stream waits until its worker is followed at its URL."""
+    """The index as it is saved to disk and loaded; a loaded stream waits until its worker is followed at its URL."""
 
     index: RadixIndex
     indexer: Indexer
     namespace: tuple[str, str] = ("", "")
 
     def endpoint_of(self, source: Source) -> str:
-        """Return the stream's URL: it is followed as it was given."""
+        """Return the URL under which the stream is followed."""
         return source.url
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
@@ -131,17 +131,17 @@ class FleetState:
 
 
 class _Streams(NamedTuple):
-    """Where a worker's events come from, and of how many tokens their blocks are; None where they tell."""
+    """Where a worker's events come from, and their tokens per block; None where the events say that themselves."""
 
     endpoints: tuple[str, ...]
     block_size: int | None
 
 
 class FleetIndex:
-    """Answers what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
+    """Knows what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
 
     def __init__(self, config: RouterConfig, now_s: Callable[[], float], descriptor: int | None = None) -> None:
-        """Lie in the file of a `descriptor`, if there is one, for other processes to read."""
+        """Keep the index in the file of a `descriptor`, if given, for other processes to read."""
         self._config, self._descriptor = config, descriptor
         self._max_blocks = config.max_blocks or default_max_blocks()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
@@ -184,7 +184,7 @@ class FleetIndex:
 
     @property
     def block_sizes(self) -> Mapping[str, int]:
-        """Return the tokens per block by worker, of those whose streams are followed and have told of blocks."""
+        """Return the tokens per block of each worker whose stream is followed and has reported blocks."""
         return {} if self._indexer is None else self._indexer.block_sizes
 
     @property
@@ -193,7 +193,7 @@ class FleetIndex:
         return self.joined_at_s is not None
 
     def follow(self, worker: str, endpoints: Sequence[str], block_size: int | None = None) -> None:
-        """Follow exactly these streams for the worker, dropping its blocks if they, or the size of blocks, change.
+        """Follow exactly these streams for the worker; its blocks are dropped if they, or the size of blocks, change.
 
         Raises InvalidValueError for an endpoint that is no URL of a stream; then nothing has changed.
         """
@@ -211,7 +211,7 @@ class FleetIndex:
             self._limits.pop(worker, None)
 
     def limit_ranks(self, worker: str, num_ranks: int) -> None:
-        """Let streams of the worker name no rank that it says it does not have, nor one that no worker may have."""
+        """Refuse events of the worker for ranks beyond those that it says it has, or that any worker may have."""
         num_ranks = min(num_ranks, self._config.data_parallel_size)
         if self._limits.get(worker) != num_ranks:
             self._limits[worker] = num_ranks
@@ -223,11 +223,11 @@ class FleetIndex:
         return self._streams[worker].endpoints if worker in self._streams else ()
 
     def expect(self, worker: str, num_blocks: int) -> None:
-        """Expect the worker to keep what it is given, up to so many blocks, while no stream tells of it.
+        """Expect the worker to keep what it is sent, up to so many blocks, while no stream reports on it.
 
-        To be called again now and then, which also forgets what has come of age.
+        Call it again now and then: that also forgets what has expired.
         """
-        if num_blocks == 0 or self.is_told(worker):
+        if num_blocks == 0 or self.has_reported(worker):
             self.forget_expected(worker)
             return
         holder = _holder_of(worker)
@@ -236,16 +236,16 @@ class FleetIndex:
         expected.capacity = min(num_blocks, self._max_blocks // len(self._expected))
         self._remove(holder, expected.forget(self._now_s()))
 
-    def is_told(self, worker: str) -> bool:
-        """Return whether some stream has told of the worker."""
+    def has_reported(self, worker: str) -> bool:
+        """Return whether some stream has reported on the worker."""
         return self._indexer is not None and bool(self._indexer.states(worker))
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether what the worker was given is all that is known of its cache."""
-        return self.radix is not None and _holder_of(worker) in self._expected and not self.is_told(worker)
+        return self.radix is not None and _holder_of(worker) in self._expected and not self.has_reported(worker)
 
-    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
+    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
         assert self.radix is not None
         holder = _holder_of(worker)
         forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
@@ -253,34 +253,34 @@ class FleetIndex:
         self._remove(holder, forgotten)
 
     def forget_expected(self, worker: str) -> None:
-        """Expect nothing of the worker any more: it has restarted, is gone, or its stream tells."""
+        """Expect no blocks at the worker any more: it has restarted, is gone, or its stream reports on it."""
         if self._expected.pop(_holder_of(worker), None) is not None and self.radix is not None:
             self.radix.remove_worker(_holder_of(worker).worker)
 
     def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
-        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
+        """Return who holds how many leading blocks, of the first `num_usable`; ranks being resynchronised hold none."""
         if self.radix is None:
             return {}
         match = self.radix.match(hashes, num_usable)
-        # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
+        # Plain tuples, made column by column: with hundreds of holders that takes half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
         expected = {
             WorkerRank(holder.worker.removeprefix(_EXPECTED), 0): overlaps.pop(holder)
             for holder in self._expected.keys() & overlaps.keys()
         }
         if self._indexer is None:
-            return expected  # what is loaded just now does not count yet
+            return expected  # a state that is just being loaded does not count yet
         for target in self._indexer.resyncing & overlaps.keys():
             del overlaps[target]
         for target, depths in expected.items():
-            if not self.is_told(target.worker):
+            if not self.has_reported(target.worker):
                 overlaps[target] = depths
         return overlaps
 
     def ranks(self, worker: str) -> list[RankStatus]:
         """Return the ranks that this worker's events came from, in order.
 
-        One that is expected to hold what it was given has one rank, 0.
+        A worker that is only expected to hold what it was sent has one rank, 0.
         """
         if self.radix is None:
             return []
@@ -296,11 +296,11 @@ class FleetIndex:
 
     @property
     def resyncing(self) -> AbstractSet[WorkerRank]:
-        """Return the ranks whose blocks do not count for now, always up to date."""
+        """Return the ranks that are being resynchronised, whose blocks do not count: a live view."""
         return frozenset() if self._indexer is None else self._indexer.resyncing
 
-    def used(self, hashes: NDArray[np.uint64]) -> None:
-        """Take note that another process has matched these blocks."""
+    def touch(self, hashes: NDArray[np.uint64]) -> None:
+        """Mark blocks as just used, as another process has matched them."""
         if self.radix is not None:
             self.radix.touch(hashes)
 
@@ -316,13 +316,13 @@ class FleetIndex:
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
         return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot, is_counted)
 
-    def every_source(self) -> Iterator[SourceStatistics]:
+    def source_statistics(self) -> Iterator[SourceStatistics]:
         """Yield the counters of each stream."""
         if self._indexer is not None:
             yield from self._indexer.each_statistics()
 
     def state_statistics(self) -> StateStatistics | None:
-        """Return how keeping the index on disk goes, None where it is not kept."""
+        """Return the statistics of saving the index to disk, None where it is not saved."""
         return None if self._keeper is None else self._keeper.statistics()
 
     async def _join(self) -> None:
@@ -388,5 +388,5 @@ class FleetIndex:
 
 
 def _holder_of(worker: str) -> WorkerRank:
-    """Return who holds, in the index, what is expected of a worker: no worker's name begins like that."""
+    """Return the index's name for what a worker is expected to hold: no worker's own name begins like that."""
     return WorkerRank(_EXPECTED + worker, 0)

@@ -1,6 +1,6 @@
 """The router's Prometheus metrics, in a registry of their own.
 
-What happens to requests is counted as it happens; what is true now (load, states, the index) is read at each scrape.
+Events of requests are counted as they happen; the current state (load, workers, the index) is read at each scrape.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ _OF_WORKERS = frozenset(name for name, about in (*_COUNTERS.items(), *_HISTOGRAM
 
 
 class RouterMetrics(Collector):
-    """Counts what happens to requests; a worker that is removed takes its series along.
+    """Counts events of requests; the series of workers that were removed are dropped.
 
-    Counts are plain numbers, by name and labels: the library's take a lock and four calls for each.
+    Counts are plain numbers, by name and labels: those of the library take a lock and four calls each.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class RouterMetrics(Collector):
                 self._observed[name,] = [0.0] * (len(bounds) + 2)
 
     def observe(self, value: float, *name_and_labels: str) -> None:
-        """Count a value in a histogram."""
+        """Add a value to a histogram."""
         bounds, observed = _HISTOGRAMS[name_and_labels[0]][0], self._observed.get(name_and_labels)
         if observed is None:
             observed = self._observed[name_and_labels] = [0.0] * (len(bounds) + 2)
@@ -133,7 +133,7 @@ class RouterMetrics(Collector):
         observed[-1] += value
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
-        """Compare what was predicted with what the worker says it found in its cache."""
+        """Record how far the predicted cached tokens were from those that the worker reports."""
         if usage.cached_tokens is None or not decision.prompt.is_tokenized:
             return
         error_tokens = decision.overlap_tokens - usage.cached_tokens
@@ -141,15 +141,15 @@ class RouterMetrics(Collector):
         self.observe(abs(error_tokens), "overlap_error_tokens", decision.chosen.target.worker, sign)
 
     def forget_removed(self) -> None:
-        """Drop every series of workers that are not there any more."""
+        """Drop the series of workers that were removed."""
         for series in (self.counts, self._observed):
             for key in [*series]:
                 if key[0] in _OF_WORKERS and not self.has_worker(key[1]):
                     series.pop(key, None)  # another thread may have done so
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was counted, in any thread."""
-        self.forget_removed()  # whose answers went on may be counted again
+        """Yield the counts, in any thread."""
+        self.forget_removed()  # those whose last answers ended later may have been counted again
         counters = {
             name: CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
             for name, (text, *labels) in _COUNTERS.items()
@@ -168,9 +168,9 @@ class RouterMetrics(Collector):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FleetGauges:
-    """Reads what is true now of workers: load, states, how well each cache is known, the index.
+    """Reads the current state of workers: load, states, how well each cache is known, the index.
 
-    All is summed up by worker or stream: how many ranks a stream names does not show in how much there is to read.
+    All is summed up by worker or stream, so that the size of the page does not depend on how many ranks a stream names.
     """
 
     fleet: Fleet
@@ -205,8 +205,7 @@ class FleetGauges:
         now_s = self.now_s()
         for worker in self.fleet.workers:
             rendering = None if worker.rendering is None else worker.rendering.state
-            told = ((states, worker.state), (circuits, worker.breaker.state), (renderings, rendering))
-            for gauge, state in told:
+            for gauge, state in ((states, worker.state), (circuits, worker.breaker.state), (renderings, rendering)):
                 for each in () if state is None else type(state):
                     gauge.add_metric([worker.url, each.value], each is state)
             roles.add_metric([worker.url, worker.role.value], 1)
@@ -233,7 +232,7 @@ class FleetGauges:
             attribute: CounterMetricFamily(f"{PREFIX}_event_{name}", text, labels=["worker", "source"])
             for name, attribute, text in _EVENT_COUNTERS
         }
-        for source in index.every_source():
+        for source in index.source_statistics():
             names = [source.worker, source.url]
             if source.last_event_age_s is not None:
                 ages.add_metric(names, source.last_event_age_s)
@@ -246,5 +245,5 @@ class FleetGauges:
 
 
 def gauge_of(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    """Return one of the router's gauges, to be filled."""
+    """Return a gauge of the router's, without values."""
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)

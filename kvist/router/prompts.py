@@ -1,9 +1,9 @@
-"""What a request asks, as far as routing needs it: its model and its prompt's tokens, as the worker will see them.
+"""Parses requests as far as routing needs it: their model and their prompt's tokens, as the worker will see them.
 
-A body is parsed here, once and strictly, and a client that says in it what only the router may say is refused.
+A body is parsed here, once and strictly, and refused if it has fields that only the router may set.
 
-A prompt that cannot be tokenised here (no tokeniser, a template that refuses, an unknown endpoint) is not refused: it
-is routed by load, and `untokenized_reason` says why. Chats come by three APIs, and are rendered alike.
+A prompt that cannot be tokenised here (no tokeniser, a template that fails, an unknown endpoint) is not refused: it is
+routed by load, and `untokenized_reason` says why. Chats of all three APIs are rendered alike.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ APIS = {
     RESPONSES_PATH: "responses",
     GENERATE_PATH: "generate",
 }
-"""Whose prompts are read, by their names in metrics."""
+"""Endpoints whose prompts are read, and their names in metrics."""
 FORM_PATHS = frozenset(
     {"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits", "/v1/images/variations"}
 )
-"""Endpoints that take a form; all others take JSON, whatever a request says of its content."""
+"""Endpoints that take a form; all others take JSON, whatever content type a request has."""
 
 _REWRITING = {
     CHAT_PATH: ("chat_template", "add_special_tokens", "truncate_prompt_tokens"),
@@ -62,13 +62,13 @@ _REWRITING = {
         *("image_data", "video_data", "audio_data"),
     ),
 }
-"""Fields that have an engine make other tokens of a prompt than those of the model's template and text."""
+"""Fields that make an engine use other tokens than those of the model's template and the text."""
 
 INLINE_TOKENIZED_BODY_BYTES = 2 * 2**20
-"""Up to here a prompt of token ids is read on the event loop beside an index: 300,000 of them take 2.2 ms."""
+"""A prompt of token ids up to here is read on the event loop if there is an index: 300,000 ids take 2.2 ms."""
 
 INLINE_FORM_BYTES = 2**20
-"""Up to here a form is read on the event loop: that takes 0.6 ms."""
+"""A form up to here is read on the event loop: that takes 0.6 ms."""
 
 CHARS_PER_TOKEN = 4
 """For estimating prompts that are not tokenised."""
@@ -77,27 +77,29 @@ FORM_BYTES_PER_TOKEN = 320
 """The same for forms: speech at 128 kbit/s, of which models make 50 tokens a second. Estimated, not measured."""
 
 
-class Ask(msgspec.Struct, frozen=True, eq=False):
-    """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
-
-    `fields` is the whole body, but for a prompt that is in `token_ids` alone; `is_renamed` says that the body names an
-    alias of the model. `chat` is what was rendered, all of it; `worker` has what the request goes on with, and no other
-    has; `prefill_rank` computes the same prompt for another answer; `obstacle` is a word for why the tokens are not
-    all of the prompt's, or not known.
-    """
+class ParsedRequest(msgspec.Struct, frozen=True, eq=False):
+    """One request, as far as routing needs it."""
 
     model: str | None
     num_tokens: int
+    """Of all prompts of a batch; an estimate where `token_ids` is None."""
     token_ids: NDArray[np.uint32] | None = None
+    """Of the prompt, the longest one of a batch."""
     cache_salt: str | None = None
     untokenized_reason: str | None = None
     num_prompts: int = 1
     fields: Fields = {}
+    """The whole body; a prompt of token ids may be in `token_ids` alone."""
     chat: ChatCompletionRequest | None = None
+    """The chat that was rendered."""
     worker: str | None = None
+    """The only worker that has the conversation which the request continues."""
     obstacle: str | None = None
+    """A word for why the tokens are not known, or not all of the prompt's."""
     is_renamed: bool = False
+    """Whether the body names an alias of the model."""
     prefill_rank: WorkerRank | None = None
+    """The rank that computes the same prompt for another answer."""
 
     @property
     def outcome(self) -> str:
@@ -108,17 +110,17 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
 
 
 class KnownModels(Protocol):
-    """What models there are, as far as reading prompts needs it."""
+    """The models that are served, as far as reading prompts needs them."""
 
     @property
     def inline_body_bytes(self) -> int:
-        """How long a body may be that is read on the event loop, whatever its model."""
+        """Up to which length a body of any model is read on the event loop."""
 
     def tokenizer(self, model: str | None) -> ChatTokenizer | None:
         """Return the model's tokeniser, None where its text cannot be read."""
 
     def target(self, fields: Fields) -> str | None:
-        """Return the model that a request is for if it names an alias."""
+        """Return the model of a request that names an alias, None if it names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +131,20 @@ class OneModel:
 
     @property
     def inline_body_bytes(self) -> int:
-        """Return what its tokeniser says."""
+        """Return the tokeniser's bound."""
         return INLINE_BODY_BYTES if self.only is None else self.only.inline_body_bytes
 
     def tokenizer(self, _: str | None) -> ChatTokenizer | None:
-        """Return its tokeniser."""
+        """Return the tokeniser."""
         return self.only
 
     def target(self, _: Fields) -> str | None:
-        """Know no alias."""
+        """Return None, as there are no aliases."""
         return None
 
 
 class PromptReader:
-    """Turns request bodies into what routing needs; refuses only what no worker would accept."""
+    """Parses request bodies; refuses only those that no worker would accept."""
 
     def __init__(
         self,
@@ -150,33 +152,33 @@ class PromptReader:
         has_index: Callable[[], bool] = lambda: False,
         needs_tokens: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Read with each model's tokeniser, where someone `needs_tokens`; else only prompts of token ids are known.
+        """Use each model's tokeniser, unless `needs_tokens` returns False: then text is not tokenised.
 
-        Compiled code as the index's reads those where that `has_index`.
+        Once `has_index` returns True, prompts of token ids are read by compiled code, as the index's is.
         """
         self._models = models
         self._has_index = has_index
         self._needs_tokens = needs_tokens
         self.conversations = Conversations()
 
-    async def read(self, path: str | None, body: bytes) -> Ask:
-        """Return what the body of this endpoint asks; raises RequestError (400) that names the field.
+    async def read(self, path: str | None, body: bytes) -> ParsedRequest:
+        """Parse the body of a request to this endpoint; raises RequestError (400) that names the field.
 
         Without a path it may be a chat's, a completion's, or `{"token_ids": […]}`. One that is too long for the event
         loop is read on a thread.
         """
-        ask = self.read_now(path, body)
-        return await asyncio.to_thread(self._read, path, body) if ask is None else ask
+        parsed = self.read_now(path, body)
+        return await asyncio.to_thread(self._read, path, body) if parsed is None else parsed
 
-    def read_now(self, path: str | None, body: bytes) -> Ask | None:
-        """Return what `read` does, or None where that would hold the event loop up: then await `read`."""
+    def read_now(self, path: str | None, body: bytes) -> ParsedRequest | None:
+        """Return what `read` does, or None where that would block the event loop: then await `read`."""
         if path in FORM_PATHS:
             return self._read(path, body) if len(body) <= INLINE_FORM_BYTES else None
         if len(body) <= self._models.inline_body_bytes:
             return self._read(path, body)
         return self._read_tokenized(path, body) if len(body) <= INLINE_TOKENIZED_BODY_BYTES else None
 
-    def _read(self, path: str | None, body: bytes) -> Ask:
+    def _read(self, path: str | None, body: bytes) -> ParsedRequest:
         if path in FORM_PATHS:
             return self._read_form(body)
         tokenized = self._read_tokenized(path, body)
@@ -184,24 +186,24 @@ class PromptReader:
             return tokenized
         fields = _client_fields(body)
         is_renamed = self._rename(fields)
-        ask = self._read_fields(path, fields, len(body))
-        return msgspec.structs.replace(ask, is_renamed=True) if is_renamed else ask
+        parsed = self._read_fields(path, fields, len(body))
+        return msgspec.structs.replace(parsed, is_renamed=True) if is_renamed else parsed
 
-    def _read_form(self, body: bytes) -> Ask:
+    def _read_form(self, body: bytes) -> ParsedRequest:
         named = model_in_form(body)
         model = None if named is None else body[named].decode(errors="replace")
         target = self._models.target({"model": model, "prompt": xxh3_64_hexdigest(body)})  # a conversation of its own
-        ask = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
-        return msgspec.structs.replace(ask, is_renamed=target is not None)
+        parsed = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
+        return msgspec.structs.replace(parsed, is_renamed=target is not None)
 
     def _rename(self, fields: Fields) -> bool:
-        """Put the model in the place of an alias of it."""
+        """Replace an alias by the model, and return whether there was one."""
         target = self._models.target(fields)
         if target is not None:
             fields["model"] = target
         return target is not None
 
-    def _read_fields(self, path: str | None, fields: Fields, num_bytes: int) -> Ask:
+    def _read_fields(self, path: str | None, fields: Fields, num_bytes: int) -> ParsedRequest:
         if path is None:
             if fields.get("token_ids") is not None:
                 return _read_tokens(fields)
@@ -215,8 +217,8 @@ class PromptReader:
             return _read_other(fields, num_bytes, worker=None if kept is None else kept.worker)
         return self._read_chat(path, fields, num_bytes) if path in APIS else _read_other(fields, num_bytes)
 
-    def _read_tokenized(self, path: str | None, body: bytes) -> Ask | None:
-        """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
+    def _read_tokenized(self, path: str | None, body: bytes) -> ParsedRequest | None:
+        """Parse a completion of one prompt of token ids, in a tenth of the time; return None for any other body."""
         if path != COMPLETION_PATH or not self._has_index():
             return None
         from kvist.indexer.compiled.json_tokens import MARK, split_token_ids
@@ -232,12 +234,12 @@ class PromptReader:
             is_renamed = self._rename(fields)
             _check_is_plain(COMPLETION_PATH, fields)
             request = convert(fields, CompletionRequest)
-        except RequestError:  # that of the whole body says where
+        except RequestError:  # parsing the whole body raises one that says where
             return None
         salt = request.cache_salt
-        return Ask(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
+        return ParsedRequest(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
 
-    def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Ask:
+    def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> ParsedRequest:
         chat = convert(fields, ChatCompletionRequest) if api == CHAT_PATH else None
         previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
         kept = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
@@ -251,9 +253,9 @@ class PromptReader:
             return _read_other(fields, num_bytes, error, worker)
         obstacle = "image" if has_items(chat) else None
         num_tokens, salt = len(token_ids), chat.cache_salt
-        return Ask(chat.model, num_tokens, token_ids, salt, None, 1, fields, chat, worker, obstacle)
+        return ParsedRequest(chat.model, num_tokens, token_ids, salt, None, 1, fields, chat, worker, obstacle)
 
-    def _read_generate(self, fields: Fields, num_bytes: int) -> Ask:
+    def _read_generate(self, fields: Fields, num_bytes: int) -> ParsedRequest:
         prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
         try:
             asked = {"prompt": prompt, "model": fields.get("model"), "cache_salt": fields.get("cache_salt")}
@@ -261,7 +263,7 @@ class PromptReader:
         except RequestError as error:
             return _read_other(fields, num_bytes, error)
 
-    def _read_completion(self, api: str, fields: Fields, asked: Fields) -> Ask:
+    def _read_completion(self, api: str, fields: Fields, asked: Fields) -> ParsedRequest:
         request = convert(asked, CompletionRequest)
         prompts = request.prompts
         longest = max(prompts, key=_length_in_tokens)
@@ -278,7 +280,9 @@ class PromptReader:
             reason, obstacle = error.message, error.code
         num_tokens = num_other_tokens + (_length_in_tokens(longest) if token_ids is None else len(token_ids))
         salt, num_prompts = request.cache_salt, len(prompts)
-        return Ask(request.model, num_tokens, token_ids, salt, reason, num_prompts, fields, None, None, obstacle)
+        return ParsedRequest(
+            request.model, num_tokens, token_ids, salt, reason, num_prompts, fields, None, None, obstacle
+        )
 
     def _loaded_tokenizer(self, fields: Fields) -> ChatTokenizer:
         model = fields.get("model")
@@ -290,17 +294,17 @@ class PromptReader:
         return tokenizer
 
 
-def with_model(path: str, body: bytes, ask: Ask) -> bytes:
-    """Return the body with the model itself in the place of an alias."""
-    if not ask.is_renamed:
+def with_model(path: str, body: bytes, parsed: ParsedRequest) -> bytes:
+    """Return the body with an alias replaced by the model itself."""
+    if not parsed.is_renamed:
         return body
-    assert ask.model is not None
+    assert parsed.model is not None
     if path in FORM_PATHS:
         alias = model_in_form(body)
         assert alias is not None
-        return body[: alias.start] + ask.model.encode() + body[alias.stop :]
+        return body[: alias.start] + parsed.model.encode() + body[alias.stop :]
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return msgspec.json.encode(fields | {"model": ask.model})
+    return msgspec.json.encode(fields | {"model": parsed.model})
 
 
 class _Tokens(msgspec.Struct, frozen=True):
@@ -309,13 +313,13 @@ class _Tokens(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
 
 
-def _read_tokens(fields: Fields) -> Ask:
+def _read_tokens(fields: Fields) -> ParsedRequest:
     try:
         prompt = msgspec.convert(fields, _Tokens)
     except msgspec.ValidationError as error:
         raise RequestError(400, f"body: {error}") from None
     token_ids = np.array(prompt.token_ids, np.uint32)
-    return Ask(prompt.model, len(token_ids), token_ids, prompt.cache_salt, fields=fields)
+    return ParsedRequest(prompt.model, len(token_ids), token_ids, prompt.cache_salt, fields=fields)
 
 
 def _client_fields(body: bytes) -> Fields:
@@ -331,7 +335,7 @@ def _check_is_plain(api: str, fields: Fields) -> None:
 
 
 def _messages_of(response_id: Any, kept: Kept | None) -> list[Message]:
-    """Return the conversation that a request goes on with; raises RequestError where nobody here knows it."""
+    """Return the conversation that a request continues; raises RequestError if it is not known here."""
     if response_id is None:
         return []
     messages = None if kept is None else kept.messages
@@ -344,11 +348,13 @@ def _messages_of(response_id: Any, kept: Kept | None) -> list[Message]:
 _OTHER = RequestError(400, "the endpoint is not routed by prefix", code="other_endpoint")
 
 
-def _read_other(fields: Fields, num_bytes: int, error: RequestError = _OTHER, worker: str | None = None) -> Ask:
-    """Take the model from a body of unknown shape, if it says one; the worker judges the rest."""
+def _read_other(
+    fields: Fields, num_bytes: int, error: RequestError = _OTHER, worker: str | None = None
+) -> ParsedRequest:
+    """Parse only the model of a body that cannot be tokenised; the worker checks the rest."""
     model, salt = [each if isinstance(each, str) else None for each in map(fields.get, ("model", "cache_salt"))]
     num_tokens, obstacle = num_bytes // CHARS_PER_TOKEN, error.code or "not_understood"
-    return Ask(model, num_tokens, None, salt, error.message, 1, fields, None, worker, obstacle)
+    return ParsedRequest(model, num_tokens, None, salt, error.message, 1, fields, None, worker, obstacle)
 
 
 def _length_in_tokens(prompt: Prompt) -> int:

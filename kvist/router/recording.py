@@ -1,8 +1,8 @@
-"""Requests as lines of a Mooncake trace, with more fields: what they say, and do not say, is in `docs/recording.md`.
+"""Records requests as lines of a Mooncake trace with more fields, which `docs/recording.md` describes.
 
-part       a file of gzip, begun anew once it is large or old; what was flushed can be read whatever happened then
-recording  the parts of one start of a router, of all its processes: one clock, and one secret, written nowhere
-folder     all parts in it together are bounded: the oldest go
+part       a gzip file, followed by another once it is large or old; what was flushed can be read even after a crash
+recording  the parts of one run of a router, of all its processes: with one clock, and one secret that is never written
+folder     the size of all parts in it together is bounded: the oldest are deleted
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvist.errors import InvalidValueError
 from kvist.router.access_log import LineWriter, write_all
 
 SESSION_HEADER = b"x-session-id"
-"""By which clients say which conversation a request goes on with."""
+"""In which clients name the conversation that a request belongs to."""
 
 PART_SHARE = 64
-"""A part is closed once it has such a part of what the folder may have, and so many may be open."""
+"""A part is closed at this fraction of the folder's bound, and so many may be open."""
 MAX_PART_AGE_S = 3600.0
 MAX_SESSIONS = 100_000
-_BLOCKS_AT_WEIGHT = 16  # take as long to write as the rest of a line
+_BLOCKS_AT_WEIGHT = 16  # so many take as long to write as the rest of a line
 _PARTS = "requests-*.jsonl.gz"
 
 Hashes: TypeAlias = Callable[[], NDArray[np.uint64]]
@@ -42,7 +42,7 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """What all processes of a recording share: when it began, by either clock, and its secret."""
+    """What all processes of a recording share: its start, by the wall and the monotonic clock, and its secret."""
 
     at: float = msgspec.field(default_factory=time.time)
     at_s: float = msgspec.field(default_factory=time.monotonic)
@@ -50,20 +50,20 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class Recorded(NamedTuple):
-    """A request that has ended, by the monotonic clock; what is `told` beside that is written unless it is None."""
+    """A request that has ended, by the monotonic clock; `fields` are written unless they are None."""
 
     arrived_s: float
     ended_s: float
     session: bytes | None
     hashes: Hashes
-    told: dict[str, object]
+    fields: dict[str, object]
 
 
 class RequestRecorder(LineWriter[Recorded]):
     """Writes parts into a folder, whose parts together never have more than `max_bytes`."""
 
     def __init__(self, folder: str, max_bytes: int, beginning: Beginning) -> None:
-        """Record from now on; raises InvalidValueError where the folder cannot be written."""
+        """Begin the first part; raises InvalidValueError where the folder cannot be written."""
         self._folder, self._max_bytes, self._part_bytes = Path(folder), max_bytes, max_bytes // PART_SHARE
         self._beginning = beginning
         self._descriptor: int | None = None
@@ -80,11 +80,11 @@ class RequestRecorder(LineWriter[Recorded]):
         super().__init__("recording of requests")
 
     def write(self, request: Recorded, num_blocks: int) -> None:
-        """Have a line written soon, or drop it where too much waits. For one thread alone."""
+        """Queue a request's line, or drop it where too many wait. Only one thread may call this."""
         self._put(request, 1 + num_blocks // _BLOCKS_AT_WEIGHT)
 
     def _write(self, lines: list[Recorded]) -> None:
-        data = _encode_lines([*self._told(lines)])
+        data = _encode_lines([*self._rows(lines)])
         age_s = time.monotonic() - self._part_began_s
         is_full = self._part_size and self._part_size + len(data) > self._part_bytes
         if self._descriptor is None or is_full or age_s > MAX_PART_AGE_S:
@@ -96,21 +96,21 @@ class RequestRecorder(LineWriter[Recorded]):
         try:
             write_all(self._descriptor, packed)
         except OSError:
-            self._close()  # it may be torn: nothing behind that could be read
+            self._close()  # its end may be torn: nothing after that could be read
             raise
 
-    def _told(self, lines: list[Recorded]) -> Iterator[dict[str, object]]:
+    def _rows(self, lines: list[Recorded]) -> Iterator[dict[str, object]]:
         secret, began_s = self._beginning.secret, self._beginning.at_s
         for line in lines:
-            told = {"timestamp": round(1e3 * (line.arrived_s - began_s)), **line.told, "began": self._beginning.at}
-            told["hash_ids"] = _keyed(secret[:16], line.hashes())
+            fields = {"timestamp": round(1e3 * (line.arrived_s - began_s)), **line.fields, "began": self._beginning.at}
+            fields["hash_ids"] = _keyed(secret[:16], line.hashes())
             if line.session is not None:
-                told["session"] = session = blake2b(line.session, key=secret[16:], digest_size=8).hexdigest()
-                told["pause_s"] = self._pause_s(session, line)
-            yield {name: value for name, value in told.items() if value is not None}
+                fields["session"] = session = blake2b(line.session, key=secret[16:], digest_size=8).hexdigest()
+                fields["pause_s"] = self._pause_s(session, line)
+            yield {name: value for name, value in fields.items() if value is not None}
 
     def _pause_s(self, session: str, line: Recorded) -> float | None:
-        """Return the time since the turn before ended, None where that is not known, or it had not."""
+        """Return the time since the session's last turn ended, None where it had not, or is not known."""
         last_s = self._ended_s.pop(session, None)
         self._ended_s[session] = line.ended_s
         if len(self._ended_s) > MAX_SESSIONS:
@@ -121,13 +121,13 @@ class RequestRecorder(LineWriter[Recorded]):
         path = self._folder / f"requests-{self._own_name}-{next(self._numbers):06}.jsonl.gz"
         hidden = path.with_name(f".{path.name}")
         self._descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # by which others see that it is being written to
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # so that other processes see that it is being written to
         hidden.rename(path)
         self._gzip, self._part_size, self._part_began_s = zlib.compressobj(1, wbits=31), 0, time.monotonic()
         self._make_room()
 
     def _make_room(self) -> None:
-        """Delete the oldest parts, until those that are written to have room to grow."""
+        """Delete the oldest parts, so that those being written to have room to grow."""
         left, closed = self._max_bytes, []
         for path in self._folder.glob(_PARTS):
             try:
@@ -158,7 +158,7 @@ class RequestRecorder(LineWriter[Recorded]):
 
 
 def _keyed(secret: bytes, hashes: NDArray[np.uint64]) -> list[int]:
-    """Return numbers of 53 bits, which any reader of JSON takes exactly: they tell what is equal, and nothing else."""
+    """Return keyed hashes of 53 bits, exact in any JSON reader: they show which blocks are equal, and nothing else."""
     words = hashes.tobytes()
     digests = (blake2b(words[at : at + 8], key=secret, digest_size=7).digest() for at in range(0, len(words), 8))
     return [int.from_bytes(digest) >> 3 for digest in digests]

@@ -1,15 +1,15 @@
-"""Where hits went: what a fleet's caches could have spared, what was routed to, and what became of the difference.
+"""`GET /regret`: the cache hits that a fleet could have had, those it had, and where the others were lost.
 
-    one cache    what a single cache as large as all of the fleet's would have held of a prompt
+    one cache    how much of a prompt a single cache as large as all of the fleet's would have held
     held         the most that any rank held of it
-    routed       what the chosen rank was expected to hold, with what was being computed there
-    reported     what its engine says it found
+    routed       how much the chosen rank was expected to hold, with what was being computed there
+    reported     how much its engine says it found
 
 Tokens are lost between any two of these, each with a cause (`Cause`). What one cache would have held is estimated from
-a sample of blocks, chosen by hash and bounded (SHARDS: Waldspurger and others, FAST 2015): of each it is known when it
-was last used, so that the distinct blocks used since, over the sampled share, are how large a cache had to be to hold
-it still. It held what it did not miss: misses are of many blocks, hits mostly of few, which chance has in the sample or
-not (SHARDS-adj, there). The other figures are counts.
+a bounded sample of blocks, chosen by hash (SHARDS: Waldspurger and others, FAST 2015): the number of distinct blocks of
+the sample used since a block's last use, divided by the sampled share, is the size a cache needs to still hold it. Its
+hits are counted as all tokens less its misses: misses are spread over many blocks, but hits are mostly of few, which
+chance may have left out of the sample (SHARDS-adj, there). The other figures are counts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ BUCKET_S: Final = 60.0
 MAX_BUCKETS: Final = 60
 MAX_ROWS: Final = 4096
 MAX_PREFIXES: Final = 512
-NUM_PREFIXES_TOLD: Final = 10
+NUM_PREFIXES_REPORTED: Final = 10
 MAX_NAMED: Final = 100
 DEFAULT_TENANT: Final = "default"
-"""Of requests that are of no other."""
+"""The tenant of requests where no tenants are configured."""
 
-_TOLD: Final = (
+_REPORTED_COUNTS: Final = (
     *("requests", "prompt_tokens", "one_cache", "held", "routed"),
     *("in_flight", "told_tokens", "predicted", "reported"),
 )
@@ -62,7 +62,7 @@ class Cause(StrEnum):
     UNREAD = "not readable, so that nothing was looked for"
 
 
-_DO: Final = {
+_REMEDIES: Final = {
     Cause.EVICTED: "more cache, or host memory behind it; fewer copies of one prefix",
     Cause.UNKNOWN: "its event stream is partial, resyncing or silent: GET /readiness says which",
     Cause.RENDERED: "the worker's template and tokeniser here, too: GET /readiness says what differs",
@@ -75,7 +75,7 @@ _DO: Final = {
 
 
 class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request that was answered; all but `num_blocks` in tokens."""
+    """One request that was answered. Lengths are in tokens."""
 
     model: str
     worker: str
@@ -85,24 +85,24 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     in_flight: int = 0
     """How much of `routed` was still being computed."""
     under_way: int = 0
-    """The most that any rank which could be chosen held or was computing."""
+    """The most that any candidate held or was computing."""
     reported: int | None = None
     """None where the engine does not say."""
     is_read: bool = True
     is_exact: bool = True
     """Whether the chosen rank's cache is known exactly."""
     alike: int | None = None
-    """How much of it that worker surely renders as the router does; None if that is all."""
+    """How many of its tokens that worker surely renders as the router does; None if all."""
     block_size: int = 1
     sampled: bytes = b""
-    """Blocks of the sample, by number and plain hash, whatever salt and adapter it has, and the hash with them."""
+    """Its blocks in the sample, as an array of SAMPLE: number, hash without salt and adapter, hash with them."""
     variant: int = 0
-    """Stands for salt and adapter."""
+    """Identifies salt and adapter."""
     tenant: str = DEFAULT_TENANT
 
     @property
     def num_usable(self) -> int:
-        """Return how much of it a cache can spare: its full blocks, but that of the last token."""
+        """Return how much of it a cache can save: its full blocks, without the one of the last token."""
         return max(0, self.num_tokens - 1) // self.block_size * self.block_size
 
 
@@ -110,7 +110,7 @@ SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8"), ("held_as", "u8")])
 
 
 def sample_of(plain_hashes: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> bytes:
-    """Return the blocks of a prompt that are in the sample at first, for `Routed`; caches hold them as `hashes`."""
+    """Return the blocks of a prompt in the first sample, for `Routed`; `hashes` are those with salt and adapter."""
     (numbers,) = (plain_hashes * _ODD < _LIMIT).nonzero()
     if not len(numbers):
         return b""
@@ -121,18 +121,18 @@ def sample_of(plain_hashes: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> b
 
 @dataclass(slots=True)
 class _Used:
-    """A sampled block: its last use, by time and among all uses of the sample, and the variant it was in."""
+    """The last use of a sampled block: its number among all uses of the sample, its time and its variant."""
 
     turn: int
     at_s: float
     why_lost: Cause
-    """If it is not held any more."""
+    """The cause that counts if it is not held any more."""
     variant: int
     num_uses: int = 1
 
 
 class Reuse:
-    """When blocks of the sample were last used, least recently used first out of it where they are too many."""
+    """The last uses of the blocks in the sample, whose share is halved when they are too many."""
 
     def __init__(self) -> None:
         self.share = 1 / FIRST_SHARE
@@ -141,7 +141,10 @@ class Reuse:
         self._turn = 0
 
     def use(self, block: int, variant: int, now_s: float, why_lost: Cause) -> tuple[float, _Used | None] | None:
-        """Return how many distinct blocks were used since, and the use before; None of no sampled block. Use it."""
+        """Record a use; return the number of distinct blocks used since the last one, and that use.
+
+        Return None for a block that is not in the sample.
+        """
         if block * int(_ODD) % (1 << 64) >= self.share * (1 << 64):
             return None
         self._turn += 1
@@ -177,21 +180,21 @@ class Reuse:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What a minute's requests add up to."""
+    """The sums over a minute's requests."""
 
     began_s: float
     rows: dict[tuple[str, str, str], Counter[str]] = field(default_factory=dict)
     distances: Counter[int] = field(default_factory=Counter)
-    """Of reuses, by the power of two that is next."""
+    """Of reuses, by the next power of two."""
     stays: Counter[int] = field(default_factory=Counter)
-    """Of blocks that were evicted before reuse, likewise, in seconds."""
+    """Seconds after which blocks were reused that had been evicted, likewise."""
     prefixes: dict[int, tuple[float, int, int]] = field(default_factory=dict)
-    """What prefixes cost, by their last block: tokens computed for want of them, how long they are, how often."""
+    """The costs of prefixes, by their last block: tokens computed for lack of them, their length, how often."""
     total: Counter[str] | None = None
     """Of all rows, once the next minute has begun."""
 
     def summed(self) -> Counter[str]:
-        """Return what all rows add up to."""
+        """Return the sum of all rows."""
         total = Counter[str]()
         for row in self.rows.values():
             total.update(row)
@@ -199,7 +202,7 @@ class _Bucket:
 
 
 class Regret:
-    """Adds up requests, by the minute. Times are handed in, and never go back."""
+    """Sums up requests by the minute. Times are passed in, and never decrease."""
 
     def __init__(self, max_buckets: int | None = MAX_BUCKETS) -> None:
         """Keep so many minutes, or all."""
@@ -207,10 +210,10 @@ class Regret:
         self._reuse = Reuse()
         self._secret = token_bytes(16)
         self.costly: dict[int, str] = {}
-        """The names of prefixes that reports told of of late, by their last blocks."""
+        """The names of prefixes in recent reports, by their last blocks."""
 
     def add(self, now_s: float, requests: Iterable[Routed], capacity_blocks: int) -> None:
-        """Count requests that ended by now; the fleet's caches together hold so many blocks."""
+        """Count requests that have ended; the fleet's caches together hold `capacity_blocks`."""
         if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
             if self._buckets:
                 self._buckets[-1].total = self._buckets[-1].summed()
@@ -279,11 +282,11 @@ class Regret:
                 del bucket.prefixes[min(bucket.prefixes, key=lambda each: bucket.prefixes[each][0])]
 
     def name_of(self, block: int) -> str:
-        """Return what a prefix that ends with this block is called: of that nobody can tell its text."""
+        """Return a name for the prefix that ends with this block; its text cannot be found out from it."""
         return blake2b(block.to_bytes(8, "little"), key=self._secret, digest_size=8).hexdigest()
 
     def by_worker(self, now_s: float, window_s: float, names: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return what the requests of each worker add up to, of what has these names."""
+        """Return the sums of these names over the requests of each worker."""
         hits: dict[str, dict[str, int]] = {}
         for bucket in self._since(now_s, window_s):
             for (_, _, worker), row in bucket.rows.items():
@@ -295,7 +298,7 @@ class Regret:
         return [each for each in self._buckets if each.began_s > now_s - window_s - BUCKET_S]
 
     def report(self, now_s: float, window_s: float) -> dict[str, Any]:
-        """Return what the requests of the last `window_s` add up to, up to a minute more, and each kept minute's."""
+        """Return the sums over the last `window_s`, rounded up to whole minutes, and those of each minute kept."""
         buckets = self._since(now_s, window_s)
         rows, tenants = defaultdict[tuple[str, str], Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
         total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
@@ -309,9 +312,9 @@ class Regret:
             for block, (cost, length, times) in bucket.prefixes.items():
                 before = prefixes.get(block, (0.0, 0, 0))
                 prefixes[block] = (before[0] + cost, max(before[1], length), before[2] + times)
-        costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_TOLD]
-        told = [(block, self.name_of(block)) for block, _ in costliest]
-        self.costly = dict([*told, *self.costly.items()][:MAX_NAMED])
+        costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_REPORTED]
+        named = [(block, self.name_of(block)) for block, _ in costliest]
+        self.costly = dict([*named, *self.costly.items()][:MAX_NAMED])
         stays_needed = {str(1 << power): num for power, num in sorted(stays.items())}
         missed = 1.0 - total["one_cache"] / max(1, total["prompt_tokens"])
         sample = self._reuse.described() | {
@@ -320,11 +323,11 @@ class Regret:
         }
         return {
             "window_s": round(now_s - min((each.began_s for each in buckets), default=now_s), 1),
-            "total": _told(total),
-            "by": [{"model": model, "worker": worker, **_told(row)} for (model, worker), row in sorted(rows.items())],
-            "by_tenant": [{"tenant": tenant, **_told(row)} for tenant, row in sorted(tenants.items())],
+            "total": _row(total),
+            "by": [{"model": model, "worker": worker, **_row(row)} for (model, worker), row in sorted(rows.items())],
+            "by_tenant": [{"tenant": tenant, **_row(row)} for tenant, row in sorted(tenants.items())],
             "over_time": [
-                {"ago_s": round(now_s - bucket.began_s, 1), **_told(bucket.total or bucket.summed())}
+                {"ago_s": round(now_s - bucket.began_s, 1), **_row(bucket.total or bucket.summed())}
                 for bucket in self._buckets
             ],
             "sample": sample,
@@ -339,8 +342,8 @@ class Regret:
 
 
 def _losses(total: Counter[str], stays: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return what was lost by each cause, the most first, and what helps against it."""
-    do = dict(_DO)
+    """Return the tokens lost by each cause, the most first, and what helps against it."""
+    do = dict(_REMEDIES)
     if stays:
         do[Cause.EVICTED] += f"; nine of ten such blocks would have had to stay {quantile(stays, 0.9):,} s longer"
     causes = sorted((cause for cause in Cause if total[cause]), key=lambda each: -total[each])
@@ -348,12 +351,12 @@ def _losses(total: Counter[str], stays: Mapping[str, int]) -> list[dict[str, Any
 
 
 def quantile(counts: Mapping[str, int], part: float) -> int:
-    """Return where so large a part of what a histogram counts is below."""
+    """Return the bound below which such a part of a histogram's counts is."""
     wanted = part * sum(counts.values())
     return next(int(bound) for bound, below in zip(counts, accumulate(counts.values()), strict=True) if below >= wanted)
 
 
-def _told(row: Counter[str]) -> dict[str, Any]:
+def _row(row: Counter[str]) -> dict[str, Any]:
     causes = {cause.value: row[cause] for cause in Cause if row[cause]}
     unpredicted = {name: row[name] for name in ("unpredicted", "unpredicted_as_not_known_exactly") if row[name]}
-    return {name: max(0, row[name]) for name in _TOLD} | {"lost": causes} | unpredicted
+    return {name: max(0, row[name]) for name in _REPORTED_COUNTS} | {"lost": causes} | unpredicted

@@ -1,7 +1,7 @@
-"""What tells an engine of other engines: where a prompt's KV is fetched from, which worker or rank computes it.
+"""Fields and headers that only the router may send to engines: where a prompt's KV is, and which worker computes it.
 
-It makes a worker open connections, write into a cache that all share, or leave its place in the balance, so that the
-router alone says it. Whatever a client says of it is refused, whether its worker would understand it or not.
+They make a worker open connections, write into a shared cache, or take a request that was balanced elsewhere. Requests
+of clients that have any of them are refused, whether the worker would understand it or not.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FIELDS = frozenset(
         *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
     }
 )
-"""Fields of a body, by the dialect that has them."""
+"""Fields of a body, by engine."""
 
 CONTAINERS = frozenset({"vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params", "nvext"})
-"""Fields whose content engines take as their own: looked through as deep as it goes."""
+"""Fields whose content engines treat as fields of their own: they are searched at any depth."""
 
 HEADERS = frozenset(
     {
@@ -50,7 +50,7 @@ MAX_REQUEST_ID_CHARS = 128
 
 _REQUEST_ID = re.compile(rf"[\x20-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _ADDRESSES = ("prefill_addr_", "decode_addr_")
-"""By these, connectors of vLLM find in a request's id where the other worker listens."""
+"""After these in a request's id, connectors of vLLM find the address of the other worker."""
 
 _PART = re.compile(
     rb'(?i)content-disposition:[ \t]*form-data;[ \t]*name="([\w.\[\]-]+)"'
@@ -58,14 +58,14 @@ _PART = re.compile(
 )
 _PART_FIELD = b"content-disposition"
 _MODEL = re.compile(rb"(?:[\w-]+:[^\r\n]*\r\n)*\r\n([^\r\n]{1,256})\r\n--")
-"""What follows the field that names a part, if the part is a model's name."""
+"""The rest of a part after the field with its name, if the part is a model's name."""
 _MAX_PARTS = 256
 _MAX_PART_FIELD_BYTES = 4096
 _SLICE_BYTES = 2**20
 
 
 def refuse_fields(fields: Mapping[str, Any]) -> None:
-    """Raise RequestError (400) if a client's body says where it is to be computed."""
+    """Raise RequestError (400) if a client's body has a reserved field."""
     for name in FIELDS.intersection(fields):
         raise _refusal(name)
     for container in CONTAINERS.intersection(fields):
@@ -77,16 +77,16 @@ def refuse_fields(fields: Mapping[str, Any]) -> None:
 
 
 def refuse_headers(headers: Headers) -> None:
-    """Raise RequestError (400) if a client's headers do."""
+    """Raise RequestError (400) if a client's headers have a reserved one."""
     for name, _ in headers:
         if name.replace(b"_", b"-") in HEADERS:
             raise _refusal(name.decode("latin-1"))
 
 
 def model_in_form(body: bytes) -> slice | None:
-    """Return where a form names its model, None if it names none.
+    """Return where in a form its model's name is, None if it has none.
 
-    Raises RequestError (400) unless its parts have plain names, none of them such a field, and one at most is a model.
+    Raises RequestError (400) unless its parts have plain names, no reserved one, and at most one is a model.
     """
     model = None
     for number, start in enumerate(_part_fields(body), 1):
@@ -107,7 +107,7 @@ def model_in_form(body: bytes) -> slice | None:
 
 
 def _part_fields(body: bytes) -> Iterator[int]:
-    """Yield where the parts of a form are named; other threads run between two slices of it."""
+    """Yield where the fields are that name a form's parts; other threads may run between two slices of it."""
     for begin in range(0, len(body), _SLICE_BYTES):
         piece = body[begin : begin + _SLICE_BYTES + len(_PART_FIELD) - 1].lower()
         start = piece.find(_PART_FIELD)
@@ -117,7 +117,7 @@ def _part_fields(body: bytes) -> Iterator[int]:
 
 
 def check_request_id(name: str, value: str) -> None:
-    """Raise RequestError (400) unless it may stand in log lines and names no other worker."""
+    """Raise RequestError (400) unless the id is safe in log lines and has no worker's address."""
     if not _REQUEST_ID.fullmatch(value):
         expected = f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
         raise RequestError(HTTPStatus.BAD_REQUEST, f"{name}: got {value!r:.100}, expected {expected}", param=name)

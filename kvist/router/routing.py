@@ -1,6 +1,6 @@
-"""One decision: which workers could take a request, what each holds of its prompt, and whom the policy chooses.
+"""One decision: which workers could take a request, what each holds of its prompt, and which one the policy chooses.
 
-Nothing here sends or counts, so `POST /route` explains a decision by making it.
+Deciding sends nothing and counts nothing, so `POST /route` explains a decision by making it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import Caches, Overlaps, RankStatus
-from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, decide, usable_tokens
+from kvist.router.policy.baselines import decide
+from kvist.router.policy.decision import Candidate, Decision, Load, Prompt, Role, Weighing, usable_tokens
 from kvist.router.policy.priced import PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
-from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, Local, Side
+from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, LocalReason, Side
 from kvist.router.prefill.handover import DIALECTS, KVIST, Plan, why_local
-from kvist.router.prefill.several import one_answer
+from kvist.router.prefill.several import single_answer
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
-from kvist.router.prompts import APIS, Ask
+from kvist.router.prompts import APIS, ParsedRequest
 from kvist.router.recording import Hashes
 from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
 
-_NOWHERE = (0,) * len(Tier)
-_MANY_LOOKS, _LOOK_INTERVAL = 256, 16
-"""After so many prompts in a row of which no engine with EAGLE held any, only each 16th is looked for there."""
+_NO_BLOCKS = (0,) * len(Tier)
+_MAX_EAGLE_MISSES, _EAGLE_PROBE_INTERVAL = 256, 16
+"""After so many prompts in a row of which no engine with EAGLE held any, only each 16th is matched for those."""
 
 
-class Known(Protocol):
-    """What decisions are made from."""
+class FleetView(Protocol):
+    """The state of the fleet that decisions are made from."""
 
     fleet: Fleet
     models: Models
@@ -53,11 +54,11 @@ class Known(Protocol):
 
     @property
     def index(self) -> Caches | None:
-        """What is known of caches, None where no policy looks at them."""
+        """The workers' caches, None where no policy looks at them."""
 
 
 class Prefix(NamedTuple):
-    """What is known of a prompt: which rank holds how much of it, and what its full blocks are called."""
+    """Which rank holds how much of a prompt, and the hashes of the prompt's full blocks."""
 
     overlaps: Overlaps = {}  # noqa: RUF012 - nobody writes to it
     block_hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
@@ -81,225 +82,248 @@ class _Ranks(NamedTuple):
 class Routing:
     """Makes decisions from the fleet, its load and its caches as they are now."""
 
-    def __init__(self, known: Known, random: Random, now_s: Callable[[], float]) -> None:
+    def __init__(self, view: FleetView, random: Random, now_s: Callable[[], float]) -> None:
         """Decide by each model's policy."""
-        self._fleet, self._models, self._load, self._index = known.fleet, known.models, known.load, known.index
+        self._fleet, self._models, self._load, self._index = view.fleet, view.models, view.load, view.index
         self._pricing: dict[tuple[PriceSettings, int], PricedPolicy] = {}
         self._ranks: dict[tuple[Worker, ...], _Ranks] = {}
         self._ranks_known_at_s = 0.0
-        self._num_vain_looks = 0
+        self._num_eagle_misses = 0
         self._random = random
         self._now_s = now_s
 
-    def prefix(self, ask: Ask) -> Prefix | None:
-        """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
-        if self._index is None or not self._index.has_joined or ask.token_ids is None:
+    def match(self, parsed: ParsedRequest) -> Prefix | None:
+        """Return who holds how much of the prompt; an empty Prefix where that is not known.
+
+        None means that another process is writing to the index: try again soon.
+        """
+        if self._index is None or not self._index.has_joined or parsed.token_ids is None:
             return Prefix()
-        sizes = self._fleet.block_sizes(ask.model)
-        prefix = self._matched(ask, ask.token_ids, sizes.unit, self._index)
+        sizes = self._fleet.block_sizes(parsed.model)
+        prefix = self._match_blocks(parsed, parsed.token_ids, sizes.unit, self._index)
         for block_size in sizes.each:
             if prefix is None or block_size == sizes.unit:
                 continue
-            others = self._matched(ask, ask.token_ids, block_size, self._index)
-            if others is None:
+            larger = self._match_blocks(parsed, parsed.token_ids, block_size, self._index)
+            if larger is None:
                 return None
             scale = block_size // sizes.unit
-            scaled = {rank: tuple(depth * scale for depth in depths) for rank, depths in others.overlaps.items()}
+            scaled = {rank: tuple(depth * scale for depth in depths) for rank, depths in larger.overlaps.items()}
             prefix = Prefix({**prefix.overlaps, **scaled}, prefix.block_hashes)
         return prefix
 
-    def _matched(self, ask: Ask, token_ids: NDArray[np.uint32], block_size: int, index: Caches) -> Prefix | None:
+    def _match_blocks(
+        self, parsed: ParsedRequest, token_ids: NDArray[np.uint32], block_size: int, index: Caches
+    ) -> Prefix | None:
         """Return what workers with blocks of this size hold."""
         num_usable_tokens = (len(token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return Prefix()
-        hashes_of = self._hashes_of(ask, block_size)
+        hashes_of = self._hashes_of(parsed, block_size)
         block_hashes = hashes_of(token_ids)
         overlaps = index.match(block_hashes, num_usable_tokens // block_size)
         if overlaps is None:
             return None
-        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        self._num_vain_looks += 1
-        is_looked_for = self._num_vain_looks <= _MANY_LOOKS or self._num_vain_looks % _LOOK_INTERVAL == 0
-        if is_looked_for and index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
-            self._num_vain_looks = 0
+        # Engines with EAGLE hash one token more into a block: matching the first block tells whether any holds it.
+        self._num_eagle_misses += 1
+        num_misses = self._num_eagle_misses
+        is_probed = num_misses <= _MAX_EAGLE_MISSES or num_misses % _EAGLE_PROBE_INTERVAL == 0
+        if is_probed and index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
+            self._num_eagle_misses = 0
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             found = dict(index.match(eagle_hashes) or {})
-            if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
+            if num_usable_tokens + 1 == len(token_ids):  # that is the last token, at which SGLang does not look
                 for rank, depths in found.items():
                     if (worker := self._fleet.get(rank.worker)) is not None and worker.engine == "sglang":
                         found[rank] = tuple(min(depth, len(eagle_hashes) - 1) for depth in depths)
             overlaps = {**overlaps, **found}
-        return Prefix(self._where_rendered_alike(ask, overlaps, block_size, index), block_hashes)
+        return Prefix(self._limit_to_same_tokens(parsed, overlaps, block_size, index), block_hashes)
 
-    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, block_size: int, index: Caches) -> Overlaps:
-        """Return the overlaps without blocks that a worker may know by other tokens than the router's."""
-        limits = self._fleet.renderings.limits(ask.chat, ask.fields)
+    def _limit_to_same_tokens(
+        self, parsed: ParsedRequest, overlaps: Overlaps, block_size: int, index: Caches
+    ) -> Overlaps:
+        """Return the overlaps without blocks for which a worker may render other tokens than the router does."""
+        limits = self._fleet.renderings.limits(parsed.chat, parsed.fields)
         limited = {}
         for target, depths in overlaps.items() if limits else ():
             num_same_tokens = limits.get(target.worker)
-            if num_same_tokens is not None and not index.is_expecting(target.worker):  # the router's own tokens
-                # The token behind a block may be in its name, too.
-                limit = max(0, num_same_tokens - 1) // block_size
+            # Blocks that a worker is only expected to hold are hashed from the router's own tokens.
+            if num_same_tokens is not None and not index.is_expecting(target.worker):
+                limit = max(0, num_same_tokens - 1) // block_size  # the token behind a block may be in its hash, too
                 limited[target] = tuple(min(depth, limit) for depth in depths)
         return {**overlaps, **limited} if limited else overlaps
 
-    def block_hashes(self, ask: Ask, worker: str, first_token: int, num_tokens: int) -> list[int]:
-        """Return the names of the worker's blocks that the prompt's first tokens fill, from those of `first_token` on.
+    def block_hashes(self, parsed: ParsedRequest, worker: str, first_token: int, num_tokens: int) -> list[int]:
+        """Return the hashes of the worker's blocks that the prompt's first `num_tokens` fill, from `first_token` on.
 
-        There are none where its tokens are not known; the worker may know only the first of them by those tokens.
+        There are none where its tokens are not known, nor behind those that the worker renders as the router does.
         """
-        num_tokens = min(num_tokens, self._fleet.renderings.limits(ask.chat, ask.fields).get(worker, num_tokens))
-        if self._index is None or not self._index.has_joined or ask.token_ids is None:
+        num_tokens = min(num_tokens, self._fleet.renderings.limits(parsed.chat, parsed.fields).get(worker, num_tokens))
+        if self._index is None or not self._index.has_joined or parsed.token_ids is None:
             return []
-        block_size = self._fleet.block_size_of(worker, ask.model)
-        hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
+        block_size = self._fleet.block_size_of(worker, parsed.model)
+        hashes: list[int] = self._hashes_of(parsed, block_size)(parsed.token_ids[:num_tokens]).tolist()
         return hashes[first_token // block_size :]
 
-    def naming(self, ask: Ask | None, prefix: Prefix) -> tuple[Hashes, int, int | None]:
-        """Return what names a prompt's blocks, on any thread, how many there are, and of how many tokens they are."""
-        if ask is None or (token_ids := ask.token_ids) is None:
+    def recorded_blocks(self, parsed: ParsedRequest | None, prefix: Prefix) -> tuple[Hashes, int, int | None]:
+        """Return a function that hashes a prompt's blocks, on any thread, their number and their size in tokens."""
+        if parsed is None or (token_ids := parsed.token_ids) is None:
             return lambda: prefix.block_hashes, 0, None
-        block_size, lora_name = self._fleet.block_sizes(ask.model).unit, self._adapter_of(ask)
+        block_size, lora_name = self._fleet.block_sizes(parsed.model).unit, self._adapter_of(parsed)
         num_blocks = len(token_ids) // block_size
         if num_blocks == len(prefix.block_hashes):
             return lambda: prefix.block_hashes, num_blocks, block_size
-        hashes = partial(block_hashes, token_ids, block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        hashes = partial(block_hashes, token_ids, block_size, lora_name=lora_name, cache_salt=parsed.cache_salt)
         return hashes, num_blocks, block_size
 
-    def work_of(self, ask: Ask) -> float:
-        """Return what it is to compute a prompt where most of it is held, in units of work (`policy.work`)."""
-        prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit)
-        held, policy = (self.prefix(ask) or Prefix()).held_tokens(prompt), self._models.policy(ask.model).policy
+    def work_of(self, parsed: ParsedRequest) -> float:
+        """Return the work of computing a prompt at the rank that holds most of it, in units of `policy.work`."""
+        prompt = Prompt(parsed.num_tokens, self._fleet.block_sizes(parsed.model).unit)
+        held, policy = (self.match(parsed) or Prefix()).held_tokens(prompt), self._models.policy(parsed.model).policy
         if isinstance(policy, PriceSettings):
-            return float(policy.work_of(ask.num_tokens) - policy.work_of(held))
-        return ask.num_tokens - held
+            return float(policy.work_of(parsed.num_tokens) - policy.work_of(held))
+        return parsed.num_tokens - held
 
-    def computed(self, ask: Ask, worker: str) -> None:
-        """Take note that a worker has computed the prompt: of one that streams no events nothing else is known."""
-        if self._index is not None and ask.token_ids is not None and self._index.is_expecting(worker):
-            hashes = self._hashes_of(ask, self._fleet.block_size_of(worker, ask.model))(ask.token_ids)
+    def record_computed(self, parsed: ParsedRequest, worker: str) -> None:
+        """Record that a worker which streams no events has computed the prompt."""
+        if self._index is not None and parsed.token_ids is not None and self._index.is_expecting(worker):
+            hashes = self._hashes_of(parsed, self._fleet.block_size_of(worker, parsed.model))(parsed.token_ids)
             if len(hashes):
-                self._index.computed(worker, hashes)
+                self._index.record_computed(worker, hashes)
 
     def plan(
         self,
         path: str,
-        ask: Ask,
+        parsed: ParsedRequest,
         prefix: Prefix,
         excluded: Collection[str] = (),
         full: Mapping[str, float] = MappingProxyType({}),
-        local: Local | None = None,
+        local_reason: LocalReason | None = None,
     ) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
 
-        Those that are full, for so many seconds, are chosen where they are worth waiting for by a policy that prices
-        that, else only where nobody else can do it. A reason keeps the request local. Prefill workers do all of a
-        request where nobody else is left, if they do anything alone.
+        `full` are workers without room, and for how many seconds. A policy that prices waiting chooses one where that
+        is worth it; otherwise they are chosen only where nobody else can do it. With a `local_reason` one worker does
+        all of the request. Prefill workers do all of it where nobody else is left, if they do anything alone.
         Raises RequestError: 404 when no worker has the model, 400 when those that have it do nothing alone and cannot
         do this together, 503 when none can take requests now.
         """
-        if ask.model is None and ask.worker is None and ask.fields and self._fleet.has_several_models:
+        if parsed.model is None and parsed.worker is None and parsed.fields and self._fleet.has_several_models:
             message = f"model: missing, expected one of the models served: {self._model_names()}"
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
-        can_pull = self._fleet.has_pulls and not self._fleet.has_roles and local is None
-        holder = self._holder(path, ask, prefix, excluded) if can_pull else None
+        has_roles, settings = self._fleet.has_roles, self._models.policy(parsed.model)
+        can_pull = self._fleet.has_pulls and not has_roles and local_reason is None
+        holder = self._holder(path, parsed, prefix, excluded) if can_pull else None
         room_s: dict[str, float] = {}
         if full:
-            is_priced = isinstance(self._models.policy(ask.model).policy, PriceSettings) and not self._fleet.has_roles
+            is_priced = isinstance(settings.policy, PriceSettings) and not has_roles
             room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
-            if self.has_alternative(path, ask, (others := {*excluded, *(full.keys() - room_s.keys())})):
-                excluded = others
-        everyone = self._fleet.routable(ask.model, excluded)
+            if self.has_alternative(path, parsed, (all_excluded := {*excluded, *(full.keys() - room_s.keys())})):
+                excluded = all_excluded
+        everyone = self._fleet.routable(parsed.model, excluded)
         if not everyone:
-            raise self._refusal(ask.model)
-        workers = everyone if ask.worker is None else [each for each in everyone if each.url == ask.worker] or everyone
-        if not self._fleet.has_roles:
-            decision = self._decide(ask, prefix, workers, holder=holder, room_s=room_s)
-            return self._plan_pull(ask, decision, holder)
-        whole = [worker for worker in workers if self.can_do_all(path, worker)]
-        whole = [worker for worker in whole if worker.role is not Role.PREFILL] or whole
-        answer = self._decide(ask, prefix, whole) if whole else None
+            raise self._refusal(parsed.model)
+        workers = everyone
+        if parsed.worker is not None:
+            workers = [each for each in everyone if each.url == parsed.worker] or everyone
+        if not has_roles:
+            decision = self._decide(parsed, prefix, workers, holder=holder, room_s=room_s)
+            return self._plan_pull(parsed, decision, holder)
+        alone = [worker for worker in workers if self.can_do_all(path, worker)]
+        alone = [worker for worker in alone if worker.role is not Role.PREFILL] or alone
+        answer = self._decide(parsed, prefix, alone) if alone else None
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        paired, reason = self._paired(path, ask, everyone)
-        if reason is Local.SEVERAL_SEQUENCES and local is None and (one := one_answer(path, ask)) is not None:
-            plan = self.plan(path, one, prefix, excluded)
-            if plan.prefill is not None:
-                return msgspec.structs.replace(plan, is_several=True)
+        prefill_workers, reason = self._prefill_workers(path, parsed, everyone)
+        if reason is LocalReason.SEVERAL_SEQUENCES and local_reason is None:
+            single = single_answer(path, parsed)
+            plan = None if single is None else self.plan(path, single, prefix, excluded)
+            if plan is not None and plan.prefill is not None:
+                return msgspec.structs.replace(plan, is_split=True)
         if answer is None:
-            local = local if local in FALLBACKS else reason
-        elif local is None:
+            local_reason = local_reason if local_reason in FALLBACKS else reason
+        elif local_reason is None:
             obstacle = reason if reason in OBSTACLES else None
-            local = obstacle or why_local(answer, self._models.policy(ask.model).max_local_prefill_tokens) or reason
-        if local is None:
-            prefill = self._decide(ask, prefix, paired)
-            ranks = [] if ask.prefill_rank is None else [each.target for each in prefill.candidates]
-            if ask.prefill_rank in ranks:
-                prefill = prefill.choosing(ranks.index(ask.prefill_rank))
-            worker, p = self._side(prefill)
-            decode = self._decide_decode(ask, prefix, worker, everyone)
-            assert decode is not None
-            dialect, (_, d) = self._dialect_of(worker), self._side(decode)
-            return Plan(decode, prefill, None, dialect, *dialect.begin(path, ask, p, d, self._random))
+            local_reason = obstacle or why_local(answer, settings.max_local_prefill_tokens) or reason
+        if local_reason is None:
+            return self._plan_pair(path, parsed, prefix, prefill_workers, everyone)
         if answer is None:
             raise RequestError(
-                HTTPStatus.BAD_REQUEST if local in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
-                f"no worker can do this alone, and no two can together ({local})",
+                HTTPStatus.BAD_REQUEST if local_reason in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
+                f"no worker can do this alone, and no two can together ({local_reason})",
                 code="no_pair",
             )
-        return Plan(answer, None, local)
+        return Plan(answer, None, local_reason)
 
-    def _holder(self, path: str, ask: Ask, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
-        """Return who holds most of the prompt, however busy, of those that it can be fetched from; of equals anyone."""
-        if not prefix.overlaps or KVIST.obstacle(path, ask) is not None:
+    def _plan_pair(
+        self, path: str, parsed: ParsedRequest, prefix: Prefix, prefill_workers: list[Worker], everyone: list[Worker]
+    ) -> Plan:
+        """Return the plan in which one worker computes the prompt for another."""
+        prefill = self._decide(parsed, prefix, prefill_workers)
+        ranks = [] if parsed.prefill_rank is None else [each.target for each in prefill.candidates]
+        if parsed.prefill_rank in ranks:
+            prefill = prefill.choosing(ranks.index(parsed.prefill_rank))
+        worker, prefill_side = self._side(prefill)
+        decode = self._decide_decode(parsed, prefix, worker, everyone)
+        assert decode is not None
+        dialect, (_, decode_side) = self._dialect_of(worker), self._side(decode)
+        fields, handoff = dialect.begin(path, parsed, prefill_side, decode_side, self._random)
+        return Plan(decode, prefill, None, dialect, fields, handoff)
+
+    def _holder(self, path: str, parsed: ParsedRequest, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
+        """Return who holds most of the prompt, of those it can be fetched from, however busy; by chance of equals."""
+        if not prefix.overlaps or KVIST.obstacle(path, parsed) is not None:
             return None
-        workers = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.identity.tokens_per_s]
+        workers = [worker for worker in self._fleet.routable(parsed.model, excluded) if worker.identity.tokens_per_s]
         holders = [_candidate(rank, prefix) for worker in workers for rank in self._fleet.ranks(worker)]
         return max(holders, key=lambda each: (each.overlap_blocks[:1], self._random.random()), default=None)
 
-    def _plan_pull(self, ask: Ask, answer: Decision, holder: Candidate | None) -> Plan:
-        """Return the plan in which who answers fetches what the holder has, if that is part of its price."""
+    def _plan_pull(self, parsed: ParsedRequest, answer: Decision, holder: Candidate | None) -> Plan:
+        """Return the plan in which who answers fetches what the holder has, if it was priced so."""
         num_fetched = 0 if answer.prices is None else int(answer.prices.fetched_tokens[answer.chosen_idx])
         if holder is None or not num_fetched:
             return Plan(answer)
         num_tokens = usable_tokens(holder.overlap_blocks[:1], answer.prompt)
         prompt, weighed = Prompt(num_tokens, answer.prompt.block_size), ([holder], Weighing("holder", [1.0]))
         asked = Decision(answer.policy, prompt, holder, 0, num_tokens, lambda: weighed)
-        fields = KVIST.ask_for_prefix(ask, num_tokens)
+        fields = KVIST.ask_for_prefix(parsed, num_tokens)
         return Plan(answer, asked, dialect=KVIST, fields=fields, pulled_tokens=num_fetched)
 
     def decode_decision(
-        self, ask: Ask, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
+        self, parsed: ParsedRequest, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
     ) -> Decision | None:
-        """Return who goes on with what a prefill worker computed: decode workers before those that do both."""
+        """Return who generates from what a prefill worker has computed: decode workers before those that do both."""
         worker = self._fleet.get(prefill_worker)
         if worker is None:  # it was removed
             return None
-        return self._decide_decode(ask, prefix, worker, self._fleet.routable(ask.model, excluded))
+        return self._decide_decode(parsed, prefix, worker, self._fleet.routable(parsed.model, excluded))
 
     def can_do_all(self, path: str, worker: Worker) -> bool:
-        """Return whether the worker needs no other for a request of this endpoint."""
+        """Return whether the worker can answer a request of this endpoint without another."""
         return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
 
-    def _paired(self, path: str, ask: Ask, workers: list[Worker]) -> tuple[list[Worker], Local | None]:
-        """Return those that can compute the prompt for another of them, or why there are none."""
+    def _prefill_workers(
+        self, path: str, parsed: ParsedRequest, workers: list[Worker]
+    ) -> tuple[list[Worker], LocalReason | None]:
+        """Return those that can compute the prompt for another of the workers, or why there are none."""
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
-        obstacles = {each: each.obstacle(path, ask) for each in set(map(self._dialect_of, prefill_workers))}
+        obstacles = {each: each.obstacle(path, parsed) for each in set(map(self._dialect_of, prefill_workers))}
         able = [worker for worker in prefill_workers if obstacles[self._dialect_of(worker)] is None]
         if not able:
-            return [], next(iter(obstacles.values()), Local.NO_PREFILL_WORKER)
+            return [], next(iter(obstacles.values()), LocalReason.NO_PREFILL_WORKER)
         fetching = [worker for worker in workers if worker.can_fetch]
-        paired = [worker for worker in able if any(self._goes_on_from(worker, other) for other in fetching)]
-        return paired, None if paired else Local.NO_DECODE_WORKER
+        paired = [worker for worker in able if any(self._can_hand_over(worker, other) for other in fetching)]
+        return paired, None if paired else LocalReason.NO_DECODE_WORKER
 
-    def _decide_decode(self, ask: Ask, prefix: Prefix, prefill: Worker, workers: list[Worker]) -> Decision | None:
-        fetching = [worker for worker in workers if worker.can_fetch and self._goes_on_from(prefill, worker)]
+    def _decide_decode(
+        self, parsed: ParsedRequest, prefix: Prefix, prefill: Worker, workers: list[Worker]
+    ) -> Decision | None:
+        fetching = [worker for worker in workers if worker.can_fetch and self._can_hand_over(prefill, worker)]
         fetching = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
-        return self._decide(ask, prefix, fetching, FETCH_SCALE) if fetching else None
+        return self._decide(parsed, prefix, fetching, FETCH_SCALE) if fetching else None
 
-    def _goes_on_from(self, prefill: Worker, other: Worker) -> bool:
-        return self._dialect_of(other) is self._dialect_of(prefill) and other.has_compatible_cache(prefill)
+    def _can_hand_over(self, prefill: Worker, decode: Worker) -> bool:
+        return self._dialect_of(decode) is self._dialect_of(prefill) and decode.has_compatible_cache(prefill)
 
     def _dialect_of(self, worker: Worker) -> Dialect:
         return DIALECTS.get(worker.engine or "") or DIALECTS[self._models.prefill_dialect]
@@ -312,7 +336,7 @@ class Routing:
         return worker, Side(worker.url, port, target.rank if num_ranks > 1 else None, num_ranks)
 
     def begin(self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True) -> ActiveRequest:
-        """Count a request from its dispatch on, to whom it was decided for."""
+        """Count a request as dispatched to the rank that the decision chose."""
         target, prompt, prices, priced = decision.chosen.target, decision.prompt, decision.prices, None
         if prices is not None:
             column = self._load.column(target)
@@ -322,23 +346,23 @@ class Routing:
         num_held = decision.overlap_tokens if computes else prompt.num_tokens
         return self._load.begin(target, prompt, num_held, now_s, priced)
 
-    def routed(
-        self, tenant: str, ask: Ask, prefix: Prefix, decision: Decision, usage: ReportedUsage | None
+    def outcome(
+        self, tenant: str, parsed: ParsedRequest, prefix: Prefix, decision: Decision, usage: ReportedUsage | None
     ) -> Routed | None:
-        """Return what regret counts of a request that was answered; None where nothing is known of caches."""
+        """Return what `GET /regret` counts of a request that was answered; None where there is no index."""
         if self._index is None:
             return None
         target, prompt, prices = decision.chosen.target, decision.prompt, decision.prices
-        model, block_size = self._fleet.label_of(ask.model), prompt.block_size
+        model, block_size = self._fleet.label_of(parsed.model), prompt.block_size
         if not len(prefix.block_hashes):
-            is_read = ask.token_ids is not None and self._index.has_joined
+            is_read = parsed.token_ids is not None and self._index.has_joined
             num_tokens = prompt.num_tokens
             return Routed(model, target.worker, num_tokens, is_read=is_read, block_size=block_size, tenant=tenant)
-        adapter = self._adapter_of(ask)
+        adapter = self._adapter_of(parsed)
         plain_hashes, variant = prefix.block_hashes, 0
-        if adapter is not None or ask.cache_salt is not None:
-            plain_hashes = self._hashes_of(Ask(None, 0), block_size)(ask.token_ids)
-            variant = crc32(repr((adapter, ask.cache_salt)).encode())  # the same in every process
+        if adapter is not None or parsed.cache_salt is not None:
+            plain_hashes = self._hashes_of(ParsedRequest(None, 0), block_size)(parsed.token_ids)
+            variant = crc32(repr((adapter, parsed.cache_salt)).encode())  # the same in every process
         routed = under_way = decision.overlap_tokens
         if prices is not None:
             routed, under_way = int(prices.cached_tokens[decision.chosen_idx]), int(prices.cached_tokens.max())
@@ -352,7 +376,7 @@ class Routing:
             under_way=under_way,
             reported=None if usage is None else usage.cached_tokens,
             is_exact=decision.chosen.is_exact,
-            alike=self._fleet.renderings.limits(ask.chat, ask.fields).get(target.worker),
+            alike=self._fleet.renderings.limits(parsed.chat, parsed.fields).get(target.worker),
             block_size=block_size,
             sampled=sample_of(plain_hashes, prefix.block_hashes),
             variant=variant,
@@ -361,28 +385,30 @@ class Routing:
 
     def _decide(
         self,
-        ask: Ask,
+        parsed: ParsedRequest,
         prefix: Prefix,
         workers: list[Worker],
         compute_scale: float = 1.0,
         holder: Candidate | None = None,
         room_s: Mapping[str, float] | None = None,
     ) -> Decision:
-        prompt = Prompt(ask.num_tokens, self._fleet.block_sizes(ask.model).unit, is_tokenized=ask.token_ids is not None)
-        policy, now_s = self._models.policy(ask.model).policy, self._now_s()
+        prompt = Prompt(
+            parsed.num_tokens, self._fleet.block_sizes(parsed.model).unit, is_tokenized=parsed.token_ids is not None
+        )
+        policy, now_s = self._models.policy(parsed.model).policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
         if isinstance(policy, PriceSettings):
             pricing = self._pricing.get((policy, prompt.block_size))
             if pricing is None:
                 pricing = self._load.pricing(policy, prompt.block_size)
                 self._pricing[policy, prompt.block_size] = pricing
-            by_tier = [prefix.overlaps.get(rank.target, _NOWHERE) for rank in ranks.statuses]
+            by_tier = [prefix.overlaps.get(rank.target, _NO_BLOCKS) for rank in ranks.statuses]
             on_gpus = [each[0] for each in by_tier]
             depths = on_gpus if on_gpus == [each[-1] for each in by_tier] else by_tier
             columns, hashes = ranks.columns, prefix.block_hashes
             pull = None
             if holder is not None and holder.overlap_blocks:
-                min_tokens = self._models.policy(ask.model).max_local_prefill_tokens
+                min_tokens = self._models.policy(parsed.model).max_local_prefill_tokens
                 source = self._fleet.get(holder.target.worker)
                 assert source is not None
                 has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
@@ -415,23 +441,25 @@ class Routing:
             ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s, cache_blocks)
         return ranks
 
-    def has_alternative(self, path: str, ask: Ask, excluded: Collection[str]) -> bool:
+    def has_alternative(self, path: str, parsed: ParsedRequest, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
-        workers = self._fleet.routable(ask.model, excluded)
-        return any(self.can_do_all(path, each) for each in workers) or bool(self._paired(path, ask, workers)[0])
+        workers = self._fleet.routable(parsed.model, excluded)
+        return any(self.can_do_all(path, each) for each in workers) or bool(
+            self._prefill_workers(path, parsed, workers)[0]
+        )
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
-        """Return whether the worker must be told which of its ranks was chosen."""
+        """Return whether the worker has several ranks, so that it must be sent which one was chosen."""
         worker = self._fleet.get(target.worker)
         return worker is not None and len(self._fleet.ranks(worker)) > 1
 
-    def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
-        """Return what names the blocks of a prompt as the workers' streams do."""
-        lora_name, cache_salt = self._adapter_of(ask), ask.cache_salt
+    def _hashes_of(self, parsed: ParsedRequest, block_size: int) -> Callable[..., NDArray[np.uint64]]:
+        """Return the function that hashes the blocks of a prompt as the workers' streams do."""
+        lora_name, cache_salt = self._adapter_of(parsed), parsed.cache_salt
         return partial(_compiled_hashing(), block_size=block_size, lora_name=lora_name, cache_salt=cache_salt)
 
-    def _adapter_of(self, ask: Ask) -> str | None:
-        return ask.model if self._fleet.is_adapter(ask.model) else None
+    def _adapter_of(self, parsed: ParsedRequest) -> str | None:
+        return parsed.model if self._fleet.is_adapter(parsed.model) else None
 
     def _model_names(self) -> str:
         return ", ".join(entry["id"] for entry in self._models.entries()) or "none"

@@ -1,6 +1,6 @@
-"""Where workers are found, beside settings and administrators: the URL of a source, and what it says of a worker.
+"""URLs of sources that workers are discovered from, and the workers that they name.
 
-    file:///PATH.toml, file:///PATH.json       a list of workers, looked at each second
+    file:///PATH.toml, file:///PATH.json       a list of workers, checked each second
     dns://NAME:PORT                            the addresses of a name
     dns+srv://_SERVICE._tcp.NAME               the targets and ports of a service
     kubernetes://NAMESPACE/SERVICE             the endpoints of a service
@@ -8,7 +8,7 @@
     kubernetes://NAMESPACE?pool=NAME           the pods of an InferencePool, at each of its ports
     nats://HOST:PORT/SUBJECT                   those that announce themselves
 
-Names and pods are workers at `?scheme=`, with `?role=` and streams at `?kv_event_source=`, where {host} is theirs.
+For names and pods, `?scheme=`, `?role=` and `?kv_event_source=` describe the workers; {host} is replaced by each one's.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FORMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (*_OF_WORKERS, "selector", "port", "pool"),
     ),
 }
-"""How the URLs of each scheme look, and the options they may have."""
+"""The form of the URLs of each scheme, and the options that they may have."""
 
 
 class WantedWorker(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a source, or an administrator, says of a worker. Raises InvalidValueError."""
+    """A worker as a source or an administrator describes it. Raises InvalidValueError."""
 
     url: str
     kv_event_sources: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class WantedWorker(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceUrl:
-    """A parsed URL; `name` is the URL without what may be secret in it."""
+    """A parsed URL of a source; `name` is the URL without parts that may be secret."""
 
     scheme: str
     host: str
@@ -72,7 +72,7 @@ class SourceUrl:
 
     @classmethod
     def parse(cls, url: str) -> SourceUrl:
-        """Raise InvalidValueError, which shows no secret, for a URL of none of these forms."""
+        """Parse a URL; raises InvalidValueError, which shows no secret, for one of none of these forms."""
         if url.startswith("nats") and is_broker_url(url):
             broker = BrokerUrl.parse(url)
             return cls("nats", "", None, broker.model, {}, broker.public, broker=broker)
@@ -112,7 +112,7 @@ class SourceUrl:
         return cls(scheme, host, port, path, options, f"{shown}?{query}" if query else shown, nameserver)
 
     def worker(self, host: str, port: int, role: str | None = None) -> WantedWorker:
-        """Return the worker at this address; a role that is none counts as not said."""
+        """Return the worker at this address; an unknown role counts as none."""
         host = f"[{host}]" if ":" in host else host
         role = role if role in ROLES else self.options.get("role")
         stream = self.options.get("kv_event_source")

@@ -1,14 +1,14 @@
-"""What the spans of a request say, on its way through the router: OpenTelemetry's names where it has them.
+"""The attributes of a request's spans in the router, under OpenTelemetry's names where it has them.
 
 POST /v1/completions        the request, until its last byte has gone out
-├─ read                     its prompt's tokens
-├─ match                    who holds how much of it
-├─ choose                   who answers, and who computes the prompt for it, or why nobody else does
+├─ read                     reading its prompt's tokens
+├─ match                    finding who holds how much of it
+├─ choose                   choosing who answers, and who computes the prompt for it, or why nobody else does
 ├─ prefill                  that worker's answer; its own spans are below
-├─ choose                   who goes on
-├─ decode                   that worker's answer, or of one that does all: generate
+├─ choose                   choosing who generates
+├─ decode                   that worker's answer; generate, if one worker does all
 ├─ retry                    a worker failed, and why
-└─ fallback                 a prefill or a transfer came to nothing, and why
+└─ fallback                 a prefill or a transfer failed, and why
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from kvist.http import Request
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import Plan
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import Attributes
 
@@ -26,12 +26,12 @@ _OPERATIONS = {CHAT_PATH: "chat", COMPLETION_PATH: "text_completion"}
 
 
 def name_of(request: Request) -> str:
-    """Return what a request's span is called; paths that clients make up are not in it."""
+    """Return the name of a request's span; only known paths are in it, so that clients cannot make up names."""
     return f"{request.method} {request.path}" if request.path in _OPERATIONS else request.method
 
 
 def of_request(request: Request, request_id: bytes) -> Attributes:
-    """Say what is asked."""
+    """Describe the request."""
     return {
         "http.request.method": request.method,
         "url.path": request.path,
@@ -40,28 +40,28 @@ def of_request(request: Request, request_id: bytes) -> Attributes:
     }
 
 
-def of_ask(ask: Ask) -> Attributes:
-    """Say what the prompt is, as far as it is known."""
+def of_prompt(parsed: ParsedRequest) -> Attributes:
+    """Describe the prompt, as far as it is known."""
     return {
-        "gen_ai.request.model": ask.model,
-        "kvist.prompt_tokens": ask.num_tokens,
-        "kvist.untokenized_reason": ask.untokenized_reason,
+        "gen_ai.request.model": parsed.model,
+        "kvist.prompt_tokens": parsed.num_tokens,
+        "kvist.untokenized_reason": parsed.untokenized_reason,
     }
 
 
 def of_plan(plan: Plan) -> Attributes:
-    """Say who was chosen for what, and why one worker does all where others could take part."""
+    """Describe which worker was chosen for what, and why one does all where two could."""
     chosen = dict(of_decision(plan.answer))
     if plan.prefill is not None:
         chosen["kvist.prefill_worker"] = plan.prefill.chosen.target.worker
         chosen["kvist.prefill_overlap_tokens"] = plan.prefill.overlap_tokens
-    if plan.local is not None:
-        chosen["kvist.local"] = plan.local.value
+    if plan.local_reason is not None:
+        chosen["kvist.local"] = plan.local_reason.value
     return chosen
 
 
 def of_decision(decision: Decision | None) -> Attributes:
-    """Say who was chosen, by what."""
+    """Describe which rank was chosen, and by what rule."""
     if decision is None:
         return {"kvist.worker": "none"}
     return {
@@ -75,12 +75,12 @@ def of_decision(decision: Decision | None) -> Attributes:
 
 
 def of_answer(status: int, first_byte_s: float | None = None) -> Attributes:
-    """Say what the client gets, and when it began."""
+    """Describe the client's answer: its status, and when it began."""
     return {"http.response.status_code": status, "gen_ai.response.time_to_first_chunk": first_byte_s}
 
 
 def of_usage(usage: ReportedUsage) -> Attributes:
-    """Say what the worker says of its tokens."""
+    """Describe the usage that the worker reports."""
     return {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -89,7 +89,7 @@ def of_usage(usage: ReportedUsage) -> Attributes:
 
 
 def of_call(decision: Decision) -> Attributes:
-    """Say who is asked."""
+    """Describe the worker that is asked."""
     target = decision.chosen.target
     place = urlsplit(target.worker)
     return {"server.address": place.hostname, "server.port": place.port, "kvist.rank": target.rank}

@@ -1,4 +1,4 @@
-"""Reads what a worker says of a request's cached tokens out of its answer, without holding or altering the answer."""
+"""Reads the usage that a worker reports out of its answer, as the answer is relayed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TAIL_BYTES = 4096
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """What an answer says of all its tokens; `cached_tokens` is None where the engine does not report it."""
+    """The tokens of a whole answer; `cached_tokens` is None where the engine does not report them."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -35,13 +35,13 @@ class _Usage(msgspec.Struct, frozen=True):
     cache_creation_input_tokens: int | None = None
 
     def reported(self) -> ReportedUsage | None:
-        """Return the same, by whichever API it is said; None where the prompt is left out."""
+        """Return the usage in one form for all APIs; None where it leaves the prompt's tokens out."""
         details = self.prompt_tokens_details or self.input_tokens_details or _Details(self.cached_tokens)
         if self.prompt_tokens is not None:
             return ReportedUsage(self.prompt_tokens, details.cached_tokens, self.completion_tokens)
         if self.input_tokens is None:
             return None
-        # Anthropic counts beside each other what the others count one within the other.
+        # Anthropic leaves cached tokens out of the input tokens; the others include them.
         num_read, num_written = self.cache_read_input_tokens, self.cache_creation_input_tokens
         num_tokens = self.input_tokens + (num_read or 0) + (num_written or 0)
         return ReportedUsage(num_tokens, details.cached_tokens if num_read is None else num_read, self.output_tokens)
@@ -62,7 +62,7 @@ class UsageReader:
     __slots__ = ("_is_event_stream", "_is_overlong", "_num_kept", "_tail")
 
     def __init__(self, *, is_event_stream: bool, is_last_event_long: bool = False) -> None:
-        """Its last event may have all that the stream brought."""
+        """`is_last_event_long` says that a stream's last event repeats the whole answer."""
         self._is_event_stream = is_event_stream
         self._num_kept = MAX_JSON_BYTES if is_last_event_long else TAIL_BYTES
         self._is_overlong = False

@@ -55,7 +55,7 @@ async def engine(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 def failure(index: FleetIndex) -> str | None:
     """Return why the worker's stream cannot be received."""
-    return next((source.failure for source in index.every_source()), None)
+    return next((source.failure for source in index.source_statistics()), None)
 
 
 async def test_a_killed_engines_overlap_is_zero_at_once_and_back_with_the_engine(url, until, monkeypatch):
@@ -69,7 +69,7 @@ async def test_a_killed_engines_overlap_is_zero_at_once_and_back_with_the_engine
             await until(lambda: index.match(HASHES) == {})
         async with engine(url):
             await until(lambda: index.match(HASHES) == held)
-        assert next(index.every_source()).num_restarts == 1
+        assert next(index.source_statistics()).num_restarts == 1
 
 
 async def test_a_broker_that_is_away_is_shown_and_the_index_exact_again_after_it(broker, url, until):
@@ -81,7 +81,7 @@ async def test_a_broker_that_is_away_is_shown_and_the_index_exact_again_after_it
         broker.start()
         await until(lambda: failure(index) is None)
         await until(lambda: index.match(HASHES))
-        assert next(index.every_source()).num_restarts == 0
+        assert next(index.source_statistics()).num_restarts == 0
 
 
 async def test_a_stream_whose_client_is_not_installed_costs_its_worker_overlap_and_nothing_else(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.config import POLICY_NAMES, RouterConfig
+from kvist.router.config import PolicyName, RouterConfig
+from kvist.router.policy.baselines import BASELINES
 from kvist.router.policy.settings import PriceSettings
 from kvist.settings import option_help, parse_values, read_toml
 
@@ -80,9 +81,10 @@ def test_numbers_given_as_text_are_read_only_where_asked() -> None:
     }
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", get_args(PolicyName))
 def test_each_policy_name_makes_the_policy_of_that_name(name: Any) -> None:
-    assert RouterConfig(policy=name).make_policy().name == name
+    assert RouterConfig(policy=name).make_policy() == (PriceSettings() if name == "kv" else name)
+    assert name in ("kv", *BASELINES)
 
 
 @pytest.mark.parametrize("name", ["least-loaded", "Least-Loaded", "LEAST-LOADED"])

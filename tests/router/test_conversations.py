@@ -137,7 +137,7 @@ async def test_a_worker_that_is_gone_takes_its_conversations_along(worker, route
 )
 def test_an_answer_that_is_no_response_is_not_remembered(answer: bytes | None, is_event: bool) -> None:
     known = Conversations()
-    known.remember("http://w", None, answer, is_event=is_event)
+    known.record("http://w", None, answer, is_event=is_event)
     assert not known._kept
 
 
@@ -149,12 +149,12 @@ def test_what_was_said_is_known_where_the_request_was_and_the_response_is_whole(
         ("whole", chat, "incomplete"),
     ):
         answer = json.dumps(response_of(name, "hi", status=status)).encode()
-        known.remember("http://w", asked, answer, is_event=False)
+        known.record("http://w", asked, answer, is_event=False)
     assert [known.get(name).messages for name in ("unread", "queued")] == [None, None]
     assert known.get("whole").messages == [*chat.messages, {"role": "assistant", "content": "hi"}]
     for odd in (5, [5], [{"type": "message", "content": 5}], [{"type": "message", "content": [{"text": 5}]}]):
         answer = json.dumps(response_of("odd", output=odd)).encode()
-        known.remember("http://w", chat, answer, is_event=False)
+        known.record("http://w", chat, answer, is_event=False)
         assert known.get("odd").messages == chat.messages
 
 
@@ -163,13 +163,13 @@ def test_least_recently_used_are_dropped_beyond_the_bounds(monkeypatch: pytest.M
     monkeypatch.setattr(conversations, "MAX_RESPONSES", 50)
     known, chat = Conversations(), ChatCompletionRequest(messages=[{"role": "user", "content": "x" * 900}])
     for idx in range(40):
-        known.remember("http://w", chat, json.dumps(response_of(f"long{idx % 30}", "hi")).encode(), is_event=False)
+        known.record("http://w", chat, json.dumps(response_of(f"long{idx % 30}", "hi")).encode(), is_event=False)
         known.get("long0")
     assert sum(len(name) + len(kept.said or b"") for name, kept in known._kept.items()) == known._num_bytes <= 10_000
     assert known.get("long0") is not None
     for idx in range(200):
-        known.remember("http://w", None, json.dumps(response_of(f"short{idx}")).encode(), is_event=False)
+        known.record("http://w", None, json.dumps(response_of(f"short{idx}")).encode(), is_event=False)
     assert (len(known._kept), known._num_bytes) == (50, sum(map(len, known._kept)))
     huge = ChatCompletionRequest(messages=[{"role": "user", "content": "x" * 20_000}])
-    known.remember("http://w", huge, json.dumps(response_of("huge")).encode(), is_event=False)
+    known.record("http://w", huge, json.dumps(response_of("huge")).encode(), is_event=False)
     assert known._num_bytes == 0

@@ -94,10 +94,10 @@ async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_a
     clock = Clock()
     async with FleetIndex(RouterConfig(block_size=16, expected_time_to_live_s=60), clock) as index:
         index.expect("w", 1000)
-        index.computed("w", hashes(TOKENS[:64]))
-        index.computed("w", hashes(TOKENS[80:]))
+        index.record_computed("w", hashes(TOKENS[:64]))
+        index.record_computed("w", hashes(TOKENS[80:]))
         clock.now_s += 59
-        index.computed("w", hashes(TOKENS[:32]))
+        index.record_computed("w", hashes(TOKENS[:32]))
         clock.now_s += 2
         index.expect("w", 1000)
         assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
@@ -110,7 +110,7 @@ async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_
             for worker in ("a", "b"):
                 index.expect(worker, 1 << 50)
         for worker in ("a", "b"):
-            index.computed(worker, hashes(TOKENS))
+            index.record_computed(worker, hashes(TOKENS))
         assert [overlap(index, worker, TOKENS) for worker in ("a", "b")] == [4, 4]
 
 
@@ -327,7 +327,7 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
 async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_at_the_worker(engine, until) -> None:
     async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
         index.expect("w", 1000)
-        index.computed("w", hashes(TOKENS))
+        index.record_computed("w", hashes(TOKENS))
         assert overlap(index, "w", TOKENS) == 10
         with engine("w") as cache:
             index.follow("w", [cache.publisher.endpoint])

@@ -260,7 +260,7 @@ class OneRank:
         chosen = SimpleNamespace(target=self.target)
         decision = SimpleNamespace(chosen=chosen, prompt=prompt, overlap_tokens=num_predicted_tokens)
         usage = ReportedUsage(64, num_cached_tokens)
-        self.healer.answered(decision, usage, lambda first, last: range(first // 16, last // 16))
+        self.healer.on_answer(decision, usage, lambda first, last: range(first // 16, last // 16))
         self.num_hits.append(self.healer._ranks[self.target].num_hits)
 
 

@@ -249,7 +249,7 @@ async def test_a_worker_with_other_blocks_begins_anew(engine, until: Any) -> Non
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
             index.follow("w", [cache.publisher.endpoint], 32)
             assert (index.ranks("w"), index.block_sizes) == ([], {"w": 32})
-            await until(lambda: [each.failure for each in index.every_source()] == ["block_size 16, expected 32"])
+            await until(lambda: [each.failure for each in index.source_statistics()] == ["block_size 16, expected 32"])
 
 
 async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:

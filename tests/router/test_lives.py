@@ -36,7 +36,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.policy.in_flight import UNTIL_INDEXED_S
 from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
 from kvist.router.prefill.dialect import FALLBACKS
-from kvist.router.prefill.several import Part
+from kvist.router.prefill.several import SplitPart
 from kvist.router.tenants import rows
 
 LIVES = seeds(3)
@@ -518,7 +518,7 @@ class Life:
         def answer(forwarding: Forwarding, decision: Decision) -> None:
             life.num_attempts += 1
             life.num_firsts += not forwarding.tried
-            if not forwarding.tried and not isinstance(forwarding.responder, Part):
+            if not forwarding.tried and not isinstance(forwarding.responder, SplitPart):
                 life.note(life.check_room, forwarding, decision)
             answer_by(forwarding, decision)
 
@@ -537,7 +537,7 @@ class Life:
             await asyncio.sleep(0.002)
             before, asleep = asleep, set()
             for queue, lines in admission._queues.items():
-                if not admission._is_due and admission._has_room_for(queue):
+                if not admission._is_scheduled and admission._has_room_for(queue):
                     asleep.add(min(lines.values(), key=lambda line: line.rank).places[0])
             self.failures += [AssertionError(f"not woken: {place}") for place in before & asleep]
 
@@ -558,14 +558,14 @@ class Life:
             return
         if forwarding.handover is not None:
             source = router.fleet.get(forwarding.handover.prefill_worker)
-            others = [each for each in router.fleet.routable(forwarding.ask.model) if each.role is worker.role]
+            others = [each for each in router.fleet.routable(forwarding.parsed.model) if each.role is worker.role]
             others = [each for each in others if source is not None and each.has_compatible_cache(source)]
             just_s = admission.now_s() - 0.05  # who could not be asked until a moment ago
             others = [each for each in others if max(each.capacity.paused_until_s, each.breaker.retry_at_s) < just_s]
             assert admission.has_room(worker) or not any(map(admission.has_room, others))
             self.told["decoded with room"] += admission.has_room(worker)
             self.told["decoded without"] += not admission.has_room(worker)
-        elif forwarding.local not in FALLBACKS:
+        elif forwarding.local_reason not in FALLBACKS:
             assert admission.has_room(worker)
             assert admission.max_requests is None or router.load.num_running < admission.max_requests
 

@@ -12,7 +12,7 @@ import pytest
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.types import GroupRule
-from kvist.router.prompts import Ask
+from kvist.router.prompts import ParsedRequest
 
 TOKENS = list(range(100, 164))  # four blocks of 16, ending on a boundary
 
@@ -69,12 +69,12 @@ async def test_the_block_with_the_last_token_counts_as_the_one_that_an_engine_of
 
 async def test_an_engine_with_eagle_is_soon_found_after_many_prompts_that_none_held(worker, router) -> None:
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
-        routing, ask = front.service._forwarder.routing, Ask("m", len(TOKENS), np.array(TOKENS, np.uint32))
+        routing, ask = front.service._forwarder.routing, ParsedRequest("m", len(TOKENS), np.array(TOKENS, np.uint32))
         for _ in range(300):
-            assert not routing.prefix(ask).overlaps
+            assert not routing.match(ask).overlaps
         eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
         front.service.known.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
-        found = [bool(routing.prefix(ask).overlaps) for _ in range(32)]
+        found = [bool(routing.match(ask).overlaps) for _ in range(32)]
         assert any(found[:16])
         assert all(found[16:])
 
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_looked_up_is_forgotten(
     async with worker() as one, router(one.url, block_size=16) as front:
         looks: list[Any] = []
         monkeypatch.setattr(front.service.known.index, "match", lambda *given: looks.append(given))
-        monkeypatch.setattr("kvist.router.forward._MAX_LOOKS", 10**9)
+        monkeypatch.setattr("kvist.router.forward._MAX_MATCH_RETRIES", 10**9)
         asked = asyncio.create_task(front.complete(TOKENS))
         await until(lambda: len(looks) > 2)
         asked.cancel()

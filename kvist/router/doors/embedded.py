@@ -32,10 +32,10 @@ from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.healing import REPORT_MODE
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.dialect import Local
-from kvist.router.prompts import Ask, PromptReader, with_model
+from kvist.router.prefill.dialect import LocalReason
+from kvist.router.prompts import ParsedRequest, PromptReader, with_model
 from kvist.router.regret import DEFAULT_TENANT
-from kvist.router.routing import Known, Prefix, Routing
+from kvist.router.routing import FleetView, Prefix, Routing
 
 
 class RoutedRequest:
@@ -46,7 +46,7 @@ class RoutedRequest:
     """
 
     def __init__(self, router: Router, choice: Choice, *, is_streamed: bool) -> None:
-        ask, self.decision, self.body, _ = choice
+        parsed, self.decision, self.body, _ = choice
         target = self.decision.chosen.target
         self.worker = target.worker
         """Its URL; `decision` says from what it was chosen."""
@@ -61,7 +61,7 @@ class RoutedRequest:
         self._is_trial = worker.breaker.begin()
         router.known.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
-        self._on_answered = partial(router._routing.computed, ask, target.worker)
+        self._on_answered = partial(router._routing.record_computed, parsed, target.worker)
         self._on_ended = partial(router._add_regret, choice)
         self._was_answered = self._has_ended = False
 
@@ -104,7 +104,7 @@ class RoutedRequest:
 class Choice(NamedTuple):
     """A decision that does not count as load yet, the request it was made for, and the body for the worker."""
 
-    ask: Ask
+    parsed: ParsedRequest
     decision: Decision
     body: bytes
     prefix: Prefix
@@ -120,7 +120,7 @@ class Choice(NamedTuple):
 class Router(ComposedContext):
     """Decides while its context is open; all methods belong to one event loop."""
 
-    def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[Known] | None = None) -> None:
+    def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[FleetView] | None = None) -> None:
         """Use the same configuration as `kvist route`, except for the settings about listening.
 
         If another system finds and checks the workers, `known` is its view of them, which is opened with this context.
@@ -159,19 +159,20 @@ class Router(ComposedContext):
         worker serves, 429 for a sheddable request if no worker has room, 503 if no worker can take requests now.
         """
         choice = await self.choose(path, body, excluded, is_sheddable=is_sheddable)
-        return self.begin(choice, is_streamed=choice.ask.fields.get("stream") is True)
+        return self.begin(choice, is_streamed=choice.parsed.fields.get("stream") is True)
 
     async def choose(
         self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False
     ) -> Choice:
         """Choose a worker as `route` does, without counting the request."""
-        ask = await self._reader.read(path, body)
-        prefix = self._routing.prefix(ask) or Prefix()
+        parsed = await self._reader.read(path, body)
+        prefix = self._routing.match(parsed) or Prefix()
         if is_sheddable:
-            self._admission.shed(ask.model, excluded)
-        full = dict.fromkeys(self._admission.full(ask.model, excluded), inf)  # no request waits here
-        plan = self._routing.plan(path, ask, prefix, excluded, full, local=Local.OTHER_ENDPOINT)
-        return Choice(ask, plan.answer, with_model(path, without_field(body, ask.fields, *REPORT_MODE), ask), prefix)
+            self._admission.shed(parsed.model, excluded)
+        full = dict.fromkeys(self._admission.full_workers(parsed.model, excluded), inf)  # no request waits here
+        plan = self._routing.plan(path, parsed, prefix, excluded, full, local_reason=LocalReason.OTHER_ENDPOINT)
+        body = with_model(path, without_field(body, parsed.fields, *REPORT_MODE), parsed)
+        return Choice(parsed, plan.answer, body, prefix)
 
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:
         """Count a request at the chosen worker; its first byte ends its prefill only if it `is_streamed`."""
@@ -180,6 +181,6 @@ class Router(ComposedContext):
     def _add_regret(self, choice: Choice) -> None:
         """Add an answered request to `GET /regret`, without the engine's own report of what it found cached."""
         if isinstance(self.known, Keeper):
-            routed = self._routing.routed(DEFAULT_TENANT, choice.ask, choice.prefix, choice.decision, None)
+            routed = self._routing.outcome(DEFAULT_TENANT, choice.parsed, choice.prefix, choice.decision, None)
             if routed is not None:
                 self.known.on_routed(routed)

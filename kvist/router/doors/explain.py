@@ -20,7 +20,7 @@ from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Candidate, Decision, Load
 from kvist.router.prefill.handover import Plan
-from kvist.router.prompts import Ask
+from kvist.router.prompts import ParsedRequest
 from kvist.router.regret import Regret
 
 MAX_NAMED = 20
@@ -69,15 +69,15 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
     return condition, _UPPER_BOUNDS if is_estimate else _REASONS.get(condition)
 
 
-def explain_plan(plan: Plan, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
+def explain_plan(plan: Plan, parsed: ParsedRequest, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Explain which worker answers the request, and which one computes its prompt or gives a prefix of it."""
-    page = explain_decision(plan.answer, ask, load, now_s)
+    page = explain_decision(plan.answer, parsed, load, now_s)
     if plan.pulled_tokens:
         page["pull"] = explain_pull(plan)
     elif plan.prefill is not None:
-        page["prefill"] = explain_decision(plan.prefill, ask, load, now_s)
-    elif plan.local is not None:
-        page["local"] = plan.local.value
+        page["prefill"] = explain_decision(plan.prefill, parsed, load, now_s)
+    elif plan.local_reason is not None:
+        page["local"] = plan.local_reason.value
     return page
 
 
@@ -87,15 +87,15 @@ def explain_pull(plan: Plan) -> dict[str, Any]:
     return {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
 
 
-def explain_decision(decision: Decision, ask: Ask, load: LoadTracker, now_s: float) -> dict[str, Any]:
+def explain_decision(decision: Decision, parsed: ParsedRequest, load: LoadTracker, now_s: float) -> dict[str, Any]:
     """Explain which worker was chosen, by which rule, and the cost and load of every candidate."""
-    page = explain_choice(decision, ask)
+    page = explain_choice(decision, parsed)
     for candidate, explained in zip(decision.candidates, page["candidates"], strict=True):
         explained |= explain_load(candidate.target, load.load(candidate.target, now_s))
     return page
 
 
-def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dict[str, Any]:
+def explain_choice(decision: Decision, parsed: ParsedRequest, most: int | None = None) -> dict[str, Any]:
     """Explain a decision without loads, with the `most` best candidates, among them the chosen one."""
     candidates, weighing = decision.weighed()
     page: dict[str, Any] = {
@@ -106,7 +106,7 @@ def explain_choice(decision: Decision, ask: Ask, most: int | None = None) -> dic
         "overlap_tokens": decision.overlap_tokens,
         "prompt_tokens": decision.prompt.num_tokens,
         "block_size": decision.prompt.block_size,
-        "untokenized_reason": ask.untokenized_reason,
+        "untokenized_reason": parsed.untokenized_reason,
         "num_candidates": len(candidates),
     }
     prices, probabilities = decision.prices, weighing.probabilities
@@ -148,7 +148,7 @@ def explain_workers(
 ) -> list[dict[str, Any]]:
     """Explain the state of each worker."""
     sources: dict[str, list[dict[str, Any]]] = {}
-    for source in index.every_source() if index is not None else ():
+    for source in index.source_statistics() if index is not None else ():
         sources.setdefault(source.worker, []).append(_explain_source(source))
     speeds, hits = load.prompt_speeds(), regret.by_worker(now_s, HITS_WINDOW_S, _HITS)
     return [
@@ -270,7 +270,7 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
     counts: Counter[Condition] = Counter()
     num_upper_bounds = 0
     problems: list[dict[str, Any]] = []
-    for source in index.every_source():
+    for source in index.source_statistics():
         page = _explain_source(source)
         counts[page["condition"]] += 1
         num_upper_bounds += page["upper_bounds"]

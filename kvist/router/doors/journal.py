@@ -15,12 +15,12 @@ from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt
 from kvist.router.doors.explain import explain_choice, explain_pull
 from kvist.router.policy.decision import usable_blocks
-from kvist.router.prefill.several import Answers
+from kvist.router.prefill.several import SplitAttempt
 from kvist.router.prompts import KnownModels
 
 if TYPE_CHECKING:
     from kvist.router.forward import Forwarding
-    from kvist.router.prompts import Ask
+    from kvist.router.prompts import ParsedRequest
 
 RATE, BURST = 20.0, 60.0
 MAX_CANDIDATES = 8
@@ -66,22 +66,25 @@ class Journal:
             return
         self._allowance -= 1.0
         num_skipped, self._num_skipped = self._num_skipped, 0
-        ask: Ask | None = getattr(request, "ask", None)  # unset if the prompt could not be read
-        row = self._row(request, ask, error, now_s)
-        if ask is None or ask.token_ids is None or request.attempt is None:
+        parsed: ParsedRequest | None = getattr(request, "parsed", None)  # unset if the prompt could not be read
+        row = self._row(request, parsed, error, now_s)
+        if parsed is None or parsed.token_ids is None or request.attempt is None:
             self._on_seen(Seen(_encode(row), num_skipped))
             return
         decision, hashes, tokens = request.attempt.decision, request.prefix.block_hashes, b""
         hashes = hashes[: min(usable_blocks(len(hashes), decision.prompt), MAX_BLOCKS)]
         if self._shows_prompts:
-            tokenizer = self._models.tokenizer(ask.model)
-            row["prompt"] = tokenizer.text(ask.token_ids[-_QUOTED_TOKENS:].tolist()) if tokenizer is not None else None
-            tokens = ask.token_ids[: len(hashes) * decision.prompt.block_size].tobytes()
+            tokenizer = self._models.tokenizer(parsed.model)
+            quoted = parsed.token_ids[-_QUOTED_TOKENS:].tolist()
+            row["prompt"] = tokenizer.text(quoted) if tokenizer is not None else None
+            tokens = parsed.token_ids[: len(hashes) * decision.prompt.block_size].tobytes()
         block_size = decision.prompt.block_size
-        num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(ask.model)
+        num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(parsed.model)
         self._on_seen(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
 
-    def _row(self, request: Forwarding, ask: Ask | None, error: Exception | None, now_s: float) -> dict[str, Any]:
+    def _row(
+        self, request: Forwarding, parsed: ParsedRequest | None, error: Exception | None, now_s: float
+    ) -> dict[str, Any]:
         attempt, handover = request.attempt, request.handover
         queue_s = 0.0 if request.place is None else request.place.waited_s
         usage = None if attempt is None else attempt.usage
@@ -89,24 +92,24 @@ class Journal:
             "id": request.request_id.decode("latin-1")[:MAX_CHARS],
             "at": round(time(), 3),
             "path": request.request.path[:MAX_CHARS],
-            "model": None if ask is None or ask.model is None else ask.model[:MAX_CHARS],
+            "model": None if parsed is None or parsed.model is None else parsed.model[:MAX_CHARS],
             "tenant": request.tenant.name,
             "status": request.responder.status or CLIENT_LEFT_STATUS,
             "error": None if error is None else str(error)[:MAX_CHARS],
             "num_attempts": len(request.tried),
-            "prompt_tokens": None if ask is None else ask.num_tokens,
+            "prompt_tokens": None if parsed is None else parsed.num_tokens,
             "reported": None if usage is None else usage.cached_tokens,
-            "output_tokens": attempt.num_output_tokens if isinstance(attempt, AnswerAttempt | Answers) else None,
+            "output_tokens": attempt.num_output_tokens if isinstance(attempt, AnswerAttempt | SplitAttempt) else None,
             "queue_s": round(queue_s, 4),
             "total_s": round(now_s - request.started_s, 4),
         }
-        if attempt is not None and ask is not None:
+        if attempt is not None and parsed is not None:
             row["sent_s"] = round(attempt.sent_s - request.started_s, 4)
             row["first_byte_s"] = attempt.first_byte_s
-            row["decision"] = explain_choice(attempt.decision, ask, MAX_CANDIDATES)
+            row["decision"] = explain_choice(attempt.decision, parsed, MAX_CANDIDATES)
             if handover is not None and request.pull is not None:
                 row["pull"] = explain_pull(request.pull)
             elif handover is not None and request.computed_by is not None:
                 row |= {"prefill_s": round(handover.prefill_s, 4), "transfer_s": round(handover.transfer_s, 4)}
-                row["prefill"] = explain_choice(request.computed_by, ask, MAX_CANDIDATES)
+                row["prefill"] = explain_choice(request.computed_by, parsed, MAX_CANDIDATES)
         return row

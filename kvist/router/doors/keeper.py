@@ -53,7 +53,7 @@ from kvist.router.fleet.speeds import saved_speeds
 from kvist.router.index import FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.regret import Regret, Routed
-from kvist.router.routing import Known
+from kvist.router.routing import FleetView
 from kvist.router.sources import WantedWorker
 from kvist.router.tenants.accounts import used
 
@@ -87,7 +87,7 @@ class Answer(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
 
 
-class FleetKnowledge(Known, Protocol):
+class FleetKnowledge(FleetView, Protocol):
     """What a router needs to know of its fleet, from a keeper in its own process or in another."""
 
     async def answer(self, question: Question) -> Answer:

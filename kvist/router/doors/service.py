@@ -158,7 +158,7 @@ class RouterService(ComposedContext):
             known,
             pool,
             self._metrics,
-            self._keys.judge,
+            self._keys.resolve_tenant,
             self._refuse,
             known.on_routed,
             Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).record,
@@ -293,7 +293,7 @@ class RouterService(ComposedContext):
         """Answer a tenant with its own usage, an administrator with that of all tenants."""
         name = None
         if not is_administrator(request, self._config.admin_key):
-            tenant = await self._keys.judge(request)
+            tenant = await self._keys.resolve_tenant(request)
             if tenant is DEFAULT:
                 require_administrator(request, self._config.admin_key)
             name = tenant.name
@@ -315,11 +315,11 @@ class RouterService(ComposedContext):
     async def _explain_route(self, body: bytes) -> Answer:
         """Return where a request with this body would go, without sending it."""
         routing, admission = self._forwarder.routing, self._forwarder.admission
-        ask = await self._forwarder.reader.read(None, body)
-        full = admission.full(ask.model, ())
-        plan = routing.plan(COMPLETION_PATH, ask, routing.prefix(ask) or Prefix(), full=full)
-        explained = explain_plan(plan, ask, self.known.load, time.monotonic())
-        is_queued = admission.would_wait(ask.model) or plan.answer.chosen.target.worker in full
+        parsed = await self._forwarder.reader.read(None, body)
+        full = admission.full_workers(parsed.model, ())
+        plan = routing.plan(COMPLETION_PATH, parsed, routing.match(parsed) or Prefix(), full=full)
+        explained = explain_plan(plan, parsed, self.known.load, time.monotonic())
+        is_queued = admission.would_wait(parsed.model) or plan.answer.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})
 
     def _named_worker(self, request: Request) -> str:
@@ -354,7 +354,7 @@ class RouterService(ComposedContext):
 
     async def _show_models(self, request: Request, responder: Responder) -> None:
         """Answer with the model that the path names, or with the list of all that the tenant may use."""
-        tenant, model_id = await self._keys.judge(request), request.path.removeprefix(MODELS_PATH).lstrip("/")
+        tenant, model_id = await self._keys.resolve_tenant(request), request.path.removeprefix(MODELS_PATH).lstrip("/")
         entries = [entry for entry in self.known.models.entries(tenant.models) if model_id in ("", entry["id"])]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"

@@ -279,7 +279,7 @@ class Membership(ComposedContext):
     async def _check(self, worker: Worker) -> None:
         """Run one health check, and apply what the worker says of itself."""
         # Without a stream /metrics say how much it caches, and without an engine's name what its blocks are.
-        is_untold = self._index is not None and not self._index.is_told(worker.url)
+        is_untold = self._index is not None and not self._index.has_reported(worker.url)
         is_apart = worker.role is not Role.BOTH and not worker.identity.engine
         authorization = self._config.authorization(worker.url)
         try:

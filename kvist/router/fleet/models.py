@@ -21,12 +21,11 @@ from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
-from kvist.router.config import RouterConfig
+from kvist.router.config import PolicyName, RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.identity import Identity, ServedModel
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.policy.attention import costs_of
-from kvist.router.policy.decision import Policy
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class ModelFiles(NamedTuple):
 class ModelPolicy(NamedTuple):
     """How workers for a model are chosen, and up to which length the worker that answers computes the prompt itself."""
 
-    policy: Policy | PriceSettings
+    policy: PriceSettings | PolicyName
     max_local_prefill_tokens: int
 
 

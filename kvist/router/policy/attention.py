@@ -1,4 +1,4 @@
-"""What a token costs a model, by the `config.json` that Hugging Face models come with."""
+"""The costs of a model's token, from the `config.json` that Hugging Face models come with."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any, NamedTuple
 
 
 class ModelCosts(NamedTuple):
-    """Of a token; weights and KV in numbers, not bytes."""
+    """Costs of one token, in numbers of weights, keys and values, not bytes."""
 
     weights_used: int
-    """Multiplications but for attention, of the layers; experts as many as compute a token."""
+    """Multiplications of the layers, without attention; of experts those that compute one token."""
     weights: int
-    """Of the whole model, with its embeddings."""
+    """Weights of the whole model, with its embeddings."""
     attended: int
-    """Multiplications for each earlier token, where layers look at all of them."""
+    """Multiplications for each earlier token, in layers with full attention."""
     kv: int
     """Keys and values of all layers."""
     window: int | None
-    """How many tokens back some layers see."""
+    """How many tokens back layers with sliding attention see."""
     windowed: float
-    """Share of the layers that do."""
+    """Share of the layers with sliding attention."""
 
     @property
     def alpha(self) -> float:
-        """The α of `priced`: what a token costs more for each one before it, a share of its own cost."""
+        """The α of `priced`: by which share of its own cost a token costs more for each one before it."""
         return self.attended / self.weights_used
 
 
 def costs_of(config: Mapping[str, Any]) -> ModelCosts | None:
-    """Return what a model's tokens cost.
+    """Return the costs of a model's tokens, None where the config does not say enough.
 
-    Layers that attend to a window count as if they looked back no further than a block: their share does not grow. None
-    where the config does not say enough, as of models that compress keys and values (MLA), or of other architectures.
+    That is so of models that compress keys and values (MLA), and of some other architectures. Layers with a window
+    count as if they looked back no further than a block: their costs do not grow with the context.
     """
     text = config.get("text_config", config)
     try:

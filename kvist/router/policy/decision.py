@@ -1,11 +1,11 @@
-"""What a policy decides from, what it answers, and the one draw that makes a decision of it."""
+"""What policies decide from, the decision they return, and the random draw that makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a worker is there for. A role is for routing: any worker can compute a request alone."""
+    """Which part of requests a worker is for. Only routing looks at it: any worker can compute a request alone."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """How long the prompt is. `num_tokens` is an estimate where `is_tokenized` is false, and then nothing overlaps."""
+    """A prompt's length. Where `is_tokenized` is false, `num_tokens` is an estimate and nothing overlaps."""
 
     num_tokens: int
     block_size: int
@@ -43,8 +43,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A rank that may take the request.
 
     `overlap_blocks[tier]` counts the leading blocks of the prompt held in this tier or a faster one, so it never falls.
-    `num_cached_blocks` is all that the rank holds. Both are an expectation, not what the worker told, where
-    `is_approximate`. `load` is only there for policies that look at it.
+    `num_cached_blocks` is all that the rank holds. Where `is_approximate`, the worker has reported neither: they are
+    only expected. `load` is set only for policies that look at it.
     """
 
     target: WorkerRank
@@ -74,9 +74,9 @@ class Decision(msgspec.Struct, frozen=True):
     overlap_tokens: int
     """How many prompt tokens it is expected to find in its cache, in any tier."""
     weighed: Callable[[], tuple[Sequence[Candidate], Weighing]]
-    """Returns all candidates, and how likely they were; hardly anybody asks."""
+    """Returns all candidates, and how likely they were; computed on demand, as few callers need it."""
     prices: Prices | None = None
-    """What the policy `kv` weighed."""
+    """The terms of the `kv` policy; None for others."""
 
     @property
     def candidates(self) -> Sequence[Candidate]:
@@ -101,24 +101,6 @@ class Decision(msgspec.Struct, frozen=True):
         costs = [-each for each in weighing.probabilities] if self.prices is None else self.prices.cost_s.tolist()
         ranked = sorted(range(len(costs)), key=costs.__getitem__)
         return list(dict.fromkeys(candidates[idx].target.worker for idx in (self.chosen_idx, *ranked)))
-
-
-class Policy(Protocol):
-    """A way to weigh candidates; candidates are never empty."""
-
-    name: ClassVar[str]
-
-    def weigh(self, prompt: Prompt, candidates: Sequence[Candidate], turn: int) -> Weighing:
-        """Return a probability for each candidate, in order."""
-
-
-def decide(policy: Policy, prompt: Prompt, candidates: Sequence[Candidate], turn: int, random: Random) -> Decision:
-    """Return the decision of one draw from the policy's probabilities."""
-    weighing = policy.weigh(prompt, candidates, turn)
-    chosen_idx = draw(weighing.probabilities, random)
-    chosen = candidates[chosen_idx]
-    overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
-    return Decision(policy.name, prompt, chosen, chosen_idx, overlap_tokens, lambda: (candidates, weighing))
 
 
 def usable_blocks(overlap_blocks: int, prompt: Prompt) -> int:

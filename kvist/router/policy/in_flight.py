@@ -1,4 +1,4 @@
-"""Blocks of prompts that were dispatched: where they run they are as good as cached, before any event tells of them."""
+"""Prompts in flight: their blocks are as good as cached where they run, before any event reports them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NUM_RANKS_OF_A_MARK: Final = 8
 LONGEST_PROMPT_TOKENS: Final = 1 << 22
 
 IN_FLIGHT_S: Final = 300.0
-"""How long a prompt that nothing is heard of counts."""
+"""How long a prompt counts without any answer."""
 UNTIL_INDEXED_S: Final = 5.0
-"""How long it counts after its first token: until the index knows of it."""
+"""How long it counts after its first token: until the index has its blocks."""
 
 _LAST_SLOT: Final = np.uint64(NUM_SLOTS - 1)
 _MASK: Final = (1 << 64) - 1
@@ -32,10 +32,10 @@ SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), 
 def read_depths(
     tables: NDArray[np.void], marks: Marks, depths: Depths, now_s: float, columns: Depths, ranks: Depths, found: Depths
 ) -> None:
-    """Raise what each of `ranks` holds, `found`, to the depth of the deepest mark that it has.
+    """Raise what each of `ranks` holds, in `found`, to the depth of the deepest mark that it has.
 
-    `columns` is room to say where each rank of the tables stands among these; all are -1 before and after. This and the
-    two functions below are plain loops, for `kvist.router.compiled` to compile.
+    `columns` is scratch space for the index of each rank of the tables among `ranks`; all are -1 before and after. This
+    and the two functions below are plain loops, for `kvist.router.compiled` to compile.
     """
     for idx in range(len(ranks)):
         columns[ranks[idx]] = idx
@@ -53,7 +53,7 @@ def read_depths(
 
 
 def add_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float) -> None:
-    """Note at each mark that the rank has it, in its own place or else in that which counts for the shortest time."""
+    """Add the rank to each mark, in its own place or else in the one that expires first."""
     for mark in marks:
         entry = table[mark & _LAST_SLOT]
         if entry["hash"] != mark:
@@ -71,7 +71,7 @@ def add_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float) 
 
 
 def settle_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float, then_s: float) -> None:
-    """Let what the rank has of these until `until_s` count until `then_s`; what was renewed stays."""
+    """Change when the rank's marks expire from `until_s` to `then_s`; those that were renewed stay."""
     for mark in marks:
         entry = table[mark & _LAST_SLOT]
         for way in range(NUM_RANKS_OF_A_MARK if entry["hash"] == mark else 0):
@@ -80,12 +80,12 @@ def settle_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: floa
 
 
 class PromptsInFlight:
-    """Marks at some of a prompt's blocks, a table of fixed size for each router; a decision looks at all tables.
+    """Marks at some of a prompt's blocks, in a table of fixed size for each router; a decision reads all tables.
 
-    Not every block is marked: one in MARK_TOKENS, and from each 64th mark on one in four times as many as before, at
-    the same places of each prompt. So a prompt has 15 marks at 4,000 tokens and 132 at 100,000, and of what it shares
-    less than MARK_TOKENS or a fifth is missed. A mark names the ranks that have had it last; a newer mark takes the
-    slot of an older one. A block's hash names all before it, too: the deepest mark that is found tells of the others.
+    Not every block is marked: one in MARK_TOKENS, and after each 64 marks one in four times as many as before, at the
+    same places of each prompt. So a prompt has 15 marks at 4,000 tokens and 132 at 100,000, and of a shared prefix less
+    than MARK_TOKENS or a fifth is missed. A mark lists the ranks that had it last; a newer mark takes the slot of an
+    older one. A block's hash depends on all blocks before it, so the deepest mark that is found implies the others.
     A rank has what any of the tables says it has.
     """
 
@@ -100,7 +100,7 @@ class PromptsInFlight:
         self._all_depths, self._depths, self._idxs = depths, np.array(depths), np.array(depths) - 1
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
-        """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
+        """Return those hashes that are marked, of the hashes of all full blocks of a prompt."""
         idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]
         if isinstance(block_hashes, np.ndarray):
             marks: Marks = block_hashes[idxs].astype(np.uint64, copy=False)
@@ -108,7 +108,7 @@ class PromptsInFlight:
         return np.array([int(block_hashes[idx]) & _MASK for idx in idxs.tolist()], np.uint64)
 
     def depths(self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None) -> Depths:
-        """Return how many leading blocks each rank holds or will have computed; `held` are those it holds by events."""
+        """Return how many leading blocks each rank holds or is computing; `held` are those in the index."""
         if not len(marks):
             return held
         depths = held.copy()
@@ -117,14 +117,14 @@ class PromptsInFlight:
         return depths
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
-        """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
+        """Mark a prompt as in flight at this rank; return the time that `settle` needs to find its marks."""
         until_s = now_s + IN_FLIGHT_S
         if len(marks):
             add_marks(self._own, marks, rank, until_s)
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:
-        """Leave the prompt to the index from soon on, or, if it was not computed, from now on.
+        """Let the prompt's marks expire: soon, once the index has its blocks, or at once if it was not computed.
 
         Marks that a later prompt renewed stay.
         """

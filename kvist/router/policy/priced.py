@@ -1,27 +1,27 @@
-"""The `kv` policy in seconds: what a request would wait and cost here, recomputed work at a price that load raises.
+"""The `kv` policy: a request's cost at a rank, in seconds of waiting and computing, at a price that rises with load.
 
     cost = wait + max(p · r + s, highest s) + context_scale · C · r + recent_scale · R · r̄      the lowest wins
     p = (1 + κ) · e + (1 − ρ) · d,  s = spread_scale · C · r
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(max_price, price_scale · ρ² / (1 − ρ))
 
-Where that is less, what another worker holds is fetched: seconds in the place of its e · r, but not of κ · e · r, for a
-copy pushes out other prefixes whether it was computed or not (docs/decisions.md).
+Where that is faster, blocks that another worker holds are fetched: those seconds replace their e · r, but not their
+κ · e · r, as a copy evicts other prefixes whether it was computed or fetched (docs/decisions.md).
 
-n: prompt tokens; from, to: the tokens that a tier alone adds, blocks of prompts in flight there being in the fastest;
-d: the work of those in flight; r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent
-work, ρ: utilisation, see `work`; α: attention against the rest of the model.
+n: prompt tokens; from, to: the tokens that each tier adds, prompts in flight there counting as in the fastest; d: the
+work of those in flight; r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent work,
+ρ: utilisation, see `work`; α: attention relative to the rest of the model.
 
-A greedy cost pays 5,000 tokens of recomputation to skip 5,000 tokens of queue. That is right for its request, and
-everybody behind it pays: prefixes spread until caches thrash. So recomputation has a price that rises with load.
+A greedy cost would recompute 5,000 tokens to skip a queue of 5,000 tokens. That is right for the one request, but
+later ones pay for it: prefixes spread until caches thrash. So recomputation has a price that rises with load.
 
-What is asked for while it is computed will be asked for again. So in a fleet that idles other ranks compute it as well,
-rather than that all wait for one: as far as it idles, d counts as if nothing were in flight.
+A prefix that is requested again while it is being computed will be requested more often. So in an idle fleet other
+ranks compute it too, rather than all wait for one: as far as the fleet is idle, d counts as if nothing were in flight.
 
-By s a rank that runs less is worth computing for, not a wait in line: it spares at most p.
+The term s makes it worth computing at a rank that runs less, but not waiting in its queue: it saves at most p.
 
-R counts alike at all ranks: times r, a rank that seems fast by chance would get all of the next minute's requests, and
-seem faster for it (docs/decisions.md).
+R weighs the same at all ranks: multiplied by r, a rank that seems fast by chance would get all of the next minute's
+requests, and seem even faster (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def weigh_ranks(
     weighed: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
-    """Write what each rank would cost, compute and find in flight into `weighed`, and what it has cached, or will have.
+    """Write each rank's cost, work and work in flight into `weighed`, and its tokens cached or in flight.
 
     `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
     """
@@ -73,8 +73,8 @@ def weigh_ranks(
             before = done
         wait_s, unit_s, context_tokens, recent = work[:, idx]
         compute = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
-        there, coming = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
-        pending = max(0, coming - there) * (1.0 + half_alpha * (coming + there)) * compute_scale
+        num_held, num_running = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
+        pending = max(0, num_running - num_held) * (1.0 + half_alpha * (num_running + num_held)) * compute_scale
         priced_s = ((1.0 + price) * compute + idle * pending + spread_scale * context_tokens) * unit_s
         rest_s = context_scale * context_tokens * unit_s + recent * recent_unit_s
         weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending
@@ -82,37 +82,37 @@ def weigh_ranks(
 
 
 class Pull(NamedTuple):
-    """What candidates can fetch: the leading blocks that some worker holds, in seconds a token; inf if they cannot."""
+    """The leading blocks that candidates can fetch from a worker, and their seconds a token; inf if one cannot."""
 
     num_blocks: int
     token_s: Floats
     min_tokens: int
-    """Fewer are computed."""
+    """Fewer are computed rather than fetched."""
 
 
 class Prices(NamedTuple):
-    """What a request would cost each candidate, and of what; arrays with one entry a candidate."""
+    """What a request would cost at each candidate, and the terms of that; arrays with one entry a candidate."""
 
     cost_s: Floats
     compute: Floats
     """e; times `load.unit_s` it is in seconds, as are the terms of `load`."""
     pending: Floats
-    """d, of which as much counts as the fleet idles."""
+    """d, which counts as far as the fleet is idle."""
     price: float
-    """κ: what is computed costs 1 + `price` times its time."""
+    """κ: computing costs 1 + `price` times its time."""
     cached_tokens: NDArray[np.int64]
     load: Work
     num_tokens: int
     marks: Marks
     policy: PricedPolicy
     fetched_tokens: NDArray[np.int64]
-    """What is fetched from another worker, beyond the cached tokens."""
+    """Tokens that are fetched from another worker, beyond the cached ones."""
     spared: Floats
-    """The work that this spares."""
+    """The work that fetching saves."""
     fetch_s: Floats
 
     def terms_s(self) -> dict[str, list[float]]:
-        """Return what costs add up from, in seconds: by term, one number a candidate."""
+        """Return the terms of the costs in seconds: by term, one number a candidate."""
         unit_s, compute_s = self.load.unit_s, self.compute * self.load.unit_s
         terms = {
             "wait": self.load.wait_s,
@@ -128,7 +128,7 @@ class Prices(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Dispatched:
-    """A request that was sent to a rank: what it counts there is given back when it is answered and when it ends."""
+    """A request that was sent to a rank; its work there is removed when it is answered, its context when it ends."""
 
     all_work: WorkRows
     in_flight: PromptsInFlight
@@ -136,7 +136,7 @@ class Dispatched:
     work: int
     num_tokens: int
     dispatched_at_s: float
-    """For what is learnt from it; inf if that is nothing."""
+    """From which its time is learnt; inf if nothing is."""
     marks: Marks
     marked_until_s: float
     is_streamed: bool
@@ -145,23 +145,23 @@ class Dispatched:
     has_ended: bool = False
 
     def answered(self, now_s: float) -> None:
-        """Take note of a streamed request's first token; later ones change nothing."""
+        """Record a streamed request's first token; later ones change nothing."""
         if self.is_waiting:
             self.is_waiting = False
             self.all_work.answer(now_s, self.rank, self.work, self.dispatched_at_s)
             self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=True)
 
     def add_tokens(self, num: int) -> None:
-        """Count what the answer grew by."""
+        """Count new tokens of the answer."""
         if not self.has_ended:
             self.num_tokens += num
             self.all_work.add_context(self.rank, num)
 
     def finish(self, now_s: float, num_output_tokens: int | None = None) -> None:
-        """Take note that the request ended, however it did; further calls change nothing.
+        """Record that the request ended, however it did; further calls change nothing.
 
-        A streamed one without a first token was not computed; of one that is not streamed nobody can tell, but from an
-        answer that says how long it is.
+        A streamed one without a first token was not computed; whether one that is not streamed was shows only if its
+        answer says how long it is.
         """
         if self.has_ended:
             return
@@ -177,10 +177,10 @@ class Dispatched:
 
 
 class PricedPolicy:
-    """Decides by the lowest cost, and keeps what it decides from: ranks are small integers. No I/O, no clock."""
+    """Decides by the lowest cost, and keeps the state for that: ranks are small integers. No I/O, no clock."""
 
     def __init__(self, settings: PriceSettings, work: WorkRows, in_flight: PromptsInFlight, block_size: int) -> None:
-        """Decide from these rows and tables, which may be shared with other routers."""
+        """Use these rows and tables, which may be shared with other routers."""
         self.settings = settings
         self._work = work
         self._in_flight = in_flight
@@ -189,7 +189,7 @@ class PricedPolicy:
 
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int, settings: PriceSettings | None = None) -> PricedPolicy:
-        """Return the policy of a router that is alone."""
+        """Return a policy for a single router."""
         work = WorkRows(np.zeros((1, NUM_FIELDS, num_ranks)))
         in_flight = PromptsInFlight(np.zeros((1, NUM_SLOTS), SLOT), num_ranks, block_size)
         return cls(settings or PriceSettings(), work, in_flight, block_size)
@@ -205,12 +205,12 @@ class PricedPolicy:
         pull: Pull | None = None,
         room_s: Floats | float = 0.0,
     ) -> Prices:
-        """Return what a prompt would cost these ranks, or all. Nothing is changed.
+        """Return what a prompt would cost at these ranks, or at all. Nothing is changed.
 
-        `compute_scale` is what a token costs against computing it, where it is fetched. With `pull`, ranks fetch what
-        they lack of those blocks where that is cheaper. `room_s` is how long the request would wait to be sent to each.
-        `depths` are its leading blocks that each holds, `[num_ranks]`, or `[num_ranks, num_tiers]` counting those of
-        the faster tiers too. The block with the last token is computed in any case.
+        `depths` are the leading blocks that each rank holds, `[num_ranks]`, or `[num_ranks, num_tiers]` counting those
+        of the faster tiers too. `compute_scale` is the cost of a token relative to computing it, for prompts that are
+        fetched. With `pull`, ranks fetch what they lack of those blocks where that is cheaper. `room_s` is how long the
+        request would wait to be sent to each. The block with the last token is computed in any case.
         """
         settings, work = self.settings, self._work.read(now_s, ranks)
         work.by_rank[0] += room_s
@@ -243,9 +243,9 @@ class PricedPolicy:
         return prices if pull is None else self._with_pull(prices, pull)
 
     def _with_pull(self, prices: Prices, pull: Pull) -> Prices:
-        there = min(pull.num_blocks, max(0, prices.num_tokens - 1) // self.block_size) * self.block_size
-        missing = np.maximum(there - prices.cached_tokens, 0)
-        spared = self.settings.work_of(there) - self.settings.work_of(prices.cached_tokens)
+        num_tokens = min(pull.num_blocks, max(0, prices.num_tokens - 1) // self.block_size) * self.block_size
+        missing = np.maximum(num_tokens - prices.cached_tokens, 0)
+        spared = self.settings.work_of(num_tokens) - self.settings.work_of(prices.cached_tokens)
         fetch_s = PULL_LATENCY_S + np.maximum(missing, 1) * pull.token_s
         is_pulled = (missing > pull.min_tokens) & (fetch_s < spared * prices.load.unit_s)
         spared, fetch_s = np.where(is_pulled, spared, 0.0), np.where(is_pulled, fetch_s, 0.0)
@@ -259,7 +259,7 @@ class PricedPolicy:
 
     @staticmethod
     def probabilities(prices: Prices, held_blocks: Sequence[int]) -> list[float]:
-        """Return how likely each candidate is: the cheapest, of equals those that hold fewest blocks, equally."""
+        """Return each candidate's probability: equal for the cheapest that hold the fewest blocks, else 0."""
         return uniform_over_minima(list(zip(prices.cost_s.tolist(), held_blocks, strict=True)))
 
     def choose(self, prices: Prices, held_blocks: Sequence[int], random: Random) -> int:
@@ -276,10 +276,10 @@ class PricedPolicy:
         is_streamed: bool = True,
         computes: bool = True,
     ) -> Dispatched:
-        """Take note that the request was sent to this rank, which stands at `chosen_idx` in the prices.
+        """Record that the request was sent to this rank, which is at `chosen_idx` in the prices.
 
-        One that does not compute the prompt fetches it: nobody waits for that, and nothing is learnt from it. Nor is it
-        from one that fetches a part first: nobody here knows how long that took, or that it failed.
+        A rank that does not compute the prompt fetches it: no other request waits for that, and nothing is learnt from
+        it. Nor from one that fetches a part first: how long that took, or whether it failed, is not known here.
         """
         work = round(float(prices.compute[chosen_idx])) if computes else 0
         unit_s, num_tokens, marks = float(prices.load.unit_s[chosen_idx]), prices.num_tokens, prices.marks

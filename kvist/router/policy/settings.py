@@ -1,4 +1,4 @@
-"""What the priced cost weighs; apart from it, as who only reads flags should not load what computes it."""
+"""The weights of the priced cost, apart from the code that computes it, which reading flags should not load."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 DEFAULT_ALPHA = 2.9e-5
-"""Of an 8B model: a token at position 34,000 costs twice what the first one does."""
+"""For an 8B model: its token at position 34,000 costs twice as much as the first one."""
 
 DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
-"""What a cached block spares of computing it: GPU, host, disk; external storage serves every worker alike, so 0."""
+"""The share of its computation that a cached block saves: on GPU, in host memory, on disk; in external storage 0, as
+that serves all workers alike."""
 
 FETCH_SCALE = 0.05
-"""What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
-and take 1 to 2 ms to compute. Estimated, not measured."""
+"""The cost of fetching a block relative to computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in
+0.1 ms and take 1 to 2 ms to compute. Estimated, not measured."""
 
 PULL_LATENCY_S = 0.01
-"""What fetching a prefix that another worker holds takes beside its bytes: one more exchange with each of the two."""
+"""The time to fetch a prefix from another worker, without its bytes: one more exchange with each of the two."""
 
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 256
 """A GPU computes so many tokens in 10 to 30 ms, about one step of a full batch of decodes: they ride along. Handing
@@ -25,7 +26,7 @@ them over costs as much again, in two more exchanges and a wait for the blocks. 
 
 @dataclass(frozen=True, slots=True)
 class PriceSettings:
-    """The terms of `kvist.router.policy.priced`; `tier_credits` has one for each `Tier`."""
+    """The weights of `kvist.router.policy.priced`; `tier_credits` has one for each `Tier`."""
 
     name: ClassVar[str] = "kv"
     alpha: float = DEFAULT_ALPHA

@@ -1,26 +1,26 @@
-"""What each rank was given to compute and how fast it is, in rows of fixed size that several routers can share.
+"""The work that each rank was given and how fast it is, in rows of fixed size that several routers can share.
 
 Work is counted in units: computing one prompt token without context is one. A row is one router's part of it, by field
-and rank; whoever decides reads all rows at once. Each router writes its own row alone, so none needs a lock:
+and rank; a decision reads all rows. Each router writes only its own row, so no lock is needed:
 
     field         all rows together      what it is
     QUEUED        sum                    work of streamed requests dispatched and not answered yet
     CONTEXT       sum                    tokens of running requests, prompts and answers
     NUM_LEARNT    sum                    how many first tokens were learnt from
-    LEARNT_S      sum, decayed           seconds that work took which is done; falls by LEARNT_DECAY with each of them
+    LEARNT_S      sum, decayed           seconds that finished work took; falls by LEARNT_DECAY with each of them
     LEARNT        sum, decayed           that work
     LEARNT_AT     (of its own row)       the sum of NUM_LEARNT when these two were last added to
     RECENT        sum, decayed to now    work handed out; halves every RECENT_HALF_LIFE_S
     GIVEN_S       sum, decayed to now    seconds of work handed out; falls by a factor e every window
     GIVEN_AT      (of its own row)       when these two were last added to
-    ANSWERED_AT   max                    when the rank was last heard of, or work came to one that had none
+    ANSWERED_AT   max                    when the rank last answered, or work came to one that had none
     BUSY_UNTIL    max                    when requests that are not streamed should have been computed
-    STARTED_AT    min of those not 0     when it was first given something
+    STARTED_AT    min of those not 0     when it was first given work
     WHOLE         sum                    work of requests that are not streamed and have not ended
     TOOK_S        sum, decayed           seconds that such requests took a unit, times TOOK
     TOOK          sum, decayed           a part of the work of their prompts
 
-A row of zeros is a router that has done nothing, so a row that is cleared takes with it what its router had in flight.
+A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight.
 """
 
 from __future__ import annotations
@@ -37,55 +37,56 @@ NUM_FIELDS: Final = 15
 
 RECENT_HALF_LIFE_S: Final = 60.0
 WINDOW_S: Final = 10.0
-"""Utilisation is an average over so long. Over 300 s it rises after the queue it should have prevented."""
+"""Utilisation is averaged over so long. Averaged over 300 s it rises only after the queue that it should prevent."""
 
 WINDOW_WORK: Final = 1e5
-"""But at least over the time that a rank takes for so much work. Where a prompt takes 45 s, it would fill 10 s of eight
-ranks by half: the price of recomputation would leap, and hold others behind that very prompt (docs/decisions.md)."""
+"""But at least over the time that a rank takes for so much work. A prompt that takes 45 s would half fill 10 s of eight
+ranks: the price of recomputation would leap, and keep others waiting behind that very prompt (docs/decisions.md)."""
 
 LEARNT_DECAY: Final = 0.995
-"""What earlier observations still count for after each new one."""
+"""The weight that earlier observations keep after each new one."""
 
 MIN_LEARNT_WORK: Final = 256
-"""Smaller requests wait for a step of the engine rather than compute, and tell nothing of its speed."""
+"""Smaller requests mostly wait for a step of the engine, so that nothing is learnt of its speed from them."""
 
 SHRINKAGE: Final = 2e5
 """A rank's own speed counts as much as the fleet's after so much work: until then differences are mostly chance."""
 
 PRIOR_WORK: Final = 500.0
-"""How much work the first guess of the fleet's speed counts for."""
+"""How much work the first estimate of the fleet's speed counts for."""
 
 TOKEN_WORK: Final = 400.0
-"""What a token of an answer is taken for where only the whole answer's time is known: 16 ms at 40 µs a unit. With 100
-or 1,000 simulated fleets do as well, to within what seeds differ by."""
+"""The work that a token of an answer counts as where only the whole answer's time is known: 16 ms at 40 µs a unit. With
+100 or 1,000, simulated fleets do as well, to within the differences between seeds."""
 
 WHOLE_WEIGHT: Final = 0.25
-"""Of such an answer, beside a first token's. At 1 chance makes simulated fleets of equal workers 15 % slower."""
+"""The weight of such an answer, relative to a first token. With 1, chance makes simulated fleets of equal workers 15 %
+slower."""
 
 MIN_STARTED_S: Final = 3.0
-"""A fleet is taken to have idled before it was heard of, for what is left of this."""
+"""A fleet counts as having been idle before its first work, if that is more recent than this."""
 MAX_UTILISATION: Final = 0.99
 
 Floats = NDArray[np.float64]
 
 
 class Work(NamedTuple):
-    """What ranks have to do now; arrays with one entry a rank."""
+    """The work that ranks have now; arrays with one entry a rank."""
 
     by_rank: Floats
     """The next four, as its rows."""
     wait_s: Floats
-    """Until the rank could begin with another prompt; it rises again when the rank should have been heard of."""
+    """Until the rank could begin with another prompt; it rises again when the rank is late with its answer."""
     unit_s: Floats
-    """Seconds that a unit of work takes there."""
+    """Seconds a unit of work."""
     context_tokens: Floats
     recent: Floats
     utilisation: float
-    """Share of time that these ranks compute prompts of late, on average."""
+    """The average share of time that these ranks have lately been computing prompts."""
 
 
 def learnt_of(rows: Floats) -> Floats:
-    """Return what all rows, `[num_rows, NUM_FIELDS, num_ranks]`, have learnt: seconds and work, `[2, num_ranks]`."""
+    """Return the seconds and work learnt in all rows, `[num_rows, NUM_FIELDS, num_ranks]`, as `[2, num_ranks]`."""
     decay = LEARNT_DECAY ** np.maximum(rows[:, NUM_LEARNT].sum(0) - rows[:, LEARNT_AT], 0.0)
     learnt: Floats = (rows[:, LEARNT_S : LEARNT + 1] * decay[:, None]).sum(0)
     return learnt
@@ -116,7 +117,7 @@ def read_rows(
         fleet_took_s += took_s
         fleet_took += took
     fleet_unit_s = fleet_s / fleet
-    # Whole answers tell how much slower than the others a rank is, but not by themselves how fast they are.
+    # Whole answers show how much slower than the others a rank is, but not by themselves how fast they all are.
     took_scale = fleet_unit_s * fleet_took / fleet_took_s if fleet_took_s > 0.0 else 0.0
     window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
     given_s, started_at_s = 0.0, now_s
@@ -136,9 +137,9 @@ def read_rows(
             busy_until_s = max(busy_until_s, rows[row, BUSY_UNTIL, rank])
             if rows[row, STARTED_AT, rank] > 0.0:
                 started_at_s = min(started_at_s, rows[row, STARTED_AT, rank])
-        # Behind its time, a rank is expected to be so for as long again: one that hangs would seem idle otherwise.
+        # A rank that is late is expected to be so for as long again: otherwise one that hangs would seem idle.
         wait_s = abs(queued * unit_s + (answered_at_s - now_s)) if queued > 0.0 else 0.0
-        # What has ended is not waited for, as where ranks are faster than was foretold.
+        # Requests that have ended are not waited for, as where ranks are faster than predicted.
         wait_s += min(max(busy_until_s - now_s, 0.0), whole * unit_s)
         found[0, idx], found[1, idx], found[2, idx], found[3, idx] = wait_s, unit_s, context, recent
     seen_s = max(MIN_STARTED_S, now_s - started_at_s)
@@ -146,7 +147,7 @@ def read_rows(
 
 
 def merged(rows: Floats) -> Floats:
-    """Return one row that says what all of these do, `[NUM_FIELDS, num_ranks]`; a window is taken for `WINDOW_S`."""
+    """Return one row that is equivalent to all of these, `[NUM_FIELDS, num_ranks]`, for a window of `WINDOW_S`."""
     row: Floats = rows.sum(0)
     if len(rows) == 1:
         return row
@@ -164,14 +165,15 @@ def merged(rows: Floats) -> Floats:
 
 
 class WorkRows:
-    """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
+    """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`; the methods change the own one."""
 
     def __init__(
         self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6, num_shared: int | None = None
     ) -> None:
-        """Keep the rows where they lie; `first_unit_s` is the speed of a fleet not heard of.
+        """Use these rows, which may be in shared memory.
 
-        The first `num_shared` of them, or all, are in memory that their routers share; the others are told of later.
+        The first `num_shared` of them, or all, are written by their routers directly; the others later, as messages of
+        their routers come.
         """
         self._rows = rows
         self._num_shared = len(rows) if num_shared is None else num_shared
@@ -181,14 +183,14 @@ class WorkRows:
         self._window_s = WINDOW_S
 
     def read(self, now_s: float, ranks: NDArray[np.intp] | None = None) -> Work:
-        """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
+        """Return the work that these ranks, or all, have now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
         self._window_s, utilisation = map(float, read_rows(self._rows, ranks, now_s, self._first_unit_s, found))
         return Work._make((found, *found, utilisation))
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
-        """Add a request: the work that its prompt is at this rank, and how long it should take there."""
+        """Add a request: the work of its prompt at this rank, and how long that should take there."""
         own, seconds = self._own[:, rank], work * unit_s
         passed_s = max(0.0, now_s - own[GIVEN_AT])
         own[RECENT] = own[RECENT] * math.exp2(-passed_s / RECENT_HALF_LIFE_S) + work
@@ -206,7 +208,7 @@ class WorkRows:
             own[WHOLE] += work
 
     def answer(self, now_s: float, rank: int, work: int, dispatched_at_s: float) -> None:
-        """Take a request's first token: its prompt is computed, and its time since the last one is learnt from.
+        """Record a request's first token: remove the prompt's work, and learn from the time since the last one.
 
         Nothing is learnt from one dispatched at infinity.
         """
@@ -214,8 +216,8 @@ class WorkRows:
         since_at_s = max(dispatched_at_s, *rows[:, ANSWERED_AT].tolist())
         own[QUEUED] -= work
         own[ANSWERED_AT] = now_s
-        # Of prompts that are not streamed and were computed meanwhile, nobody knows what part of the time they took; of
-        # those whose answers are told of later it is known too late, and each router would count the time of all.
+        # It is not known how much of the time went to prompts that are not streamed, nor in time how much to those of
+        # routers that report later: each router would then count the time of all.
         is_alone = sum(rows[self._num_shared :, QUEUED].tolist()) <= 0
         if work > MIN_LEARNT_WORK and is_alone and max(rows[:, BUSY_UNTIL].tolist()) <= since_at_s < math.inf:
             own[NUM_LEARNT] += 1
@@ -226,14 +228,14 @@ class WorkRows:
             own[LEARNT_AT] = num_learnt
 
     def withdraw(self, now_s: float, rank: int, work: int) -> None:
-        """Take back the work of a streamed request that ended without a first token; the rank was heard of by that."""
+        """Remove the work of a streamed request that ended without a first token; that counts as the rank's answer."""
         self._own[QUEUED, rank] -= work
         self._own[ANSWERED_AT, rank] = now_s
 
     def end_whole(
         self, now_s: float, rank: int, work: int, dispatched_at_s: float, num_output_tokens: int | None
     ) -> None:
-        """Take back the work of a request that was not streamed; learn from its answer, if that is so long."""
+        """Remove the work of a request that was not streamed, and learn from its time if its length is known."""
         own = self._own[:, rank]
         own[WHOLE] -= work
         if work > MIN_LEARNT_WORK and num_output_tokens is not None and now_s > dispatched_at_s:
@@ -243,5 +245,5 @@ class WorkRows:
             own[TOOK] = own[TOOK] * LEARNT_DECAY + weight
 
     def add_context(self, rank: int, num_tokens: int) -> None:
-        """Count tokens that the rank's answers grew by, or, below 0, those of a request that ended."""
+        """Count new tokens of the rank's answers; a negative number is that of a request that ended."""
         self._own[CONTEXT, rank] += num_tokens

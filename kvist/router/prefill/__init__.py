@@ -1,6 +1,6 @@
 """Prefill and decode apart: one worker computes a prompt, another goes on with it.
 
-`handover` is whether that is worth it, how far it is, and who is told that nobody will fetch a prompt; `dialect` is
-what engines' protocols have in common, and each has a module: `vllm`, of which Kvist's is a kind, `sglang`, `trtllm`.
-`several` puts answers together that were each a request.
+`handover` has the plan of a request, the state of its hand-over and the release of prompts that nobody will fetch;
+`dialect` is what engines' protocols have in common, and each has a module: `vllm`, of which Kvist's is a kind, `sglang`
+and `trtllm`. `several` splits a request for several answers into one for each.
 """

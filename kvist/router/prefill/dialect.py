@@ -1,7 +1,7 @@
-"""What a router must know of an engine to have one of its workers compute a prompt and another go on with it. No I/O.
+"""An engine's protocol by which one of its workers computes a prompt and another generates from it. No I/O.
 
 A dialect is a module: `vllm`, of which Kvist's own is a kind, and `trtllm` ask the prefill worker first, whose answer
-says what the decode worker is told; `sglang` asks both at once.
+has what the decode worker is sent; `sglang` asks both at once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import msgspec
 
 from kvist.openai.requests import Fields
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Largest answer that is kept: a prefill worker's token and params, with log probabilities of a prompt, or several."""
 
 
-class Local(StrEnum):
+class LocalReason(StrEnum):
     """Why one worker does all of a request, in a fleet that has prefill workers."""
 
     SHORT = "short"
@@ -35,15 +35,22 @@ class Local(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
 
 
-OBSTACLES = frozenset({Local.SEVERAL_SEQUENCES, Local.LOGPROBS, Local.OTHER_ENDPOINT})
-"""Reasons that are in the request itself: no pair of the dialect can do it."""
+OBSTACLES = frozenset({LocalReason.SEVERAL_SEQUENCES, LocalReason.LOGPROBS, LocalReason.OTHER_ENDPOINT})
+"""Reasons that lie in the request itself: no pair of the dialect can do it."""
 
-FALLBACKS = frozenset({Local.PREFILL_REFUSED, Local.PREFILL_FAILED, Local.DECODE_FAILED, Local.TRANSFER_FAILED})
-"""Reasons that show only after the prompt was sent to a prefill worker."""
+FALLBACKS = frozenset(
+    {
+        LocalReason.PREFILL_REFUSED,
+        LocalReason.PREFILL_FAILED,
+        LocalReason.DECODE_FAILED,
+        LocalReason.TRANSFER_FAILED,
+    }
+)
+"""Reasons that arise only after the prompt was sent to a prefill worker."""
 
 
 class Side(NamedTuple):
-    """One of the two workers; `rank` is None where it has one alone, or they are not known."""
+    """One of the two workers; `rank` is None where it has only one, or its ranks are not known."""
 
     url: str
     bootstrap_port: int
@@ -52,52 +59,54 @@ class Side(NamedTuple):
 
 
 class Handoff(msgspec.Struct, frozen=True):
-    """What is set in the decode worker's body, and the name under which the prefill worker holds the prompt, if any.
-
-    Its answer `is_merged` if it is to have what the prefill worker's says of the prompt. `num_tokens` of that are
-    handed over, where its worker says so.
-    """
+    """How the decode worker gets the prompt."""
 
     fields: Fields
+    """What is set in the decode worker's body."""
     remote_request_id: str | None = None
+    """The name under which the prefill worker holds the prompt, if it has one."""
     is_merged: bool = False
+    """Whether the prompt's log probabilities, in the prefill worker's answer, are merged into the decode worker's."""
     num_tokens: int = 0
+    """How many of the prompt's tokens are handed over, where the prefill worker says so."""
 
 
 class Dialect:
-    """One engine's protocol: here, what those have in common that ask a worker after the other."""
+    """One engine's protocol; the methods here are those of engines that ask one worker after the other."""
 
     works_alone = True
     """Whether a worker that has a role can do all of a request; else both of a pair are asked at once."""
     hands_logprobs = False
     """Whether the log probabilities of the first token come along."""
     hands_over_early = False
-    """Whether a prefill worker's answer is a stream, whose beginning says what is handed over."""
+    """Whether a prefill worker's answer is a stream whose beginning has the handoff."""
 
-    def obstacle(self, path: str, ask: Ask) -> Local | None:
+    def obstacle(self, path: str, parsed: ParsedRequest) -> LocalReason | None:
         """Return why no pair can do the request, None if one can.
 
-        What is held for one sequence is let go of when that has fetched it: for several it is not safe.
+        A prefill worker frees the blocks once one sequence has fetched them, so several sequences are not safe.
         """
         if path not in (CHAT_PATH, COMPLETION_PATH):
-            return Local.OTHER_ENDPOINT
-        said = ask.fields.get
-        is_several = said("n") not in (None, 1) or said("best_of") not in (None, 1) or said("use_beam_search")
-        if ask.num_prompts != 1 or is_several:
-            return Local.SEVERAL_SEQUENCES
-        is_lost = said("echo") or said("prompt_logprobs") is not None or (wants_logprobs(ask) > self.hands_logprobs)
-        return Local.LOGPROBS if is_lost else None
+            return LocalReason.OTHER_ENDPOINT
+        get = parsed.fields.get
+        is_several = get("n") not in (None, 1) or get("best_of") not in (None, 1) or get("use_beam_search")
+        if parsed.num_prompts != 1 or is_several:
+            return LocalReason.SEVERAL_SEQUENCES
+        is_lost = get("echo") or get("prompt_logprobs") is not None or (wants_logprobs(parsed) > self.hands_logprobs)
+        return LocalReason.LOGPROBS if is_lost else None
 
-    def begin(self, path: str, ask: Ask, prefill: Side, decode: Side, random: Random) -> tuple[Fields, Handoff | None]:
-        """Return what is set in the prefill worker's body, and the decode worker's part if both are asked at once."""
+    def begin(
+        self, path: str, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
+    ) -> tuple[Fields, Handoff | None]:
+        """Return what is set in the prefill worker's body, and the handoff if both workers are asked at once."""
         raise NotImplementedError
 
     def read_handoff(self, path: str, answer: bytes) -> Handoff | None:  # noqa: ARG002
-        """Return what a prefill worker's answer, or so much of it, hands over; None where that can not be used."""
+        """Return the handoff in a prefill worker's answer, or the beginning of it; None where there is none."""
         return None
 
 
-def wants_logprobs(ask: Ask) -> bool:
+def wants_logprobs(parsed: ParsedRequest) -> bool:
     """Return whether the answer is to have log probabilities of its tokens."""
-    logprobs = ask.fields.get("logprobs")
+    logprobs = parsed.fields.get("logprobs")
     return not (logprobs is None or logprobs is False)

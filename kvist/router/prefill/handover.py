@@ -1,9 +1,9 @@
-"""Whether one worker computes a prompt and another goes on with it, and how far that is.
+"""Handing a prompt that one worker has computed over to another: the plan, its state, and releasing the prompt.
 
-What is not worth the way, or cannot go it, stays local: one worker does all, as if there were no prefill workers.
-Prefill workers are told which prompts nobody will fetch, so that they need not hold them until their time is over. One
-that is not told frees the blocks all the same, later: so this is tried once, and given up when too many wait. Bundled
-workers alone have the endpoint.
+A prompt that is not worth it, or cannot be handed over, stays local: one worker does all, as if there were no prefill
+workers. Prefill workers are told of prompts that nobody will fetch, so that they need not hold them until a timeout.
+That is tried once, and not at all when too many such messages wait: without it the blocks are freed all the same, only
+later. Bundled workers alone have the endpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamPool
 from kvist.openai.requests import Fields
 from kvist.router.policy.decision import Decision, is_worth_handing_over
-from kvist.router.prefill.dialect import Dialect, Handoff, Local
+from kvist.router.prefill.dialect import Dialect, Handoff, LocalReason
 from kvist.router.prefill.sglang import SglangDialect
 from kvist.router.prefill.trtllm import TrtllmDialect
 from kvist.router.prefill.vllm import KvistDialect, VllmDialect
@@ -32,7 +32,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "sglang": SglangDialect(),
     "tensorrt_llm": TrtllmDialect(),
 }
-"""By the names that engines have for themselves."""
+"""By the names that engines give themselves."""
 
 MAX_WAITING = 1024
 """What a decode worker that dies can leave behind at once; beyond it releases are dropped, and counted."""
@@ -41,38 +41,36 @@ _OUTCOMES = {204: "released", 404: "unknown"}
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """Who answers the client and, unless that is local, who computes the prompt for it, asked by these `fields`.
-
-    `handoff` is what the two are told at once, if they are a pair. So it is for each of several answers, if it
-    `is_several`: they are different requests. With `pulled_tokens` nobody else computes: so many
-    first tokens of the prompt are fetched from what `prefill` holds, and the rest is for who answers. `local` is None
-    where the plan is not, or where the fleet has no prefill workers and nothing was to be decided.
-    """
+    """Which worker answers the client, and which one computes the prompt for it, if another does."""
 
     answer: Decision
     prefill: Decision | None = None
-    local: Local | None = None
+    local_reason: LocalReason | None = None
+    """Why one worker does all; None where it does not, or where the fleet has no prefill workers."""
     dialect: Dialect = KVIST
     fields: Fields = {}
+    """What is set in the body for `prefill`."""
     handoff: Handoff | None = None
+    """What the answering worker is sent, if it is asked at the same time as `prefill`."""
     pulled_tokens: int = 0
-    is_several: bool = False
+    """If not 0, `prefill` computes nothing: who answers fetches so many leading tokens that it holds."""
+    is_split: bool = False
+    """Whether the request is split into one for each answer, each of which is then planned by itself."""
 
 
-def why_local(local: Decision, max_local_prefill_tokens: int) -> Local | None:
-    """Return why the worker that would do all of a request should, None if its prompt is worth handing over."""
+def why_local(local: Decision, max_local_prefill_tokens: int) -> LocalReason | None:
+    """Return why one worker should do all of a request, None if its prompt is worth handing over."""
     if is_worth_handing_over(local.prompt, local.overlap_tokens, max_local_prefill_tokens):
         return None
-    return Local.SHORT if local.prompt.num_tokens <= max_local_prefill_tokens else Local.CACHED
+    return LocalReason.SHORT if local.prompt.num_tokens <= max_local_prefill_tokens else LocalReason.CACHED
 
 
 @dataclass(slots=True)
 class Handover:
-    """A prompt that one worker has for another, or computes beside it, and how long each part of the request took.
+    """A prompt that one worker computes for another, and how long each part of the request took.
 
     The transfer lasts from when the prompt was computed and the decode worker asked to the first byte of its answer.
-    Once that `is_fetched`, the decode worker has the blocks, or tells the prefill worker itself that it does not want
-    them.
+    Once `is_fetched`, the decode worker has the blocks, or tells the prefill worker itself that it does not want them.
     """
 
     handoff: Handoff
@@ -83,7 +81,7 @@ class Handover:
     is_fetched: bool = False
 
     def headers(self) -> Headers:
-        """Return what a client that may know is told of it."""
+        """Return the headers that tell an administrator of it."""
         return [
             (b"x-kvist-prefill-worker", self.prefill_worker.encode()),
             (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),
@@ -92,24 +90,24 @@ class Handover:
 
 
 class Releases:
-    """Sends releases, each at most once."""
+    """Tells prefill workers which prompts nobody will fetch, each at most once."""
 
     def __init__(self, pool: UpstreamPool, on_outcome: Callable[[str], None]) -> None:
-        """`on_outcome` is told of each: `released`, `unknown` to its worker, `failed` or `dropped`."""
+        """`on_outcome` is called for each: `released`, `unknown` to its worker, `failed` or `dropped`."""
         self._pool = pool
         self._on_outcome = on_outcome
         self._num_waiting = 0
 
     def release(self, worker: str, remote_request_id: str, headers: Headers) -> None:
-        """Tell the worker that nobody will fetch what it holds under this name. Never waits."""
+        """Tell the worker that nobody will fetch the prompt it holds under this name. Never waits."""
         if self._num_waiting == MAX_WAITING:
             self._on_outcome("dropped")
             return
         self._num_waiting += 1
         target = "/kv_transfer/" + quote(remote_request_id, safe="")
-        self._pool.send(_Release(worker, self._ended), worker, "DELETE", target, headers)
+        self._pool.send(_Release(worker, self._on_ended), worker, "DELETE", target, headers)
 
-    def _ended(self, worker: str, status: int) -> None:
+    def _on_ended(self, worker: str, status: int) -> None:
         self._num_waiting -= 1
         outcome = _OUTCOMES.get(status, "failed")
         if outcome == "failed":
@@ -118,7 +116,7 @@ class Releases:
 
 
 class _Release(ResponseReceiver):
-    """Says what status it ended with, 0 without an answer."""
+    """Reports the status of the answer, 0 if there was none."""
 
     status = 0
 
@@ -130,7 +128,7 @@ class _Release(ResponseReceiver):
         self.status = status
 
     def on_data(self, piece: bytes) -> None:
-        """Drop it."""
+        """Ignore the body."""
 
     def on_end(self) -> None:
         self._on_ended(self._worker, self.status)

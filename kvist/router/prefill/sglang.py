@@ -1,7 +1,7 @@
-"""SGLang's pairs, which meet in a room (read in 0.5.23).
+"""SGLang's protocol, in which a pair of workers meets in a "room" (read in 0.5.23).
 
-Both workers get the request at once, and with it where the prefill worker listens for decode workers and a number that
-both share, one a prompt. The decode worker answers, beginning with the token that the other one sampled; the
+Both workers get the request at once, and with it the address at which the prefill worker listens for decode workers and
+a room number for each prompt. The decode worker answers, beginning with the token that the other one sampled; the
 log probabilities of a prompt are in the prefill worker's answer alone. Neither does anything without the other.
 """
 
@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvist.openai.requests import Fields
-from kvist.router.prefill.dialect import Dialect, Handoff, Local, Side, wants_logprobs
-from kvist.router.prompts import APIS, COMPLETION_PATH, GENERATE_PATH, Ask
+from kvist.router.prefill.dialect import Dialect, Handoff, LocalReason, Side, wants_logprobs
+from kvist.router.prompts import APIS, COMPLETION_PATH, GENERATE_PATH, ParsedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +28,36 @@ _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_id
 
 
 class SglangDialect(Dialect):
-    """Any generation with one answer to each prompt: several, a worker would look for in one room."""
+    """Pairs do any generation with one answer to each prompt: for several, a worker would look in one room."""
 
     works_alone = False
 
-    def obstacle(self, path: str, ask: Ask) -> Local | None:
-        """Refuse several answers to a prompt, and log probabilities of prompts where there is no place to put them."""
+    def obstacle(self, path: str, parsed: ParsedRequest) -> LocalReason | None:
+        """Return why no pair can do the request: several answers, or log probabilities that cannot be merged."""
         if path not in APIS:
-            return Local.OTHER_ENDPOINT
-        sampling = ask.fields.get("sampling_params") if path == GENERATE_PATH else ask.fields
+            return LocalReason.OTHER_ENDPOINT
+        sampling = parsed.fields.get("sampling_params") if path == GENERATE_PATH else parsed.fields
         if any(isinstance(each, dict) and each.get("n") not in (None, 1) for each in _each(sampling)):
-            return Local.SEVERAL_SEQUENCES
-        is_echoed = path == COMPLETION_PATH and ask.fields.get("echo")
-        return Local.LOGPROBS if is_echoed and wants_logprobs(ask) else None
+            return LocalReason.SEVERAL_SEQUENCES
+        is_echoed = path == COMPLETION_PATH and parsed.fields.get("echo")
+        return LocalReason.LOGPROBS if is_echoed and wants_logprobs(parsed) else None
 
-    def begin(self, path: str, ask: Ask, prefill: Side, decode: Side, random: Random) -> tuple[Fields, Handoff | None]:
-        """Send both to new rooms: a prefill worker of several ranks takes the one that the room's number names."""
+    def begin(
+        self, path: str, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
+    ) -> tuple[Fields, Handoff | None]:
+        """Choose new rooms; in a prefill worker of several ranks the room's number selects the rank."""
         host = urlsplit(prefill.url).hostname or ""
         host, num_ranks = f"[{host}]" if ":" in host else host, prefill.num_ranks
-        rooms = (random.randrange(_NUM_ROOMS // num_ranks) * num_ranks for _ in range(ask.num_prompts))
+        rooms = (random.randrange(_NUM_ROOMS // num_ranks) * num_ranks for _ in range(parsed.num_prompts))
         places = [(host, prefill.bootstrap_port, room + (prefill.rank or 0)) for room in rooms]
         place: Fields = dict(zip(_PLACE, zip(*places, strict=True) if len(places) > 1 else places[0], strict=True))
-        is_merged = path == GENERATE_PATH and bool(ask.fields.get("return_logprob"))
-        is_merged = is_merged and ask.fields.get("logprob_start_len") not in (None, -1)
-        asked = place | _rank_field("data_parallel_rank", prefill) | ({"stream": False} if is_merged else {})
-        told = place | _rank_field("disagg_prefill_dp_rank", prefill) | _rank_field("data_parallel_rank", decode)
-        return asked, Handoff(told, is_merged=is_merged)
+        is_merged = path == GENERATE_PATH and bool(parsed.fields.get("return_logprob"))
+        is_merged = is_merged and parsed.fields.get("logprob_start_len") not in (None, -1)
+        prefill_fields = place | _rank_field("data_parallel_rank", prefill) | ({"stream": False} if is_merged else {})
+        decode_fields = (
+            place | _rank_field("disagg_prefill_dp_rank", prefill) | _rank_field("data_parallel_rank", decode)
+        )
+        return prefill_fields, Handoff(decode_fields, is_merged=is_merged)
 
 
 def _rank_field(name: str, side: Side) -> Fields:
@@ -61,9 +65,9 @@ def _rank_field(name: str, side: Side) -> Fields:
 
 
 def with_input_logprobs(answer: bytes, prefilled: bytes) -> bytes:
-    """Return the decode worker's whole answer with the log probabilities of its prompts from the prefill worker's.
+    """Return the decode worker's whole answer with the prompts' log probabilities from the prefill worker's.
 
-    What is no answer of `/generate` stays as it is.
+    An answer that is not one of `/generate` is returned as it is.
     """
     try:
         metas = [each["meta_info"] for each in _each(msgspec.json.decode(prefilled))]

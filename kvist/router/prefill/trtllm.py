@@ -13,10 +13,10 @@ import msgspec
 
 from kvist.openai.requests import Fields
 from kvist.router.prefill.dialect import Dialect, Handoff, Side
-from kvist.router.prompts import CHAT_PATH, Ask
+from kvist.router.prompts import CHAT_PATH, ParsedRequest
 
 _FIRST_ID, _LAST_ID = 2**42, 2**63 - 1
-"""Numbers below are the workers' own."""
+"""Workers number their own requests below these."""
 _GENERATION = {"request_type": "generation_only"}
 
 
@@ -31,16 +31,18 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class TrtllmDialect(Dialect):
-    """Hands a token over; its log probabilities only some releases do."""
+    """Hands the first token over; its log probabilities only in some releases."""
 
-    def begin(self, _path: str, ask: Ask, _p: Side, _d: Side, random: Random) -> tuple[Fields, Handoff | None]:
-        """Ask for the context alone, under a number that no other request has."""
+    def begin(
+        self, _path: str, parsed: ParsedRequest, _p: Side, _d: Side, random: Random
+    ) -> tuple[Fields, Handoff | None]:
+        """Ask for the context only, under a random number by which the two workers know the request."""
         params = {"request_type": "context_only", "disagg_request_id": random.randint(_FIRST_ID, _LAST_ID)}
         fields: Fields = {"stream": False, "disaggregated_params": params}
-        return fields | ({"stream_options": None} if "stream_options" in ask.fields else {}), None
+        return fields | ({"stream_options": None} if "stream_options" in parsed.fields else {}), None
 
     def read_handoff(self, path: str, answer: bytes) -> Handoff | None:
-        """Return the params, and the tokens where they belong; nothing of an answer that its first token ended."""
+        """Return the params and the prompt's tokens; None for an answer that already ended with its first token."""
         try:
             read = msgspec.json.decode(answer, type=_Answer)
         except (msgspec.DecodeError, UnicodeDecodeError):

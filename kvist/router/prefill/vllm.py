@@ -1,8 +1,8 @@
-"""vLLM's connectors that hand `kv_transfer_params` on, as NIXL's (read in 0.33.0), and Kvist's own workers, likewise.
+"""The `kv_transfer_params` of vLLM's connectors such as NIXL's (read in 0.33.0), and of Kvist's own workers.
 
 The prefill worker computes the prompt and one token, keeps the blocks, and answers with params that name them. The
-decode worker gets the client's request with those, fetches the blocks, and samples the first token itself. Kvist's
-prefill workers say the params once they have begun, and their decode workers fetch blocks as they are computed.
+decode worker gets the client's request with those params, fetches the blocks, and samples the first token itself.
+Kvist's prefill workers send the params once they have begun, and its decode workers fetch blocks as they are computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from kvist.openai.requests import Fields
 from kvist.router.prefill.dialect import Dialect, Handoff
-from kvist.router.prompts import Ask
+from kvist.router.prompts import ParsedRequest
 
 _ASKED = {
     "do_remote_decode": True,
@@ -33,18 +33,18 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class VllmDialect(Dialect):
-    """Asks for one token, and hands the params on as they came."""
+    """Has the prefill worker compute one token, and passes its params on unchanged."""
 
     hands_logprobs = True
 
-    def begin(self, _path: str, ask: Ask, *_: object) -> tuple[Fields, Handoff | None]:
-        """Ask for one token, not as a stream, and for blocks that are kept."""
+    def begin(self, _path: str, parsed: ParsedRequest, *_: object) -> tuple[Fields, Handoff | None]:
+        """Ask for one token, not as a stream, and for the blocks to be kept."""
         fields: Fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
-        least = {"max_completion_tokens": 1, "min_tokens": 1, "stream_options": None}
-        return fields | {name: value for name, value in least.items() if ask.fields.get(name)}, None
+        overridden = {"max_completion_tokens": 1, "min_tokens": 1, "stream_options": None}
+        return fields | {name: value for name, value in overridden.items() if parsed.fields.get(name)}, None
 
     def read_handoff(self, _path: str, answer: bytes) -> Handoff | None:
-        """Return the params as they came."""
+        """Return the params unchanged."""
         try:
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
             read, fields = msgspec.json.decode(params, type=_Params), {"kv_transfer_params": params}
@@ -54,25 +54,25 @@ class VllmDialect(Dialect):
 
 
 class KvistDialect(VllmDialect):
-    """Hands the first token over behind the blocks, so that no worker samples it twice; not its log probabilities.
+    """Hands the first token over with the blocks, so that it is not sampled twice; not its log probabilities.
 
-    A worker also hands over what it has cached of a prompt's first tokens; another computes the rest.
+    A worker can also hand over the leading blocks of a prompt that it has cached, and another computes the rest.
     """
 
     hands_logprobs = False
     hands_over_early = True
 
-    def begin(self, path: str, ask: Ask, *others: object) -> tuple[Fields, Handoff | None]:
+    def begin(self, path: str, parsed: ParsedRequest, *others: object) -> tuple[Fields, Handoff | None]:
         """Ask for one token, as a stream."""
-        fields, handoff = super().begin(path, ask, *others)
+        fields, handoff = super().begin(path, parsed, *others)
         return fields | {"stream": True}, handoff
 
-    def ask_for_prefix(self, ask: Ask, num_tokens: int) -> Fields:
-        """Return what is set in the body of whoever holds so many tokens: it computes nothing."""
+    def ask_for_prefix(self, parsed: ParsedRequest, num_tokens: int) -> Fields:
+        """Return what is set in the body for the worker that holds so many tokens, and is to compute nothing."""
         asked = {"do_remote_decode": True, "max_cached_tokens": num_tokens}
-        return {**self.begin("", ask)[0], "kv_transfer_params": asked}
+        return {**self.begin("", parsed)[0], "kv_transfer_params": asked}
 
     def read_handoff(self, path: str, answer: bytes) -> Handoff | None:
-        """Return the params in the first event, once that is whole."""
+        """Return the params in the first event of the stream, once that is complete."""
         event, end, _ = answer.partition(b"\n\n")
         return super().read_handoff(path, event.removeprefix(b"data: ")) if end else None

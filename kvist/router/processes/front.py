@@ -136,7 +136,7 @@ class SharedIndex:
         """Return whether the worker streams no events, so that its cache is guessed from the prompts it was given."""
         return any(status.is_approximate for status in self._ranks.get(worker, ()))
 
-    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
         """Report that a worker that streams no events now holds all blocks of a prompt."""
         self._send(messages.Computed(worker, hashes.tobytes()))
 
@@ -229,7 +229,7 @@ class RemoteKeeper(ComposedContext):
         conversations.on_kept = lambda response_id, kept: self._send(
             messages.ResponseStored(response_id, kept.worker, kept.said)
         )
-        admission.ring = lambda front: os.eventfd_write(self._part.bells[front], 1)
+        admission.wake_front = lambda front: os.eventfd_write(self._part.bells[front], 1)
 
     def _on_bell(self) -> None:
         os.eventfd_read(self._bell)

@@ -199,9 +199,9 @@ class KeeperProcess(ComposedContext):
                 fleet.bounded.add(url)
                 self._send_worker(worker)
             case messages.Used(hashes) if index is not None:
-                index.used(np.frombuffer(hashes, np.uint64))
+                index.touch(np.frombuffer(hashes, np.uint64))
             case messages.Computed(url, hashes) if index is not None and index.is_expecting(url):
-                index.computed(url, np.frombuffer(hashes, np.uint64))
+                index.record_computed(url, np.frombuffer(hashes, np.uint64))
             case messages.ResponseStored():
                 self._broadcast(encode(message), except_to=link)
                 if self._keeper.replicas is not None:

@@ -1,11 +1,11 @@
-"""Who asks: a tenant is whom a key belongs to.
+"""Tenants: a tenant is the owner of a key.
 
-    keys       which tenant a request is of, by the SHA-256 of its key, as a file or an `authoriser` knows
+    keys       finds a request's tenant by the SHA-256 of its key, in a file or by asking an `authoriser`
     tenant     what a tenant may do, and the file that says so
-    isolation  caches that tenants cannot see into
-    limits     what it may ask at a time and in a minute
-    rows       what the processes of a router know of it together
-    accounts   what each has used
+    isolation  keeps tenants from seeing into each other's caches
+    limits     bounds a tenant's running requests, and its requests and tokens a minute
+    rows       the state of tenants that the processes of a router share
+    accounts   what each tenant has used
 
-Where nothing is said of tenants, all requests are of one that may do everything.
+Where no tenants are configured, all requests are of one that may do everything.
 """

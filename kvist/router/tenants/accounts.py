@@ -1,4 +1,4 @@
-"""What each tenant has used, of which model: in metrics, and as `GET /usage` tells it."""
+"""What each tenant has used of each model, for metrics and `GET /usage`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PREFIX = "kvist_router_tenant_"
 
 @dataclass(slots=True)
 class Account:
-    """Requests whose answers began, and their tokens: of prompts, of these those that were cached, and of answers.
+    """Requests whose answers began, and their tokens; `cached_tokens` are among `prompt_tokens`.
 
-    Those that were `limited` got none, as the tenant had asked too much.
+    `limited` requests got no answer, as the tenant had reached a limit.
     """
 
     requests: int = 0
@@ -32,7 +32,7 @@ class Accounts:
         self._accounts: dict[tuple[str, str], Account] = {}
 
     def of(self, tenant: str, model: str) -> Account:
-        """Return the account of a tenant for a model, as metrics name it."""
+        """Return the account of a tenant for a model, under the model's name in metrics."""
         account = self._accounts.get((tenant, model))
         if account is None:
             account = self._accounts[tenant, model] = Account()
@@ -49,7 +49,7 @@ class Accounts:
 
 
 def used(metrics: Iterable[Metric | None], tenant: str | None) -> list[dict[str, Any]]:
-    """Return what accounts say in metrics, those of one tenant or of all."""
+    """Return the accounts found in metrics, those of one tenant or of all."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for metric in metrics:
         if metric is not None and metric.name.startswith(PREFIX):

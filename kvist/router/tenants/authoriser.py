@@ -1,11 +1,11 @@
-"""Whose key it is by an authoriser's word: it is asked over HTTP, and what it says counts for a time.
+"""Asks an authoriser over HTTP which tenant a key belongs to; its answers are cached for a time.
 
     GET URL                          2xx and an entry of a file of tenants, without keys     the tenant
     authorization: Bearer KEY        401, 403                                                the same for the client
                                      anything else, or nothing in time                       503: nobody is let in
 
-One request a key is under way, for all who wait for it. Answers are kept by the key's SHA-256, the latest
-`MAX_KEPT` of tenants and as many of refusals: keys that are made up drive out none that are somebody's.
+At most one request a key is under way; all who need its answer wait for it. Answers are cached by the key's SHA-256,
+the latest `MAX_KEPT` tenants and as many refusals: so made-up keys do not evict real ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 10_000
 MAX_ASKED = 256
-"""At a time."""
+"""Requests to the authoriser at a time."""
 MAX_ANSWER_BYTES = 64 * 1024
 
 Verdict = Tenant | HTTPStatus
-"""Whose a key is, or why it opens nothing."""
+"""The key's tenant, or the status of the refusal."""
 
 _decode = msgspec.json.Decoder(Tenant).decode
 
 
 class Authoriser:
-    """Is asked while its context is open."""
+    """Can be asked while its context is open."""
 
     def __init__(self, url: str, ttl_s: float, timeout_s: float, now_s: Callable[[], float] = monotonic) -> None:
         parts = urlsplit(url)
@@ -50,7 +50,7 @@ class Authoriser:
         self._asked: dict[bytes, asyncio.Task[Verdict]] = {}
         self._tenants: dict[bytes, tuple[float, Verdict]] = {}
         self._refusals: dict[bytes, tuple[float, Verdict]] = {}
-        """Until when each answer counts; the oldest are first in both."""
+        """Answers, and until when each is valid; the oldest are first in both."""
         self._is_failing = False
 
     async def __aenter__(self) -> Self:
@@ -65,12 +65,12 @@ class Authoriser:
         await self._pool.__aexit__(kind, error, trace)
 
     def known(self, digest: bytes) -> Verdict | None:
-        """Return what was said of a key, None where it is to be asked for."""
+        """Return the cached answer for a key, None if the authoriser has to be asked."""
         until_s, verdict = self._tenants.get(digest) or self._refusals.get(digest) or (0.0, None)
         return verdict if self._now_s() < until_s else None
 
     async def ask(self, key: bytes) -> Verdict:
-        """Return what is said of a key; SERVICE_UNAVAILABLE where nothing of use is."""
+        """Return the authoriser's answer for a key; SERVICE_UNAVAILABLE if it gave none that can be used."""
         digest = sha256(key).digest()
         asked = self._asked.get(digest)
         if asked is None:
@@ -102,7 +102,7 @@ class Authoriser:
         return verdict
 
     async def _answer(self, key: bytes) -> Verdict:
-        """Return what the authoriser answers now; raises UpstreamError, and ValueError for what is no answer."""
+        """Send the request; raises UpstreamError, and ValueError for an answer that cannot be used."""
         headers = [(b"accept", b"application/json"), (b"authorization", b"Bearer " + key)]
         body = b""
         async with self._pool.exchange(self._origin, "GET", self._target, headers) as response:

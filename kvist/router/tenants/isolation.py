@@ -1,7 +1,8 @@
-"""Caches that tenants cannot see into: each group's blocks have a salt of their own, by which engines look them up.
+"""Keeps tenants from seeing into each other's caches: engines look up each group's blocks by a salt of its own.
 
-What one group's prompts have left in a cache then spares another's nothing, so that nobody learns from times or counts
-what others have asked. Where an endpoint takes no salt, it is refused; a worker whose engine takes none gets nothing.
+A prompt then never hits what another group's prompts have left in a cache, so that nobody can learn from times or token
+counts what others have asked. Requests to an endpoint that takes no salt are refused; a worker whose engine takes none
+gets no requests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _COMPUTING_NOTHING: Final = frozenset(
 
 
 def takes_salt(path: str) -> bool:
-    """Return whether a request of this endpoint is to have a salt; raises RequestError (403) where none would help."""
+    """Return whether a request of this endpoint gets a salt; raises RequestError (403) if the endpoint takes none."""
     if path not in _SALTED | _COMPUTING_NOTHING and not path.startswith(RESPONSES_PATH + "/"):
         message = f"{path}: its caches cannot be kept apart, expected one of {sorted(_SALTED)}"
         raise RequestError(HTTPStatus.FORBIDDEN, message, code="not_isolated")
@@ -31,9 +32,9 @@ def takes_salt(path: str) -> bool:
 
 
 def salt_of(secret: str, tenant: Tenant, given: str | None) -> str:
-    """Return the salt for a prompt of the tenant's, of 43 characters; one that is given tells prompts of a group apart.
+    """Return the salt for a tenant's prompt, of 43 characters; a `given` one separates prompts within its group.
 
-    It is HMAC-SHA-256, so that whoever knows the salt of one group cannot make another's.
+    It is an HMAC-SHA-256, so that whoever knows the salt of one group cannot derive another's.
     """
     kind, name = ("tenant", tenant.name) if tenant.group is None else ("group", tenant.group)
     digest = hmac.digest(secret.encode(), "\0".join((kind, name, given or "")).encode(), "sha256")

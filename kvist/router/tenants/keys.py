@@ -1,4 +1,4 @@
-"""Which tenant a request is of, by the key that it bears."""
+"""Finds the tenant of a request by its bearer key."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvist.http import Request
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.tenants.authoriser import Authoriser, Verdict
-from kvist.router.tenants.tenant import DEFAULT, UNJUDGED, Tenant, read_tenants
+from kvist.router.tenants.tenant import DEFAULT, UNRESOLVED, Tenant, read_tenants
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often the file is looked at."""
+"""How often the file is checked for changes."""
 _REFUSALS = {
     HTTPStatus.UNAUTHORIZED: ("authorization: expected 'Bearer' and the API key", "invalid_api_key", None),
     HTTPStatus.FORBIDDEN: ("authorization: the key's owner may not use this service", "key_forbidden", None),
@@ -29,13 +29,13 @@ _REFUSALS = {
 
 
 class Keys:
-    """Knows keys by their SHA-256 alone: how long it takes to find none tells nothing of those there are.
+    """Looks keys up by their SHA-256, so that the time a lookup takes reveals nothing of the keys.
 
-    While its context is open it follows the file of tenants; one that cannot be used leaves all as it was.
+    While its context is open it reloads the file of tenants when that changes; a file with an error changes nothing.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        """Know the keys of the settings and those of the file; raises InvalidValueError."""
+        """Load the keys of the settings and those of the file; raises InvalidValueError."""
         self._path = None if config.tenants is None else Path(config.tenants)
         self._stamp = file_stamp(self._path)
         self._listed = {} if self._path is None else read_tenants(self._path)
@@ -46,7 +46,7 @@ class Keys:
         self.reconfigure(config)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Know the keys of these settings from now on."""
+        """Take the keys of these settings from now on."""
         self._is_open = not config.asks_for_keys
         keys = (config.api_key, config.admin_key)
         self._own = {sha256(key.encode()).digest() for key in keys if key is not None}
@@ -67,9 +67,9 @@ class Keys:
         await leave_group(self._tasks, error)
 
     def tenant_of(self, request: Request) -> Tenant:
-        """Return who asks, UNJUDGED where the authoriser is to say so (`judge`).
+        """Return the request's tenant, UNRESOLVED where the authoriser has to be asked (`resolve_tenant`).
 
-        Raises RequestError where keys are asked for: 401 without one that is known, 403 if its owner may not ask.
+        Raises RequestError where keys are required: 401 without a known one, 403 if its owner may not use the service.
         """
         if self._is_open:
             return DEFAULT
@@ -77,13 +77,13 @@ class Keys:
         digest = sha256(key).digest() if key else b""
         tenant = DEFAULT if digest in self._own else self._listed.get(digest)
         if tenant is None and key and self._authoriser is not None:
-            return _admitted(self._authoriser.known(digest) or UNJUDGED)
+            return _admitted(self._authoriser.known(digest) or UNRESOLVED)
         return _admitted(tenant or HTTPStatus.UNAUTHORIZED)
 
-    async def judge(self, request: Request) -> Tenant:
-        """Return who asks; raises RequestError as `tenant_of` does, and (503) where the authoriser cannot tell."""
+    async def resolve_tenant(self, request: Request) -> Tenant:
+        """Return the request's tenant; raises RequestError as `tenant_of`, and 503 if the authoriser is away."""
         tenant = self.tenant_of(request)
-        if tenant is UNJUDGED and self._authoriser is not None:
+        if tenant is UNRESOLVED and self._authoriser is not None:
             tenant = _admitted(await self._authoriser.ask(request.bearer_token or b""))
         return tenant
 

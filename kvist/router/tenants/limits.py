@@ -1,8 +1,8 @@
-"""What a tenant may ask at a time and in a minute, all processes of a router together.
+"""Limits of a tenant's concurrent requests, and of its requests and tokens a minute, over all processes of a router.
 
-Requests and computed prompt tokens are paid from a bucket each, which holds what may be spent in a minute and is filled
-at that rate. A request is paid for when it comes. What it computes is known only later: it is begun while there is
-anything in the bucket, pays what is foretold when it is sent, and the difference when its answer tells.
+Requests and computed prompt tokens each have a bucket, which holds as much as may be spent in a minute and is filled at
+that rate. A request takes one from its bucket when it comes. How many tokens it computes is known only later: it may
+begin while there are any in the bucket, takes the predicted number when it is sent, and corrects that by its answer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LIMITED = "rate_limit_exceeded"
 
 @dataclass(slots=True, eq=False)
 class Spending:
-    """What one request takes of its tenant's limits, until it finishes."""
+    """What one request takes from its tenant's limits, until it finishes."""
 
     limits: Limits
     tenant: Tenant
     num_tokens: int = 0
     has_ended: bool = False
 
-    def computes(self, num_tokens: int) -> None:
-        """Take so many prompt tokens, in the place of what was taken before."""
+    def charge(self, num_tokens: int) -> None:
+        """Take so many prompt tokens from the bucket, instead of what this request took before."""
         requests, tokens = self.limits.levels(self.tenant)
         self.limits.set_levels(self.tenant, requests, tokens - (num_tokens - self.num_tokens))
         self.num_tokens = num_tokens
 
     def finish(self) -> None:
-        """Let another begin; further calls do nothing."""
+        """Stop counting as a running request; further calls do nothing."""
         if not self.has_ended:
             self.has_ended = True
             self.limits.rows.count(self.tenant.name, -1)
@@ -43,13 +43,13 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times are those of `now_s`, a monotonic clock that all processes share."""
+    """Checks and updates tenants' limits. `now_s` is a monotonic clock that all processes share."""
 
     rows: TenantRows
     now_s: Callable[[], float]
 
     def enter(self, tenant: Tenant) -> Spending | None:
-        """Return what a request takes from now on, None if nothing limits it; raises RequestError (429)."""
+        """Admit a request; return what it takes, None if the tenant has no limits. Raises RequestError (429)."""
         most, per_minute = tenant.max_requests, (tenant.requests_per_minute, tenant.prefill_tokens_per_minute)
         if most is None and per_minute == (None, None):
             return None
@@ -65,7 +65,7 @@ class Limits:
         return Spending(self, tenant)
 
     def levels(self, tenant: Tenant) -> tuple[float, float]:
-        """Return how many requests and tokens are in the tenant's buckets now; below 0 are debts."""
+        """Return how many requests and tokens are in the tenant's buckets now; they may be negative."""
         at_s, requests, tokens, _ = self.rows.read(tenant.name)
         passed_s = self.now_s() - at_s if at_s else math.inf
         return (
@@ -74,7 +74,7 @@ class Limits:
         )
 
     def set_levels(self, tenant: Tenant, requests: float, tokens: float) -> None:
-        """Leave so much in them."""
+        """Set how much is in the tenant's buckets now."""
         self.rows.write(tenant.name, Field.AT, self.now_s(), requests, tokens)
 
 

@@ -1,14 +1,14 @@
-"""What the processes of a router know of each tenant together: a row each, with a cell for each tenant that it has met.
+"""The state of tenants that the processes of a router share: each has a row, with a cell for each tenant it has served.
 
-    RUNNING     requests under way                                  the sum over all rows
-    VERSION     grows with each writing, whoever writes: the cell with the highest one says of the tenant
-    AT            when its buckets were last looked at              0 if they never were
-    REQUESTS      how many requests it might have begun then
-    TOKENS        how many prompt tokens it might have had computed then
-    FINISH        the virtual time when what it had of queues is done (`kvist.router.admission`)
+    RUNNING     running requests                                    the sum over all rows
+    VERSION     grows with each write, in whichever row: of the following, the cell with the highest version counts
+    AT            when the tenant's buckets were last updated       0 if they never were
+    REQUESTS      how many requests it had left then
+    TOKENS        how many prompt tokens it had left then
+    FINISH        the virtual time at which its last request from a queue finishes (`kvist.router.admission`)
 
-A row begins with the virtual time that its process has come to; the latest of all rows counts. Only its process writes
-to a row; what two of them write within a microsecond may count once.
+A row begins with the virtual time of its process; the latest of all rows counts. Only its process writes to a row; of
+two writes within a microsecond one may be lost.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from xxhash import xxh3_64_intdigest
 
 NUM_PLACES = 1 << 13
 _NUM_LOOKS = 16
-"""A tenant's cell is so near its own place, or in the place of one that has nothing under way."""
+"""A tenant's cell is within so many of its hashed place; if all are taken, it replaces a tenant without requests."""
 _CELL_WORDS = 8
 ROW_WORDS = (1 + NUM_PLACES + _NUM_LOOKS) * _CELL_WORDS
 
 
 class Field(IntEnum):
-    """Of a cell; those from AT on are floats."""
+    """The words of a cell; those from AT on are floats."""
 
     TENANT = 0
     RUNNING = 1
@@ -41,36 +41,36 @@ _RUNNING, _VERSION, _AT = map(int, (Field.RUNNING, Field.VERSION, Field.AT))
 
 
 class TenantRows:
-    """The rows that begin at `starts` in memory that is seen as integers and as floats; the `own` one is written to."""
+    """The rows that begin at `starts` in memory, viewed as integers and as floats; only row `own` is written."""
 
     def __init__(self, ints: memoryview[int], floats: memoryview[float], starts: Sequence[int], own: int) -> None:
         self._ints, self._floats, self._starts, self._own = ints, floats, starts, starts[own]
 
     @property
     def virtual_time(self) -> float:
-        """Return when what was taken from queues last began, as virtual time goes."""
+        """Return the virtual start of the request that was last taken from a queue."""
         return max(self._floats[start] for start in self._starts)
 
     def advance(self, virtual_time: float) -> None:
-        """Have virtual time come to this, unless it is later already."""
+        """Advance the virtual time to this, unless it is later already."""
         self._floats[self._own] = max(self._floats[self._own], virtual_time)
 
     def num_running(self, tenant: str) -> int:
-        """Return how many requests of the tenant are under way, in all processes."""
+        """Return how many requests of the tenant are running, in all processes."""
         return sum(self._ints[cell + _RUNNING] for cell in self._cells(_number_of(tenant)))
 
     def count(self, tenant: str, num_running: int) -> None:
-        """Count requests that begin here or, below 0, end."""
+        """Add to the tenant's running requests in this process; negative for requests that end."""
         cell = self._own_cell(_number_of(tenant)) + _RUNNING
         self._ints[cell] = max(0, self._ints[cell] + num_running)
 
     def read(self, tenant: str) -> list[float]:
-        """Return the state of the tenant: AT, REQUESTS, TOKENS and FINISH, all 0 if it was not met before."""
+        """Return the tenant's AT, REQUESTS, TOKENS and FINISH, all 0 if it has no cell yet."""
         _, state = self._newest(_number_of(tenant))
         return state
 
     def write(self, tenant: str, first: Field, *values: float) -> None:
-        """Change the state of the tenant from its first field on."""
+        """Change the tenant's state, from the field `first` on."""
         number = _number_of(tenant)
         version, state = self._newest(number)
         state[first - _AT : first - _AT + len(values)] = values
@@ -102,7 +102,7 @@ class TenantRows:
         return cell
 
     def _find(self, start: int, number: int) -> int | None:
-        """Return where a row has the tenant, or has room for it; None where all of its places are taken by others."""
+        """Return the tenant's cell in a row, or a free one; None where other tenants have all of its places."""
         for cell in _near(start, number):
             if self._ints[cell] in (number, 0):
                 return cell

@@ -1,4 +1,4 @@
-"""What a tenant may do, as a file of tenants, or an authoriser, says it."""
+"""What a tenant may do, as a file of tenants or an authoriser says."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Name = Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who may ask for which models, None being all, and how much; None does not limit.
+    """A tenant and its limits; None is no limit, and all models.
 
-    `group` is with whom it shares caches where they are kept apart, `priority` the best that its requests have, `share`
-    its part of what is computed when requests of several tenants wait.
+    Tenants of one `group` share caches where those of others are kept apart. `priority` is the best that its requests
+    can have, and `share` its part of what is computed while requests of several tenants wait.
     """
 
     name: Name
@@ -35,7 +35,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     share: Annotated[float, Meta(gt=0)] = 1.0
 
     def check_models(self, model: str | None, fields: Fields) -> None:
-        """Raise RequestError (403) unless the tenant may ask for this model; one that is not named may be any.
+        """Raise RequestError (403) unless the tenant may use this model; without its name it might be any.
 
         SGLang takes an adapter from another field of the body.
         """
@@ -48,14 +48,14 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 DEFAULT = Tenant(name=DEFAULT_TENANT)
-"""Whoever has no other: all clients where none are told apart, and administrators."""
-UNJUDGED = Tenant(name="", models=frozenset())
-"""Who shows a key that the authoriser is to be asked for, and may do nothing until then."""
+"""The tenant of all clients where no tenants are configured, and of administrators."""
+UNRESOLVED = Tenant(name="", models=frozenset())
+"""Stands for the tenant of a key that the authoriser has to be asked about; it may do nothing."""
 
 
 class _Listed(Tenant, frozen=True):
     keys: Annotated[tuple[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")], ...], Meta(min_length=1)]
-    """SHA-256 of what it may show, in hex."""
+    """SHA-256 of its keys, in hex."""
 
 
 class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -278,8 +278,8 @@ async def test_a_prefix_that_costs_much_is_found_by_the_name_that_regret_has_for
     async with worker() as one, router(one.url, block_size=16, expected_cache_tokens=0) as front:
         known, routing = front.service.known, front.service._forwarder.routing
         known._capacity_blocks, known._sized_at_s = 10**6, math.inf  # one cache as large had held the prompt
-        routed, lost = routing.routed, {"routed": 0, "under_way": 0}  # as if it had been longer ago
-        monkeypatch.setattr(routing, "routed", lambda *of: msgspec.structs.replace(routed(*of), **lost))
+        outcome, lost = routing.outcome, {"routed": 0, "under_way": 0}  # as if it had been longer ago
+        monkeypatch.setattr(routing, "outcome", lambda *of: msgspec.structs.replace(outcome(*of), **lost))
         for _ in range(2):
             await front.complete(tokens, cache_salt="salt")
         (costly,) = (await front.client.get("/regret")).json()["costliest_prefixes"]

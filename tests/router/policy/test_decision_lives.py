@@ -27,7 +27,7 @@ from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Capacity, CircuitBreaker, CircuitState, HealthGauge, Worker
 from kvist.router.index import Overlaps, RankStatus
-from kvist.router.prompts import COMPLETION_PATH, Ask
+from kvist.router.prompts import COMPLETION_PATH, ParsedRequest
 from kvist.router.routing import Routing
 
 LIVES = seeds(12)
@@ -226,11 +226,11 @@ class Life:
         random = self.random
         family, num_tokens = random.randrange(len(FAMILIES)), random.choice([1, 17, 300, 1024, 1025, 5000])
         tokens = FAMILIES[family][:num_tokens] if random.random() < 0.9 else None
-        ask = Ask(random.choice(["m", "m", "n"]), num_tokens, tokens, fields={"model": "m"})
+        ask = ParsedRequest(random.choice(["m", "m", "n"]), num_tokens, tokens, fields={"model": "m"})
         excluded = {url for url in self.lives if random.random() < 0.1}
-        prefix = self.routing.prefix(ask)
+        prefix = self.routing.match(ask)
         assert prefix is not None
-        full = self.admission.full(ask.model, excluded)
+        full = self.admission.full_workers(ask.model, excluded)
         able, room_s = self.able(ask.model, excluded)
         try:
             plan = self.routing.plan(PATH, ask, prefix, excluded, full)

@@ -16,11 +16,11 @@ from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
 from kvist.openai.requests import with_fields
 from kvist.router.config import RouterConfig
-from kvist.router.policy.baselines import RandomPolicy
-from kvist.router.policy.decision import Candidate, Load, Prompt, Role, decide
-from kvist.router.prefill.dialect import Local, Side
+from kvist.router.policy.baselines import decide
+from kvist.router.policy.decision import Candidate, Load, Prompt, Role
+from kvist.router.prefill.dialect import LocalReason, Side
 from kvist.router.prefill.handover import DIALECTS, MAX_WAITING, Releases, why_local
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
 
 LONG = list(range(1000, 1400))
 SHORT = LONG[:100]
@@ -624,7 +624,7 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(
 
 def test_the_two_bodies_say_what_the_client_said() -> None:
     def sent(body: bytes) -> Any:
-        ask = Ask("m", 2, fields=json.loads(body))
+        ask = ParsedRequest("m", 2, fields=json.loads(body))
         fields, handoff = DIALECTS["kvist"].begin(COMPLETION_PATH, ask, SIDE, SIDE, Random(0))
         assert handoff is None
         return json.loads(with_fields(body, fields))
@@ -660,27 +660,30 @@ def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
 
 
 def test_what_is_left_to_compute_decides() -> None:
-    def decided(num_tokens: int, num_blocks: int) -> Local | None:
+    def decided(num_tokens: int, num_blocks: int) -> LocalReason | None:
         candidate = Candidate(WorkerRank("w", 0), Load(), (num_blocks,))
-        return why_local(decide(RandomPolicy(), Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
+        return why_local(decide("random", Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
 
-    assert decided(256, 0) is Local.SHORT
+    assert decided(256, 0) is LocalReason.SHORT
     assert decided(257, 0) is None
-    assert decided(272, 1) is Local.CACHED
-    assert decided(400, 9) is Local.CACHED
+    assert decided(272, 1) is LocalReason.CACHED
+    assert decided(400, 9) is LocalReason.CACHED
     assert decided(400, 8) is None
 
 
 def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
-    def found(path: str, **fields: Any) -> Local | None:
-        return DIALECTS["kvist"].obstacle(path, Ask("m", 400, fields=fields))
+    def found(path: str, **fields: Any) -> LocalReason | None:
+        return DIALECTS["kvist"].obstacle(path, ParsedRequest("m", 400, fields=fields))
 
     assert found(CHAT_PATH, n=1, logprobs=False) is None
-    assert found("/v1/embeddings") is Local.OTHER_ENDPOINT
-    assert found(CHAT_PATH, logprobs=True) is Local.LOGPROBS
-    assert found(COMPLETION_PATH, logprobs=0) is Local.LOGPROBS
-    assert found(COMPLETION_PATH, best_of=3) is Local.SEVERAL_SEQUENCES
-    assert DIALECTS["kvist"].obstacle(COMPLETION_PATH, Ask("m", 9, num_prompts=2)) is Local.SEVERAL_SEQUENCES
+    assert found("/v1/embeddings") is LocalReason.OTHER_ENDPOINT
+    assert found(CHAT_PATH, logprobs=True) is LocalReason.LOGPROBS
+    assert found(COMPLETION_PATH, logprobs=0) is LocalReason.LOGPROBS
+    assert found(COMPLETION_PATH, best_of=3) is LocalReason.SEVERAL_SEQUENCES
+    assert (
+        DIALECTS["kvist"].obstacle(COMPLETION_PATH, ParsedRequest("m", 9, num_prompts=2))
+        is LocalReason.SEVERAL_SEQUENCES
+    )
 
 
 def test_a_worker_has_one_role() -> None:

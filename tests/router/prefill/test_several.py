@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvist.router.prefill.several import MAX_ANSWERS, bodies_of, one_answer
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, Ask
+from kvist.router.prefill.several import MAX_ANSWERS, single_answer, split_bodies
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, ParsedRequest
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "vllm"}]
@@ -177,7 +177,8 @@ async def test_the_first_that_fails_is_the_end_of_all(
 def test_each_answers_seed_is_one_that_whoever_takes_the_clients_takes(seed: int | None, following: list[int]) -> None:
     body = json.dumps({"prompt": [LONG, LONG], "n": 3} | ({} if seed is None else {"seed": seed})).encode()
     seeds = [
-        json.loads(each).get("seed") for each in bodies_of(Ask("m", 800, num_prompts=2, fields=json.loads(body)), body)
+        json.loads(each).get("seed")
+        for each in split_bodies(ParsedRequest("m", 800, num_prompts=2, fields=json.loads(body)), body)
     ]
     assert seeds == ([None] * 3 if seed is None else [seed, *following]) * 2
 
@@ -200,7 +201,7 @@ def test_each_answers_seed_is_one_that_whoever_takes_the_clients_takes(seed: int
     ],
 )
 def test_answers_that_need_each_other_are_one_request(path: str, fields: dict[str, Any], *, is_one: bool) -> None:
-    one = one_answer(path, Ask("m", 800, num_prompts=2, fields=fields))
+    one = single_answer(path, ParsedRequest("m", 800, num_prompts=2, fields=fields))
     assert (one is not None) == is_one
     if one is not None:
         assert (one.num_tokens, one.num_prompts, one.fields["n"]) == (400, 1, 1)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvist.openai.requests import Fields
-from kvist.router.prefill.dialect import Local, Side
+from kvist.router.prefill.dialect import LocalReason, Side
 from kvist.router.prefill.sglang import SglangDialect, with_input_logprobs
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, Ask
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, ParsedRequest
 
 SHORT = list(range(1000, 1020))
 TOKENS = ["a", "b", "c", "d"]
@@ -446,24 +446,24 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, rooms,
 
 def test_the_prefill_workers_address_is_one_that_decode_workers_can_use() -> None:
     side = Side("http://[::1]:30000", 8998)
-    fields, handoff = SglangDialect().begin(COMPLETION_PATH, Ask("m", 2), side, side, Random(1))
+    fields, handoff = SglangDialect().begin(COMPLETION_PATH, ParsedRequest("m", 2), side, side, Random(1))
     assert handoff is not None
     assert fields == handoff.fields
     assert fields["bootstrap_host"] == "[::1]"
 
 
 def test_obstacles_are_in_the_request() -> None:
-    def found(path: str, **fields: Any) -> Local | None:
-        return SglangDialect().obstacle(path, Ask("m", 400, fields=fields))
+    def found(path: str, **fields: Any) -> LocalReason | None:
+        return SglangDialect().obstacle(path, ParsedRequest("m", 400, fields=fields))
 
     assert found(CHAT_PATH, logprobs=True, n=1) is None
     assert found(COMPLETION_PATH, logprobs=1, echo=False) is None
     assert found(COMPLETION_PATH, echo=True) is None
-    assert found(CHAT_PATH, n=2) is Local.SEVERAL_SEQUENCES
-    assert found(GENERATE_PATH, sampling_params={"n": 2}) is Local.SEVERAL_SEQUENCES
-    assert found(GENERATE_PATH, sampling_params=[{}, {"n": 2}]) is Local.SEVERAL_SEQUENCES
+    assert found(CHAT_PATH, n=2) is LocalReason.SEVERAL_SEQUENCES
+    assert found(GENERATE_PATH, sampling_params={"n": 2}) is LocalReason.SEVERAL_SEQUENCES
+    assert found(GENERATE_PATH, sampling_params=[{}, {"n": 2}]) is LocalReason.SEVERAL_SEQUENCES
     assert found(GENERATE_PATH, sampling_params={"temperature": 0}) is None
-    assert found("/v1/embeddings") is Local.OTHER_ENDPOINT
+    assert found("/v1/embeddings") is LocalReason.OTHER_ENDPOINT
 
 
 @pytest.mark.parametrize("prefilled", [b"", b"{}", b"7"])

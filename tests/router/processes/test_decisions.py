@@ -73,7 +73,7 @@ def at(now_s: Callable[[], float], method: Any) -> Any:
 async def test_four_fronts_decide_as_one_process_does(
     worker, engine, fronts_of, until, monkeypatch, policy, seed
 ) -> None:
-    for module in ("kvist.router.policy.decision", "kvist.router.policy.priced"):
+    for module in ("kvist.router.policy.baselines", "kvist.router.policy.priced"):
         monkeypatch.setattr(f"{module}.draw", lambda chances, _: chances.index(max(chances)))
     monkeypatch.setattr("kvist.router.routing.RANKS_MAX_AGE_S", -1.0)  # each knows what the others know now
     now_s = 0.0  # the same for all: who is asked a millisecond later may decide otherwise

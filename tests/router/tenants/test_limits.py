@@ -63,7 +63,7 @@ def test_limits_are_those_of_token_buckets_and_a_count(seed: int, num_fronts: in
             spending, num_tokens = random.choice(running), random.choice([0, 5 if step // 500 % 2 else 5000])
             if random.random() < 0.5:
                 tokens.level -= num_tokens - spending.num_tokens
-                spending.computes(num_tokens)
+                spending.charge(num_tokens)
             else:
                 running.remove(spending)
                 spending.finish()
@@ -95,7 +95,7 @@ def test_who_comes_back_when_told_is_let_in() -> None:
     (limits,) = limits_of(clock, 1)
     spending = limits.enter(tenant)
     assert spending is not None
-    spending.computes(350)  # a long prompt is begun, and paid for afterwards
+    spending.charge(350)  # a long prompt is begun, and paid for afterwards
     with pytest.raises(RequestError, match="prefill_tokens_per_minute") as refusal:
         limits.enter(tenant)
     assert refusal.value.retry_after_s == 150

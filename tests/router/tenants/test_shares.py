@@ -54,7 +54,7 @@ class Fronts:
         self._running.finish(0.0)
         num_served = len(self.served)
         while len(self.served) == num_served:
-            random.choice(self.admissions).pump()
+            random.choice(self.admissions).admit_waiting()
         return self.served[-1]
 
 
