@@ -149,7 +149,7 @@ async def test_learnt_speeds_are_on_disk_while_the_router_runs(
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
         target, board = WorkerRank(one.url, 0), front.known.load.board
         expected = [
-            {"worker": one.url, "rank": 0, **dict(zip(("seconds", "work"), board.learnt()[target], strict=True))}
+            {"worker": one.url, "rank": 0, **dict(zip(("seconds", "work"), board.learnt_speeds()[target], strict=True))}
         ]
         await until(lambda: path.exists() and json.loads(path.read_text()) == expected)
 

@@ -32,7 +32,7 @@ _QUOTED_TOKENS = 96
 _encode = msgspec.json.Encoder().encode
 
 
-class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class JournalEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that has ended, as the live page shows it."""
 
     row: bytes
@@ -52,8 +52,8 @@ class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Journal:
     """Describes requests as they end, at a limited rate; it belongs to the event loop."""
 
-    def __init__(self, models: KnownModels, on_seen: Callable[[Seen], None], *, shows_prompts: bool) -> None:
-        self._models, self._on_seen, self._shows_prompts = models, on_seen, shows_prompts
+    def __init__(self, models: KnownModels, on_entry: Callable[[JournalEntry], None], *, shows_prompts: bool) -> None:
+        self._models, self._on_entry, self._shows_prompts = models, on_entry, shows_prompts
         self._allowance, self._last_at_s, self._num_skipped = BURST, 0.0, 0
 
     def record(self, request: Forwarding, error: Exception | None) -> None:
@@ -69,7 +69,7 @@ class Journal:
         parsed: ParsedRequest | None = getattr(request, "parsed", None)  # unset if the prompt could not be read
         row = self._row(request, parsed, error, now_s)
         if parsed is None or parsed.token_ids is None or request.attempt is None:
-            self._on_seen(Seen(_encode(row), num_skipped))
+            self._on_entry(JournalEntry(_encode(row), num_skipped))
             return
         decision, hashes, tokens = request.attempt.decision, request.prefix.block_hashes, b""
         hashes = hashes[: min(usable_blocks(len(hashes), decision.prompt), MAX_BLOCKS)]
@@ -80,7 +80,7 @@ class Journal:
             tokens = parsed.token_ids[: len(hashes) * decision.prompt.block_size].tobytes()
         block_size = decision.prompt.block_size
         num_held, model = decision.overlap_tokens // block_size, request.router.fleet.label_of(parsed.model)
-        self._on_seen(Seen(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
+        self._on_entry(JournalEntry(_encode(row), num_skipped, model, block_size, num_held, hashes.tobytes(), tokens))
 
     def _row(
         self, request: Forwarding, parsed: ParsedRequest | None, error: Exception | None, now_s: float

@@ -41,7 +41,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.auth import is_administrator
 from kvist.router.doors.explain import explain_load, explain_readiness, explain_workers
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.live import STATE_PATH, LiveState
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
@@ -96,7 +96,7 @@ class FleetKnowledge(FleetView, Protocol):
     def on_routed(self, request: Routed) -> None:
         """Add an answered request to the statistics of `GET /regret`."""
 
-    def on_seen(self, request: Seen) -> None:
+    def on_journal_entry(self, entry: JournalEntry) -> None:
         """Add a request to the live page."""
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -191,9 +191,9 @@ class Keeper(ComposedContext):
             self._capacity_blocks, self._sized_at_s = sum(rank.num_blocks for rank in ranks), now_s
         self._regret.add(now_s, [request], self._capacity_blocks)
 
-    def on_seen(self, request: Seen) -> None:
+    def on_journal_entry(self, entry: JournalEntry) -> None:
         """Add a request to the live page."""
-        self._live.add(request)
+        self._live.add(entry)
 
     def _on_tokenizer(self, tokenizer: ChatTokenizer) -> None:
         """Compare the tokens of the model's workers with this tokeniser's from now on."""

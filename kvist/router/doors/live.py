@@ -23,7 +23,7 @@ import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.router.doors.explain import explain_readiness, explain_workers
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.prefixes import PrefixTree
 from kvist.router.doors.problems import problems_of, shown_of
 from kvist.router.fleet.fleet import Fleet
@@ -102,11 +102,11 @@ class LiveState:
         if self._next_refresh is not None:
             self._next_refresh.cancel()
 
-    def add(self, seen: Seen) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Add a request that has ended."""
-        self._requests.append((self._number + 1, msgspec.Raw(seen.row)))
-        self._num_skipped += seen.num_skipped
-        self._tree.add(seen, time.monotonic())
+        self._requests.append((self._number + 1, msgspec.Raw(entry.row)))
+        self._num_skipped += entry.num_skipped
+        self._tree.add(entry, time.monotonic())
 
     def state(self, query: str) -> bytes:
         """Return the changes in a view (`view=`) since a number (`since=`), as JSON; raises InvalidValueError.

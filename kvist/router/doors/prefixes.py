@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import Tier
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 from kvist.router.index import FleetIndex
 from kvist.router.prompts import KnownModels
 from kvist.router.regret import Regret
@@ -60,20 +60,20 @@ class PrefixTree:
         self._roots: dict[tuple[str, int], _Node] = {}
         self._num_leaves = 0
 
-    def add(self, seen: Seen, now_s: float) -> None:
+    def add(self, entry: JournalEntry, now_s: float) -> None:
         """Count a prompt."""
-        hashes, tokens = np.frombuffer(seen.hashes, np.uint64), np.frombuffer(seen.tokens, np.uint32)
+        hashes, tokens = np.frombuffer(entry.hashes, np.uint64), np.frombuffer(entry.tokens, np.uint32)
         if not len(hashes):
             return
-        hits = (np.arange(len(hashes)) < seen.num_held).astype(np.uint32)
+        hits = (np.arange(len(hashes)) < entry.num_held).astype(np.uint32)
         root = _Node(hashes[:0], hits[:0], tokens[:0], 0, now_s)
-        node = self._roots.setdefault((seen.model, seen.block_size), root)
+        node = self._roots.setdefault((entry.model, entry.block_size), root)
         node.used_at_s = now_s
         while node.depth < len(hashes):
             first = int(hashes[node.depth])
             child = node.children.get(first)
             if child is None:
-                rest = hashes[node.depth :], np.zeros_like(hits[node.depth :]), tokens[node.depth * seen.block_size :]
+                rest = hashes[node.depth :], np.zeros_like(hits[node.depth :]), tokens[node.depth * entry.block_size :]
                 child = _Node(*rest, len(hashes), now_s)
                 self._num_leaves += bool(node.children) or node.depth == 0
             else:
@@ -81,7 +81,7 @@ class PrefixTree:
                 same = child.hashes[:num] == hashes[node.depth : node.depth + num]
                 num_same = num if same.all() else int(same.argmin())
                 if num_same < len(child.hashes):
-                    child = child.split(num_same, seen.block_size)
+                    child = child.split(num_same, entry.block_size)
             child.uses, child.used_at_s = child.uses + 1, now_s
             child.hits += hits[node.depth : child.depth]
             node.children[first], node = child, child

@@ -161,7 +161,7 @@ class RouterService(ComposedContext):
             self._keys.resolve_tenant,
             self._refuse,
             known.on_routed,
-            Journal(known.models, known.on_seen, shows_prompts=config.show_prompts).record,
+            Journal(known.models, known.on_journal_entry, shows_prompts=config.show_prompts).record,
             self._open_tracing(exits),
             self._access_log,
             recorder,

@@ -115,7 +115,7 @@ class LoadBoard:
         """All cells, the front's own first; `cell_floats` is the same memory."""
         self.cell_floats = self.cell_ints.view(float)
         self.saved_speeds: dict[WorkerRank, tuple[float, float]] = {}
-        """What `learnt` returns first for a rank that gets a column from now on."""
+        """What `learnt_speeds` returns first for a rank that gets a column from now on."""
         self.columns: dict[WorkerRank, int] = {}
         """Those that have a name, as far as this process knows."""
         self._free: list[int] = []
@@ -140,7 +140,7 @@ class LoadBoard:
                 column = self.columns.get(target)
         return column
 
-    def learnt(self) -> dict[WorkerRank, tuple[float, float]]:
+    def learnt_speeds(self) -> dict[WorkerRank, tuple[float, float]]:
         """Return the seconds that each rank took for what it computed, and how much that was, in units of work."""
         seconds, work = learnt_of(self.work[:, :, [*self.columns.values()]])
         return {target: (float(seconds[idx]), float(work[idx])) for idx, target in enumerate(self.columns) if work[idx]}

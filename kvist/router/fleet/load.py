@@ -162,7 +162,7 @@ class LoadTracker:
     def prompt_speeds(self) -> dict[str, float]:
         """Return how many prompt tokens a second each worker's ranks compute, learnt from times to first tokens."""
         totals: dict[str, tuple[float, float]] = {}
-        for target, (seconds, work) in self.board.learnt().items():
+        for target, (seconds, work) in self.board.learnt_speeds().items():
             before = totals.get(target.worker, (0.0, 0.0))
             totals[target.worker] = before[0] + seconds, before[1] + work
         return {worker: round(work / seconds, 1) for worker, (seconds, work) in totals.items()}

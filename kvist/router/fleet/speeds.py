@@ -59,7 +59,7 @@ async def _save_regularly(path: Path, board: LoadBoard, interval_s: float) -> No
 
 
 async def _save(path: Path, board: LoadBoard) -> None:
-    learnt = [_LearntSpeed(*target, *speed) for target, speed in board.learnt().items()]
+    learnt = [_LearntSpeed(*target, *speed) for target, speed in board.learnt_speeds().items()]
     try:
         await in_thread(write_atomically, path, msgspec.json.encode(learnt))
     except OSError as error:

@@ -39,7 +39,7 @@ from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations, Kept
 from kvist.router.doors.explain import explain_readiness
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
 from kvist.router.doors.service import RouterService
 from kvist.router.fleet.board import LoadBoard
@@ -68,7 +68,7 @@ FIRST_SYNC_S = 10.0
 ANSWER_TIMEOUT_S, READINESS_TIMEOUT_S = 15.0, 0.5
 """How long to wait for the keeper's answer; a readiness probe itself waits only a second or so."""
 REPORT_INTERVAL_S = 0.25
-MAX_ENDED, MAX_SEEN = 4096, 256
+MAX_ENDED, MAX_ENTRIES = 4096, 256
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
 
@@ -214,10 +214,10 @@ class RemoteKeeper(ComposedContext):
         if len(self._ended.requests) < MAX_ENDED:
             self._ended.requests.append(request)
 
-    def on_seen(self, request: Seen) -> None:
-        """Report it likewise, up to `MAX_SEEN`."""
-        if len(self._ended.seen) < MAX_SEEN:
-            self._ended.seen.append(request)
+    def on_journal_entry(self, entry: JournalEntry) -> None:
+        """Report it likewise, up to `MAX_ENTRIES`."""
+        if len(self._ended.entries) < MAX_ENTRIES:
+            self._ended.entries.append(entry)
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply another configuration; the keeper process reads its own."""
@@ -347,7 +347,7 @@ class RemoteKeeper(ComposedContext):
         """Report what the keeper cannot know: ended requests, and when workers last sent something."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
-            if (self._ended.requests or self._ended.seen) and self._link is not None:
+            if (self._ended.requests or self._ended.entries) and self._link is not None:
                 self._send(self._ended)
                 self._ended = messages.Ended([], [])
             for worker in self.fleet.workers:

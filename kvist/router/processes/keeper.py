@@ -107,16 +107,16 @@ class KeeperProcess(ComposedContext):
 
     async def _publish(self) -> None:
         """Send fronts what has changed, soon after it has."""
-        loop, index, seen = asyncio.get_running_loop(), self._keeper.index, None
+        loop, index, last = asyncio.get_running_loop(), self._keeper.index, None
         scanned_s = rests_until_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             began_s = loop.time()
             clearings = None if index is None or index.radix is None else index.radix.num_clearings
             now = (clearings, frozenset() if index is None else frozenset(index.resyncing))
-            is_due = self._has_changes or now != seen or began_s - scanned_s > _RESCAN_S
+            is_due = self._has_changes or now != last or began_s - scanned_s > _RESCAN_S
             if is_due and began_s >= rests_until_s:
-                seen, self._has_changes, scanned_s = now, False, began_s
+                last, self._has_changes, scanned_s = now, False, began_s
                 self._send_changes()
                 rests_until_s = began_s + _REST * (loop.time() - began_s)
 
@@ -206,11 +206,11 @@ class KeeperProcess(ComposedContext):
                 self._broadcast(encode(message), except_to=link)
                 if self._keeper.replicas is not None:
                     self._keeper.replicas.add_response(message.response_id, message.worker)
-            case messages.Ended(requests, seen):
+            case messages.Ended(requests, entries):
                 for request in requests:
                     self._keeper.on_routed(request)
-                for each in seen:
-                    self._keeper.on_seen(each)
+                for entry in entries:
+                    self._keeper.on_journal_entry(entry)
             case messages.Asked(number, question) if question is not None:
                 self._tasks.create_task(self._answer(link, number, question), name="kvist-answer")
             case messages.Answered():

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.keeper import Answer, Question
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
@@ -134,7 +134,7 @@ class Ended(Message, frozen=True):
     """Requests that have ended, for `GET /regret`, and some of them as the live page shows them."""
 
     requests: list[Routed]
-    seen: list[Seen]
+    entries: list[JournalEntry] = msgspec.field(name="seen")
 
 
 # --- From either ------------------------------------------------------------------------------------------------------

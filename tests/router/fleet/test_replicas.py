@@ -168,7 +168,7 @@ def test_the_time_of_one_step_is_not_taken_for_that_of_each_routers_prompt_in_it
             each.finish(now_s)
         now_s += 0.1
     for router in routers:
-        seconds, work = router.board.learnt()[RANKS[0]]
+        seconds, work = router.board.learnt_speeds()[RANKS[0]]
         assert seconds / work == pytest.approx(unit_s)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvist.events.hashing import block_hashes
-from kvist.router.doors.journal import Seen
+from kvist.router.doors.journal import JournalEntry
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: pip install '.[test]'")
 pytestmark = pytest.mark.xdist_group("browser")
@@ -275,8 +275,8 @@ async def test_256_workers_and_requests_are_sorted_and_found_by_keyboard_on_a_ph
             await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("127.0.1.77")
             told = {"at": 0, "path": "/", "model": "m", "tenant": "t", "status": 200, "num_attempts": 1, "total_s": 1}
             for number in range(256):
-                front.service.known.on_seen(
-                    Seen(json.dumps({"id": f"request-{number}", "queue_s": 0, **told}).encode())
+                front.service.known.on_journal_entry(
+                    JournalEntry(json.dumps({"id": f"request-{number}", "queue_s": 0, **told}).encode())
                 )
             await page.get_by_role("link", name="Requests").press("Enter")
             await expect(rows).to_have_count(200)

@@ -21,7 +21,7 @@ import kvist.router
 from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
 from kvist.router.doors import live
-from kvist.router.doors.journal import BURST, RATE, Seen
+from kvist.router.doors.journal import BURST, RATE, JournalEntry
 from kvist.router.doors.prefixes import MAX_LEAVES, PrefixTree
 from kvist.router.prompts import OneModel
 from kvist.router.regret import Regret
@@ -311,7 +311,7 @@ def test_the_tree_is_what_prompts_add_up_to() -> None:
         num_held = random.randrange(len(prompt) + 1)
         prompts.append((prompt, num_held))
         hashes = np.array(prompt, np.uint64).tobytes()
-        tree.add(Seen(b"", model="m", block_size=16, num_held=num_held, hashes=hashes), 0.0)
+        tree.add(JournalEntry(b"", model="m", block_size=16, num_held=num_held, hashes=hashes), 0.0)
     uses: dict[tuple[int, ...], tuple[int, int]] = {}
     for prompt, num_held in prompts:
         for depth in range(1, len(prompt) + 1):
@@ -338,7 +338,7 @@ def test_the_tree_forgets_what_nobody_asks_for() -> None:
         prompt = np.concatenate([system, np.array([random.getrandbits(64)], np.uint64)])
         own = np.array([random.getrandbits(64) for _ in range(3)], np.uint64)
         for hashes in (prompt, own):
-            tree.add(Seen(b"", model="m", block_size=16, hashes=hashes.tobytes()), float(now))
+            tree.add(JournalEntry(b"", model="m", block_size=16, hashes=hashes.tobytes()), float(now))
     shown = tree.explain(most=10_000)
     assert MAX_LEAVES <= len(shown) <= MAX_LEAVES + 1
     assert max(each["uses"] for each in shown) == 4 * MAX_LEAVES
