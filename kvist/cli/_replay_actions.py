@@ -55,7 +55,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
     _print_end(args.file, script)
     print(
         f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
-        f"{player.num_asked} replay requests answered",
+        f"{player.num_replays} replay requests answered",
         flush=True,
     )
 
@@ -217,7 +217,7 @@ def _print_end(file: Path, script: Script) -> None:
     if script.missing is not None:
         text = "may be missing: the part before it has no mark of a recorder's end"
         print(f"kvist replay: {script.missing}: {text}", file=sys.stderr)
-    if script.is_over and script.num_chosen == 0:
+    if script.is_over and script.num_selected == 0:
         began = "" if script.first_ns is None else f" that is meant: the first came at {iso_time(script.first_ns)}"
         print(f"kvist replay: {file}: no message in it{began}", file=sys.stderr)
 
@@ -240,9 +240,9 @@ async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:
     await asyncio.sleep(args.delay)
     await player.play()
     print(f"kvist replay: all {player.num_sent} messages are sent", flush=True)
-    num_asked = -1
-    while num_asked < player.num_asked:  # who asked may not have all yet: an index that is just starting
-        num_asked = player.num_asked
+    num_replays = -1
+    while num_replays < player.num_replays:  # who asked may not have all yet: an index that is just starting
+        num_replays = player.num_replays
         with suppress(TimeoutError):
             async with asyncio.timeout(args.linger):
                 await player.repeat()

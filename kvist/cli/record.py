@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.duration is not None and not 0 < args.duration < float("inf"):
         raise InvalidValueError("--duration", args.duration, "a positive number of seconds")
     specs = parse_sources(args.sources)
-    sources, rotate_bytes = [spec.recorded for spec in specs], _num_bytes(args.rotate_bytes)
+    sources, rotate_bytes = [spec.source for spec in specs], _num_bytes(args.rotate_bytes)
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         recorder = Recorder(specs, writer)
         if writer.earlier is not None:

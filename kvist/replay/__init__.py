@@ -1,10 +1,10 @@
-"""Record what streams say, play it again, and tell what was in it.
+"""Records event streams, plays them again, and analyses them.
 
-A recording is a set of MCAP files (`recording`, `writer`, `reader`), made from any subscription by the `recorder`, with
-what was held before (`recovery`). Its messages are selected, timed and repeated (`script`), and go out to subscribers
-(`player`, which answers from `blocks`), into an index (`indexing`, which compares two as well), or into figures
-(`statistics`, `history`). What decides does no I/O and takes time as an argument; only `recorder` and `player` know
-asyncio.
+A recording is a set of MCAP files (`recording`, `writer`, `reader`). The `recorder` makes one from subscriptions, and
+asks for what ranks held before (`recovery`). A `script` selects, times and repeats its messages, for subscribers
+(`player`, with replays from `blocks`), for an index (`indexing`, which also compares two), or for analysis
+(`statistics`, `history`). All decisions are made without I/O, with time as an argument; only `recorder` and `player`
+use asyncio.
 """
 
 from kvist.replay.reader import RecordingReader

@@ -1,4 +1,4 @@
-"""What ranks hold by the snapshots and events that were recorded of them, and answers to who missed some of it."""
+"""What recorded events and snapshots say that ranks hold, and replays of it for subscribers that missed some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvist.errors import MalformedMessageError
-from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
@@ -25,10 +25,10 @@ _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 @dataclass(frozen=True, slots=True)
 class RecordedSnapshot:
-    """A whole snapshot, proven by its digest, and the messages that it came in, each part once."""
+    """A whole snapshot, verified by its digest, and the messages that it came in, each part once."""
 
     heartbeat: Batch
-    """What the publisher's heartbeat said at that moment, of no particular time."""
+    """A heartbeat that says the same, with a timestamp of 0."""
     snapshot: Snapshot
     messages: tuple[Message, ...]
 
@@ -38,14 +38,14 @@ class RecordedSnapshot:
 
 
 class SnapshotCollector:
-    """Puts one source's snapshots together; memory is that of one for each rank of which not all parts came yet."""
+    """Assembles the snapshots of one source; memory is that of one unfinished snapshot for each rank."""
 
     def __init__(self) -> None:
         self._begun: dict[WorkerRank, dict[int, tuple[SnapshotPart, Message]]] = {}
         self.num_malformed = 0
 
     def add(self, message: Message, source: str) -> RecordedSnapshot | None:
-        """Take a part; return the snapshot if that makes it whole. Parts of another one begin anew."""
+        """Add a part; return the snapshot once it is whole. A part of another snapshot discards the unfinished one."""
         try:
             part = decode_snapshot_part(message.payload, source)
             rank = part.source
@@ -68,18 +68,18 @@ class SnapshotCollector:
 
 
 class Change(NamedTuple):
-    """What an event changed in one tier: blocks that are new there or left it, and how many it named in vain."""
+    """What an event changed in one tier; `num_in_vain` counts stores of held blocks and removals of others."""
 
     tier: Tier
-    new: Sequence[int] = ()
-    gone: Sequence[int] = ()
-    notes: Sequence[int] = ()
-    """What was remembered with each block that was removed."""
+    added: Sequence[int] = ()
+    removed: Sequence[int] = ()
+    added_ms: Sequence[int] = ()
+    """When each block that an event removed had been added."""
     num_in_vain: int = 0
 
 
 class RankBlocks:
-    """The exact blocks of one rank by tier, each with a number that the caller gives, such as a time."""
+    """The exact blocks of one rank by tier, each with the time at which it was added."""
 
     def __init__(self) -> None:
         self.tiers: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
@@ -89,31 +89,29 @@ class RankBlocks:
     def num_blocks(self) -> int:
         return sum(map(len, self.tiers))
 
-    def apply(self, event: Event, note: int = 0) -> list[Change]:
-        """Apply an event; each block that is new is remembered with a number."""
+    def apply(self, event: Stored | Removed | Cleared, time_ms: int = 0) -> list[Change]:
         if isinstance(event, Cleared):
-            return self.restore((), note)
-        if isinstance(event, Heartbeat):
-            return []
+            return self.restore((), time_ms)
         held, blocks = self.tiers[event.tier], hashes_of(event)
         if isinstance(event, Stored):
-            new = dict.fromkeys((block for block in blocks if block not in held), note)
-            held.update(new)
-            self.digest = self.digest + blocks_digest(list(new), event.tier) & _U64_MASK
-            return [Change(event.tier, list(new), num_in_vain=len(blocks) - len(new))]
-        gone = list(dict.fromkeys(block for block in blocks if block in held))
-        self.digest = self.digest - blocks_digest(gone, event.tier) & _U64_MASK
-        return [Change(event.tier, (), gone, [held.pop(block) for block in gone], len(blocks) - len(gone))]
+            added = dict.fromkeys((block for block in blocks if block not in held), time_ms)
+            held.update(added)
+            self.digest = self.digest + blocks_digest(list(added), event.tier) & _U64_MASK
+            return [Change(event.tier, list(added), num_in_vain=len(blocks) - len(added))]
+        removed = list(dict.fromkeys(block for block in blocks if block in held))
+        self.digest = self.digest - blocks_digest(removed, event.tier) & _U64_MASK
+        added_ms = [held.pop(block) for block in removed]
+        return [Change(event.tier, (), removed, added_ms, len(blocks) - len(removed))]
 
-    def restore(self, slices: Iterable[HeldBlocks], note: int) -> list[Change]:
-        """Hold what a snapshot says, and nothing else; blocks that are new are remembered with a number."""
+    def restore(self, slices: Iterable[HeldBlocks], time_ms: int) -> list[Change]:
+        """Replace all blocks by a snapshot's; those that were held before keep their times."""
         before, self.tiers = self.tiers, tuple({} for _ in Tier)
         self.digest = 0
         for held in slices:
             self.digest = self.digest + held.holding().digest & _U64_MASK
             for tier in Tier:
                 blocks = held.hashes[held.tiers >> tier & 1 == 1].tolist()
-                self.tiers[tier].update((block, before[tier].get(block, note)) for block in blocks)
+                self.tiers[tier].update((block, before[tier].get(block, time_ms)) for block in blocks)
         return [
             Change(tier, [block for block in now if block not in was], [block for block in was if block not in now])
             for tier, was, now in zip(Tier, before, self.tiers, strict=True)
@@ -125,56 +123,56 @@ def hashes_of(event: Stored | Removed) -> list[int]:
     return blocks
 
 
-class _Kept:
-    """What is kept of one canonical rank, or of an engine's whole stream: messages, and what was held before them."""
+class _MessageLog:
+    """The messages kept of one canonical rank, or of an engine's whole stream, and the snapshot in front of them."""
 
-    def __init__(self, epoch: int, next_sequence: int = 0, before: Sequence[Message] | None = None) -> None:
-        """Keep what comes from a number on, behind a snapshot of what was held then; None where that is not known."""
+    def __init__(self, epoch: int, next_sequence: int, snapshot: Sequence[Message] | None) -> None:
+        """Keep messages from `next_sequence` on; `snapshot` is of the state before it, None where that is unknown."""
         self.epoch = epoch
-        self.before = before
+        self.snapshot = snapshot
         self.first_sequence = self.next_sequence = next_sequence
         self.messages: deque[Message] = deque()
 
     def append(self, message: Message) -> None:
         if message.sequence > self.next_sequence:
-            self.before = None
+            self.snapshot = None
         self.next_sequence = message.sequence + 1
         self.messages.append(message)
 
     def drop_oldest(self) -> int:
-        """Forget the oldest message, and with it what was held before those that are left; return its size."""
-        self.before = None
+        """Drop the oldest message and the snapshot, which those left do not continue; return the message's size."""
+        self.snapshot = None
         return len(self.messages.popleft().payload)
 
-    def answer(self, request: ReplayRequest) -> tuple[Sequence[Message], list[Message]]:
-        """Return the snapshot to begin with, if one is needed and to be had, and the messages behind it."""
+    def replay(self, request: ReplayRequest) -> tuple[Sequence[Message], list[Message]]:
+        """Return the snapshot, if one is needed and known, and the messages that follow it."""
         starts_at = request.start_sequence if request.epoch in (None, self.epoch) else 0
-        if request.epoch is None or self.before is None or starts_at >= self.first_sequence:
+        if request.epoch is None or self.snapshot is None or starts_at >= self.first_sequence:
             return (), [message for message in self.messages if message.sequence >= starts_at]
-        return self.before, list(self.messages)
+        return self.snapshot, list(self.messages)
 
 
 class SentBuffer:
-    """Keeps the newest numbered messages of one publication, up to `max_bytes`; a `ReplaySource`, safe across threads.
+    """Keeps the newest messages of one publication, up to `max_bytes`, for replays; safe to use from several threads.
 
-    Unlike a publisher's buffer it takes what was recorded: holes, duplicates, and publishers that were started anew,
-    whose earlier messages are of no use to anyone. Of a rank that was recorded with a snapshot it answers with that, as
-    the publisher did, until messages behind it have to go.
+    Unlike a publisher's buffer it accepts what was recorded: gaps, duplicates, and publishers that restarted, of which
+    it keeps the newest epoch. If a rank was recorded with a snapshot, the buffer answers with it, as the publisher did,
+    until a message behind it is dropped.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: dict[bytes | None, _Kept] = {}  # by a canonical rank's topic, None for an engine's whole stream
-        self._by_age: deque[_Kept] = deque()
+        self._logs: dict[bytes | None, _MessageLog] = {}  # by a canonical rank's topic, None for an engine's stream
+        self._by_age: deque[_MessageLog] = deque()  # the log of each message that is kept
         self._size_bytes = 0
         self._last: dict[bytes, Message] = {}
         self._restarts = RestartDetector()
         self._snapshots = SnapshotCollector()
-        self.num_asked = 0
+        self.num_replays = 0
 
     def append(self, message: Message) -> bool:
-        """Keep what is sent, unless its number was taken; return whether to send it: parts of snapshots are not."""
+        """Keep a message unless its number was used; return whether to send it: subscribers ask for snapshot parts."""
         envelope = read_envelope(message.payload)
         if envelope is None:
             return True
@@ -184,32 +182,32 @@ class SentBuffer:
                     self._restore(recorded)
                 return False
             if isinstance(envelope, EngineEnvelope):
-                self._keep(None, message, self._restarts.observe(message.sequence, message.payload))
+                self._append(None, message, self._restarts.observe(message.sequence, message.payload))
                 return True
             self._last[message.topic] = message
             if not envelope.is_heartbeat:
-                self._keep(message.topic, message, envelope.epoch, envelope)
-            elif envelope.is_of_no_block:
-                self._restore_nothing(message.topic, envelope)
+                self._append(message.topic, message, envelope.epoch)
+            elif envelope.is_empty_heartbeat:
+                self._restore_empty(message.topic, envelope)
         return True
 
     def replay(self, request: ReplayRequest) -> Iterator[Message]:
-        """Yield what is kept of the topic, or of all if empty: of the newest epoch, from the sequence asked for on.
+        """Yield the newest epoch's messages from the requested sequence on, of one topic or, if it is empty, of all.
 
         A request about another epoch is answered from the newest one's beginning. One that names an epoch and a
-        sequence before what is kept is answered with a snapshot first, where what was held then is known. Of all ranks
-        asked for, each has at least its last message in the answer, which tells how far it is.
+        sequence before what is kept is answered with a snapshot first, where that is known. Without a topic, the last
+        message of every rank is in the answer, so that it shows how far each rank is.
         """
         with self._lock:
-            self.num_asked += 1
+            self.num_replays += 1
             answers = [
-                kept.answer(request)
-                for numbering, kept in self._kept.items()
-                if numbering is None or request.topic in (None, b"", numbering)
+                log.replay(request)
+                for topic, log in self._logs.items()
+                if topic is None or request.topic in (None, b"", topic)
             ]
             last = {} if request.topic else dict(self._last)
-        for snapshot_parts, messages in answers:
-            yield from snapshot_parts
+        for snapshot, messages in answers:
+            yield from snapshot
             for message in messages:
                 if request.topic in (None, b"", message.topic):
                     last.pop(message.topic, None)
@@ -217,49 +215,46 @@ class SentBuffer:
         yield from last.values()
 
     def last_messages(self) -> list[Message]:
-        """Return the last message of each rank, and of an engine: sent again, it tells who lost what was before it."""
+        """Return the last message of each rank, and of an engine; sent again, it shows subscribers what they missed."""
         with self._lock:
-            engine = self._kept.get(None)
+            engine = self._logs.get(None)
             return [*self._last.values(), *([] if engine is None else list(engine.messages)[-1:])]
 
     def _restore(self, recorded: RecordedSnapshot) -> None:
-        """Let a snapshot stand for all that was before it, also where that had holes."""
+        """Replace what is kept of a rank by a snapshot, also where messages before it are missing."""
         topic, state = recorded.messages[0].topic, recorded.heartbeat
-        kept = self._kept.get(topic)
-        if kept is None or state.epoch >= kept.epoch:
-            self._begin(topic, _Kept(state.epoch, state.sequence, recorded.messages))
+        log = self._logs.get(topic)
+        if log is None or state.epoch >= log.epoch:
+            self._start_log(topic, _MessageLog(state.epoch, state.sequence, recorded.messages))
             self._last[topic] = Message(topic, state.sequence, encode_batch(state))
 
-    def _restore_nothing(self, topic: bytes, beat: CanonicalEnvelope) -> None:
-        """Know again what a rank holds of which something was missing, since that is nothing."""
-        kept = self._kept.get(topic)
-        if kept and kept.before is None and (beat.epoch, beat.sequence) >= (kept.epoch, kept.next_sequence):
-            self._begin(topic, _Kept(beat.epoch, beat.sequence, (nothing_before(beat, topic),)))
+    def _restore_empty(self, topic: bytes, heartbeat: CanonicalEnvelope) -> None:
+        """Start anew at a heartbeat that says that the rank holds nothing, if messages before it are missing."""
+        log, position = self._logs.get(topic), (heartbeat.epoch, heartbeat.sequence)
+        if log and log.snapshot is None and position >= (log.epoch, log.next_sequence):
+            self._start_log(topic, _MessageLog(*position, (empty_snapshot(heartbeat, topic),)))
 
-    def _begin(self, numbering: bytes | None, kept: _Kept) -> None:
-        """Forget what was kept of a numbering, and keep what comes from here on."""
-        if (old := self._kept.get(numbering)) is not None:
+    def _start_log(self, topic: bytes | None, log: _MessageLog) -> None:
+        if (old := self._logs.get(topic)) is not None:
             self._size_bytes -= sum(len(message.payload) for message in old.messages)
             self._by_age = deque(each for each in self._by_age if each is not old)
-        self._kept[numbering] = kept
+        self._logs[topic] = log
 
-    def _keep(
-        self, numbering: bytes | None, message: Message, epoch: int, envelope: CanonicalEnvelope | None = None
-    ) -> None:
-        kept = self._kept.get(numbering)
-        if kept is None or epoch > kept.epoch:
-            kept = _Kept(epoch, 0, None if envelope is None else ())
-            self._begin(numbering, kept)
-        if epoch < kept.epoch or message.sequence < kept.next_sequence:
+    def _append(self, topic: bytes | None, message: Message, epoch: int) -> None:
+        log = self._logs.get(topic)
+        if log is None or epoch > log.epoch:
+            log = _MessageLog(epoch, 0, None if topic is None else ())
+            self._start_log(topic, log)
+        if epoch < log.epoch or message.sequence < log.next_sequence:
             return
-        kept.append(message)
-        self._by_age.append(kept)
+        log.append(message)
+        self._by_age.append(log)
         self._size_bytes += len(message.payload)
         while self._size_bytes > self._max_bytes:
             self._size_bytes -= self._by_age.popleft().drop_oldest()
 
 
-def nothing_before(envelope: CanonicalEnvelope, topic: bytes) -> Message:
-    """Return a snapshot that says of a rank that it held nothing before a batch."""
+def empty_snapshot(envelope: CanonicalEnvelope, topic: bytes) -> Message:
+    """Return a snapshot which says that a rank held nothing before a batch."""
     of = envelope.worker, envelope.rank, envelope.epoch, envelope.sequence, envelope.block_size
     return Message(topic, envelope.sequence, encode_snapshot_part(SnapshotPart(*of, 0, 1, 0, 0, b"", b"", b"")))

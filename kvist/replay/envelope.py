@@ -1,7 +1,4 @@
-"""What a message says beside its events or blocks, read without those: whose it is, and its place in the order.
-
-And what these places say of all messages of a stream: which are missing, came twice, or are of another process.
-"""
+"""Message envelopes, decoded without the events or blocks inside, and the gaps that their sequence numbers show."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ class CanonicalEnvelope(RawBatch, tag="kvist1", array_like=True, frozen=True, gc
         return len(self.events) == 1 and bytes(self.events[0])[1:11] == _HEARTBEAT_START
 
     @property
-    def is_of_no_block(self) -> bool:
+    def is_empty_heartbeat(self) -> bool:
         """Return whether it is a heartbeat of a rank that holds no block."""
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
 
 
 class SnapshotEnvelope(RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
-    """A part of a snapshot without its blocks: what a rank held before the batch `sequence`."""
+    """A snapshot part without its blocks; the snapshot is the rank's state before the batch `sequence`."""
 
     part_idx: NonNegative
     num_parts: Positive
@@ -44,7 +41,7 @@ class SnapshotEnvelope(RankEnvelope, tag="kvist-snapshot", array_like=True, froz
 
     @property
     def is_last(self) -> bool:
-        """Return whether no part follows: a recording that was cut off has none that is."""
+        """Return whether this is the snapshot's last part, which a recording that was cut off may lack."""
         return self.part_idx == self.num_parts - 1
 
 
@@ -56,7 +53,7 @@ _engine_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 
 
 def read_envelope(payload: bytes) -> Envelope | None:
-    """Return the envelope of a batch, or of a part of a snapshot; None when the payload is neither."""
+    """Return the envelope of a batch or of a snapshot part; None when the payload is neither."""
     try:
         if is_canonical(payload):
             return _canonical_decoder.decode(payload)
@@ -65,62 +62,66 @@ def read_envelope(payload: bytes) -> Envelope | None:
         return None
 
 
+def rank_of(envelope: Envelope) -> WorkerRank | None:
+    """Return the rank whose sequence numbers a message has; None for an engine, which numbers all ranks together."""
+    return None if isinstance(envelope, EngineEnvelope) else envelope.source
+
+
 @dataclass(slots=True)
-class Numbering:
-    """What one numbering tells of what is missing: a rank's in canonical streams, a whole stream's in an engine's."""
+class SequenceTracker:
+    """Follows one series of sequence numbers, and counts the messages that are missing, repeated or late."""
 
     num_messages: int = 0
     num_gaps: int = 0
     num_missing: int = 0
-    """Messages that the numbers say there were."""
     num_duplicates: int = 0
     """Messages that came again, or late, or from an epoch that had ended."""
     num_restarts: int = 0
     num_snapshots: int = 0
     is_from_start: bool = True
-    """Whether the first message was the publisher's first, or what it held before that one was recorded."""
+    """Whether the first message was the publisher's first, or a snapshot of the state before it was recorded."""
     is_complete: bool = True
-    """Whether nothing is missing before the next message, or a snapshot told what it did."""
+    """Whether nothing is missing before the next message, or a snapshot replaced what is."""
     epoch: int | None = None
     next_sequence: int = 0
-    _bridged: range = range(0)  # numbers that were not seen before a snapshot told what came of them
+    _bridged: range = range(0)  # the missing sequence numbers that the latest snapshot stands for
     _begins_with_snapshot: bool = False
 
-    def note_message(self, epoch: int, sequence: int) -> bool:
-        """Take the next message; return whether it is new."""
+    def on_message(self, epoch: int, sequence: int) -> bool:
+        """Count a message; return whether it is new."""
         self.num_messages += 1
-        if not self._enter(epoch, sequence) or sequence < self.next_sequence:
+        if not self._enter_epoch(epoch, sequence) or sequence < self.next_sequence:
             if epoch != self.epoch or sequence not in self._bridged:
                 self.num_duplicates += 1
             elif not self._begins_with_snapshot:
                 self.num_missing -= 1  # it came after all, behind the snapshot that was asked for
             return False
-        self._miss(sequence)
+        self._count_gap(sequence)
         self.next_sequence = sequence + 1
         return True
 
-    def note_heartbeat(self, epoch: int, next_sequence: int) -> None:
-        """Take a heartbeat, which says what number comes next."""
-        if self._enter(epoch, next_sequence):
-            self._miss(next_sequence)
+    def on_heartbeat(self, epoch: int, next_sequence: int) -> None:
+        """Count what a heartbeat shows to be missing; it has no sequence number itself, but announces the next one."""
+        if self._enter_epoch(epoch, next_sequence):
+            self._count_gap(next_sequence)
             self.next_sequence = max(self.next_sequence, next_sequence)
 
-    def note_snapshot(self, epoch: int, sequence: int) -> None:
-        """Take a snapshot of what was held before a number: that one is next, even if later ones were seen."""
+    def on_snapshot(self, epoch: int, sequence: int) -> None:
+        """Continue from a snapshot of the state before `sequence`, even if later messages were seen."""
         self.num_snapshots += 1
         self._begins_with_snapshot = self.epoch is None
-        if self._enter(epoch, sequence):
+        if self._enter_epoch(epoch, sequence):
             self._bridged = range(0 if self._begins_with_snapshot else self.next_sequence, sequence)
-            self._miss(sequence)
+            self._count_gap(sequence)
             self.next_sequence, self.is_complete = sequence, True
             self.is_from_start |= self._begins_with_snapshot
 
-    def is_behind(self, epoch: int, sequence: int) -> bool:
-        """Return whether a heartbeat tells of less than was seen: it was sent before, and came later."""
-        return epoch != self.epoch or sequence < self.next_sequence
+    def is_outdated(self, epoch: int, next_sequence: int) -> bool:
+        """Return whether a heartbeat was sent before messages that were already seen."""
+        return epoch != self.epoch or next_sequence < self.next_sequence
 
-    def _enter(self, epoch: int, sequence: int) -> bool:
-        """Follow a later epoch; return False for an earlier one."""
+    def _enter_epoch(self, epoch: int, sequence: int) -> bool:
+        """Switch to a later epoch; return False for an earlier one, which is ignored."""
         if self.epoch is None:
             self.epoch, self.next_sequence = epoch, sequence
             self.is_from_start = self.is_complete = sequence == 0
@@ -129,47 +130,41 @@ class Numbering:
             self.num_restarts += 1
         return epoch == self.epoch
 
-    def _miss(self, sequence: int) -> None:
+    def _count_gap(self, sequence: int) -> None:
         if sequence > self.next_sequence:
             self.num_gaps += 1
             self.num_missing += sequence - self.next_sequence
             self.is_complete = False
 
 
-class SourceNumbering:
-    """Judges all that one source says, by its numbers; nothing is repaired."""
+class SourceTracker:
+    """Follows the sequence numbers of one source's ranks; it counts what is wrong, and repairs nothing."""
 
     def __init__(self) -> None:
         self.num_malformed = 0
         self.num_heartbeats = 0
-        self.ranks: dict[WorkerRank, Numbering] = {}
-        self.engine: Numbering | None = None
-        self.restarts: RestartDetector | None = None
+        self.restarts = RestartDetector()
+        self.ranks: dict[WorkerRank | None, SequenceTracker] = {}
+        """By `rank_of` a message."""
 
-    def note_message(self, envelope: Envelope | None, message: Message) -> bool:
-        """Take the next message; return whether it is a new batch, and no heartbeat."""
+    def on_message(self, envelope: Envelope | None, message: Message) -> bool:
+        """Count a message; return whether it is a batch that is new, and no heartbeat."""
         if envelope is None:
             self.num_malformed += 1
             return False
+        rank = self.ranks.setdefault(rank_of(envelope), SequenceTracker())
         if isinstance(envelope, EngineEnvelope):
-            if self.engine is None or self.restarts is None:
-                self.restarts, self.engine = RestartDetector(), Numbering()
-            epoch = self.restarts.observe(message.sequence, message.payload)
-            return self.engine.note_message(epoch, message.sequence)
-        numbering = self.ranks.setdefault(envelope.source, Numbering())
+            return rank.on_message(self.restarts.observe(message.sequence, message.payload), message.sequence)
         if isinstance(envelope, SnapshotEnvelope):
             if envelope.is_last:
-                numbering.note_snapshot(envelope.epoch, envelope.sequence)
+                rank.on_snapshot(envelope.epoch, envelope.sequence)
             return False
         if envelope.is_heartbeat:
             self.num_heartbeats += 1
-            numbering.note_heartbeat(envelope.epoch, envelope.sequence)
+            rank.on_heartbeat(envelope.epoch, envelope.sequence)
             return False
-        return numbering.note_message(envelope.epoch, envelope.sequence)
-
-    @property
-    def numberings(self) -> list[Numbering]:
-        return [*self.ranks.values(), *([self.engine] if self.engine is not None else [])]
+        return rank.on_message(envelope.epoch, envelope.sequence)
 
     def total(self, name: str) -> int:
-        return sum(getattr(numbering, name) for numbering in self.numberings)
+        """Return a count's sum over all ranks."""
+        return sum(getattr(rank, name) for rank in self.ranks.values())

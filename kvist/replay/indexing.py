@@ -1,4 +1,4 @@
-"""Playing a recording straight into an index, by the same code that follows streams."""
+"""Plays a recording straight into an index, by the code that follows live streams."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvist.replay.blocks import SentBuffer
 from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.script import Line, Pace, worker_of
 
-_RETRY_S, _NUM_RETRIES = 0.6, 6  # after which each question was answered, or given up
-_ASKS_AGAIN_S = 60.0  # after which a rank that is partial is asked about again
+_RETRY_S, _NUM_RETRIES = 0.6, 6  # after which every question is answered or given up
+_ASKS_AGAIN_S = 60.0  # after which the index asks about a partial rank again
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank holds in the end: (block, tier) pairs, their digest, and how far that can be trusted."""
+    """What a rank holds in the end: number and digest of (block, tier) pairs, and whether they are exact."""
 
     source: WorkerRank
     block_size: int
@@ -38,13 +38,13 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """What the index holds in the end, and what was wrong with what it was told."""
+    """What the index holds in the end, and what was wrong with the messages."""
 
     ranks: tuple[RankReport, ...]
     num_blocks: int
     num_snapshots: int
     num_cleared: int
-    """How often a rank's blocks were dropped, since something of it was missing."""
+    """How often a rank's blocks were dropped because messages were missing."""
     num_malformed: int
     num_refused_events: int
     failures: tuple[str, ...]
@@ -77,7 +77,7 @@ class IndexReport:
 
 
 class _Stream:
-    """What one worker said in one source, and what an index made of it: whatever that asks is answered at once."""
+    """One worker's messages in one source, and the index's view of them, whose questions are answered at once."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -91,7 +91,7 @@ class _Stream:
                 pass
 
     def settle(self, now_s: float) -> None:
-        """Answer all that is left, and let the index ask anew where it misses something that was told meanwhile."""
+        """Answer all questions that are left, and those about partial ranks that the index asks after a while."""
         now_s = self._answer_all([], now_s)
         self._answer_all(self.sent.last_messages(), now_s + _ASKS_AGAIN_S)
 
@@ -103,14 +103,14 @@ class _Stream:
 
 
 class IndexPlayer:
-    """Feeds an index, as an `Indexer` is fed that follows a `Player`.
+    """Feeds a recording to an index, which then holds what that of an `Indexer` behind a `Player` would.
 
-    A rank that was recorded from its publisher's start without a gap, or with a snapshot behind the last one, is exact
-    in the end. Each stream has blocks of the size that it names first.
+    A rank is exact in the end if it was recorded from its publisher's start without a gap, or with a snapshot after the
+    last gap. A stream's block size is the first one that it names.
     """
 
     def __init__(self, index: RadixIndex) -> None:
-        """Feed `index`; an engine's own stream is of the worker that its source is called."""
+        """Feed `index`; the worker of an engine's own stream has the name of its source."""
         self.index = index
         self._resyncing: set[WorkerRank] = set()
         self._pace = Pace()
@@ -131,12 +131,12 @@ class IndexPlayer:
 
     @property
     def block_sizes(self) -> dict[str, int]:
-        """Return how many tokens are in each worker's blocks."""
+        """Return the block size of each worker, in tokens."""
         sources = [stream.source for stream in self._streams.values()]
         return {source.worker: source.block_size for source in sources if source.block_size is not None}
 
     def report(self) -> IndexReport:
-        """Return what the index holds, once nothing more will come."""
+        """Return what the index holds; call it when all lines are applied."""
         sources = [stream.source for stream in self._streams.values()]
         for stream in self._streams.values():
             stream.settle(self._now_s)
@@ -174,7 +174,7 @@ Holdings: TypeAlias = Mapping[tuple[WorkerRank, Tier], NDArray[np.uint64]]
 
 
 class Difference(NamedTuple):
-    """How many blocks one rank holds in one tier: in the first, in the second, in both."""
+    """How many blocks of one rank and tier are held in the first, in the second, and in both."""
 
     worker: str
     rank: int
@@ -185,7 +185,7 @@ class Difference(NamedTuple):
 
 
 def holdings_of(snapshot: Iterable[Residencies]) -> Holdings:
-    """Return what a snapshot says."""
+    """Return the holdings in an index's snapshot."""
     parts: defaultdict[tuple[WorkerRank, Tier], list[NDArray[np.uint64]]] = defaultdict(list)
     for ranks, hashes, _, members in snapshot:
         for holder, tier in product(np.unique(members >> 4).tolist(), Tier):
@@ -203,7 +203,7 @@ def chunks_of_dump(pieces: Iterable[bytes], source: str) -> Iterator[Residencies
 
 
 def differences(first: Holdings, second: Holdings) -> list[Difference]:
-    """Return how the two differ, rank by rank and tier by tier, where they are alike, too."""
+    """Return the difference of each rank and tier, also where there is none."""
     nothing = np.empty(0, np.uint64)
     found = []
     for rank, tier in sorted(first.keys() | second.keys()):

@@ -1,4 +1,4 @@
-"""Playing a script: each source's messages to a publication of its own, at their own pace."""
+"""Plays a script: sends each source's messages to a publication of its own, at the recorded pace."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvist.replay.recording import RecordedSource
 from kvist.replay.script import Pace, Script
 
 POLL_S = 0.1
-"""How often it is looked whether more was written to what is followed."""
+"""How often to look for more while the recording is being written."""
 RETRY_S = 0.002
 REPEAT_S = 1.0
-"""How often, once all is played, each stream's last message is repeated."""
+"""How often each stream's last message is repeated once all is played."""
 
-_TURN_S = 0.001  # how long messages are sent before the event loop's other tasks get a turn
+_TURN_S = 0.001  # how long to send before other tasks of the event loop run
 _MIN_SLEEP_S = 0.0005  # shorter waits are not worth a turn of the loop
 
 
 class Player:
-    """Sends what a script says; messages of one source in the script's order, to one publication.
+    """Sends a script's messages, those of one source in order, to its publication.
 
-    Nothing is dropped: a transport that is full is waited for. A subscriber that misses messages can ask for the last
-    ones, and for what a rank held before those, if the recording tells (`SentBuffer`).
+    It waits for a transport that is full, and drops nothing. Subscribers can ask for the last messages again, and for
+    what a rank held before those, if the recording has it (`SentBuffer`).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Player:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Play to these publications, which their owner closes."""
+        """Play to these publications; the caller closes them."""
         self._script = script
         self._pace = pace or Pace()
         self._clock = clock
@@ -53,11 +53,11 @@ class Player:
         self.lag_s = 0.0
 
     @property
-    def num_asked(self) -> int:
-        return sum(sent.num_asked for sent in self._sent.values())
+    def num_replays(self) -> int:
+        return sum(sent.num_replays for sent in self._sent.values())
 
     async def play(self) -> None:
-        """Play everything; raises RecordingError where the recording is damaged, OSError if a transport breaks."""
+        """Play everything; raises RecordingError for damage, OSError if a transport breaks."""
         started_s = self._clock()
         turn_ends_s = started_s + _TURN_S
         for lines in self._script.lines():
@@ -82,7 +82,7 @@ class Player:
                     self.num_sent_bytes += len(message.payload)
 
     async def repeat(self) -> None:
-        """Repeat each rank's last message every `REPEAT_S`, until cancelled: it tells a subscriber what it lacks."""
+        """Repeat each rank's last message every `REPEAT_S` until cancelled, to show subscribers what they missed."""
         while True:
             await self._sleep(REPEAT_S)
             for source, sent in self._sent.items():
@@ -90,7 +90,7 @@ class Player:
                     await self._send(source, message)
 
     async def _send(self, source: RecordedSource, message: Message) -> None:
-        """Send a message, however long the transport makes it wait."""
+        """Send a message once the transport takes it."""
         while True:
             try:
                 self._publications[source].send(message)
@@ -107,13 +107,13 @@ class Player:
 def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) -> dict[RecordedSource, Publication]:
     """Open a publication for each source: one URL each, or a single one that gives each source another address.
 
-    Those are `tcp://` with port 0, a broker's without a worker, which is then called as the source is, and `memory://`,
-    where the source's position is appended. Raises InvalidValueError.
+    A single URL may be `tcp://` with port 0, a broker's without a worker (each source's name is used), or `memory://`
+    (each source's position is appended). Raises InvalidValueError.
     """
     publications: dict[RecordedSource, Publication] = {}
     try:
         for source, url in zip(sources, _urls(urls, sources), strict=True):
-            publications[source] = open_publication(url, source.name if _leaves_worker_out(url) else None)
+            publications[source] = open_publication(url, source.name if _needs_worker(url) else None)
     except InvalidValueError:
         close_publications(publications)
         raise
@@ -130,7 +130,7 @@ def _urls(urls: Sequence[str], sources: Sequence[RecordedSource]) -> list[str]:
         return list(urls[: len(sources)])
     if len(urls) == 1:
         (url,) = urls
-        if _leaves_worker_out(url):
+        if _needs_worker(url):
             return [url for _ in sources]
         endpoint = Endpoint.parse(url)
         if endpoint.scheme == "tcp" and endpoint.address.endswith(":0"):
@@ -142,5 +142,5 @@ def _urls(urls: Sequence[str], sources: Sequence[RecordedSource]) -> list[str]:
     raise InvalidValueError("to", shown, f"one URL for each of {len(sources)} sources ({names}), or one with port 0")
 
 
-def _leaves_worker_out(url: str) -> bool:
+def _needs_worker(url: str) -> bool:
     return is_broker_url(url) and BrokerUrl.parse(url).worker is None

@@ -1,8 +1,7 @@
-"""Reading a recording, record by record: also while it is written, and up to wherever it was cut off or damaged.
+"""Reads a recording record by record, also while it is written, and up to where it was cut off or damaged.
 
-The library's own readers take a file that ends amid a record for one that is damaged there, and hold nothing against
-one that says it is larger than memory. So records are told apart here, by their nine bytes of kind and length, and what
-is in them is the library's to read.
+The library's own readers take an unfinished record at a file's end for damage, and allocate whatever size a file
+claims. So this module finds the records, by their nine bytes of kind and length, and the library parses each.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _MALFORMED = (McapError, struct.error, OverflowError, zstandard.ZstdError, Value
 
 
 class Torn(NamedTuple):
-    """Bytes at a part's end that are no whole record: its recorder was stopped amid a write, or still writes."""
+    """An incomplete record at a part's end: its recorder was stopped within a write, or is still writing."""
 
     path: Path
     offset: int
@@ -57,8 +56,8 @@ class _Channel(NamedTuple):
     sequence_base: int
 
 
-class _Part:
-    """One file of a recording, read forward; `offset` is behind the last whole record that was read."""
+class _PartReader:
+    """Reads one file of a recording forward; `offset` is behind the last whole record that was read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,11 +67,11 @@ class _Part:
             self._file = path.open("rb", buffering=0)
             self.read_at(0, 1)  # a folder can be opened
         except OSError as error:
-            raise recording.impossible(path, "read", error) from None
+            raise recording.file_error(path, "read", error) from None
         self.offset = self._closed_bytes = 0
         self.about: recording.About | None = None
         self.is_closed = self.is_end = False
-        self._is_ours = self._has_data_end = False
+        self._has_header = self._has_data_end = False
         self._record_offset = self._crc = 0
         self._channels: dict[int, _Channel] = {}
         self._num_channel_bytes = 0
@@ -95,10 +94,10 @@ class _Part:
         return os.pread(self._file.fileno(), num_bytes, offset)
 
     def read(self) -> list[recording.Record] | None:
-        """Return some records, an empty list where there are others, None while there is no whole one."""
+        """Return the next messages, none if other records come first; None while there is no whole record."""
         try:
-            if records := list(islice(self._messages, MAX_RECORDS_AT_ONCE)):
-                return records
+            if messages := list(islice(self._messages, MAX_RECORDS_AT_ONCE)):
+                return messages
             self._record_offset = self.offset
             is_read = self._read_magic() if self.offset == 0 else self._read_record()
             return [] if is_read else None
@@ -118,10 +117,10 @@ class _Part:
         return data == MCAP0_MAGIC
 
     def _read_record(self) -> bool:
-        """Read the next record; return False while it is not all there."""
+        """Read the next record; return False while it is incomplete."""
         if self.is_closed:
             return False
-        size_bytes = self.size_bytes  # looked at once: a writer may go on at any moment
+        size_bytes = self.size_bytes  # read once: a writer may append at any moment
         start = self.read_at(self.offset, _RECORD_START.size)
         kind, length = _RECORD_START.unpack(start) if len(start) == _RECORD_START.size else (Opcode.HEADER, 0)
         if kind not in _KINDS or length > _MAX_RECORD_BYTES:
@@ -136,9 +135,9 @@ class _Part:
             return False
         data = start + self.read_at(self.offset + len(start), length)
         magic = self.read_at(end, len(MCAP0_MAGIC) + 1) if is_footer else b""
-        if len(data) < len(start) + length or (is_footer and len(magic) < len(MCAP0_MAGIC)):  # it was cut meanwhile
+        if len(data) < len(start) + length or (is_footer and len(magic) < len(MCAP0_MAGIC)):  # truncated meanwhile
             return False
-        self._apply(kind, data)
+        self._handle(kind, data)
         self._crc = zlib.crc32(data, self._crc)
         self.offset = end + len(magic)
         self.is_closed = is_footer
@@ -146,15 +145,15 @@ class _Part:
             raise self._damage("other bytes behind the footer", f"{MCAP0_MAGIC!r} and the end of the file")
         return True
 
-    def _apply(self, kind: int, data: bytes) -> None:
-        """Take note of what a record says; its messages come with the next `read`."""
+    def _handle(self, kind: int, data: bytes) -> None:
+        """Check a record and keep what it says; the next `read` returns its messages."""
         record = next(StreamReader(BytesIO(data), skip_magic=True, emit_chunks=True).records)
         if isinstance(record, Header):
             if record.profile != recording.PROFILE:
                 found = f"an MCAP file of profile {record.profile!r}"
                 raise self._damage(found, f"a recording, of profile {recording.PROFILE!r}")
-            self._is_ours = True
-        elif not self._is_ours or (self.about is None and isinstance(record, Chunk | Channel | McapMessage)):
+            self._has_header = True
+        elif not self._has_header or (self.about is None and isinstance(record, Chunk | Channel | McapMessage)):
             raise self._damage(f"a record of kind {kind:#x}", f"a header and what {recording.ABOUT} tells before it")
         elif self._has_data_end and isinstance(record, Chunk | McapMessage):
             raise self._damage("messages behind the end of the data", "a summary there: some bytes were altered")
@@ -180,7 +179,7 @@ class _Part:
         return msgspec.json.decode(text, type=recording.About)
 
     def _records(self, data: bytes) -> Iterator[recording.Record]:
-        """Yield the messages of a chunk, one by one however many there are, and take note of its channels."""
+        """Yield the messages of a chunk one by one, and add its channels."""
         assert self.about is not None
         offset, session = 0, self.about.session
         while offset < len(data):
@@ -205,20 +204,20 @@ class _Part:
                 raise ValueError(f"a record of kind {kind:#x} in a chunk")
 
     def _add_channel(self, channel: Channel) -> None:
-        told = channel.metadata
-        source = msgspec.convert((told["name"], told["url"], told["engine"]), recording.RecordedSource)
-        base = int(told["sequence_base"])
+        metadata = channel.metadata
+        source = msgspec.convert((metadata["name"], metadata["url"], metadata["engine"]), recording.RecordedSource)
+        base = int(metadata["sequence_base"])
         if not 0 <= base < 1 << 32:
             raise ValueError(f"a sequence_base of {base}")
-        self._channels[channel.id] = _Channel(source, bytes.fromhex(told["topic"]), base << 32)
+        self._channels[channel.id] = _Channel(source, bytes.fromhex(metadata["topic"]), base << 32)
 
 
 def _chunk_data(chunk: Chunk) -> bytes:
-    """Return what is in a chunk, whose checksum is right; its size is looked at before memory is taken for it."""
+    """Return a chunk's content after checking its size, before memory is taken for it, and its checksum."""
     size_bytes = len(chunk.data)
     if chunk.compression == "zstd":
-        told = zstandard.frame_content_size(chunk.data)
-        size_bytes = chunk.uncompressed_size if told < 0 else told
+        frame_bytes = zstandard.frame_content_size(chunk.data)
+        size_bytes = chunk.uncompressed_size if frame_bytes < 0 else frame_bytes
     elif chunk.compression:
         raise ValueError(f"a chunk compressed by {chunk.compression!r}, neither by zstd nor not at all")
     if size_bytes != chunk.uncompressed_size or size_bytes > recording.MAX_CHUNK_BYTES:
@@ -229,21 +228,21 @@ def _chunk_data(chunk: Chunk) -> bytes:
 
 
 class RecordingReader(AbstractContextManager["RecordingReader"]):
-    """Reads a recording's messages in order; memory for one chunk, however large the files are.
+    """Reads a recording's messages in order, with memory for one chunk, however large the files are.
 
-    Everything up to the last whole chunk of each part is read. What is left behind it is `torn`; if more is written to
-    the last part, `read` goes on. A part that is missing between others is logged. Whatever else is wrong raises
-    RecordingError, after everything before it was read.
+    Everything up to the last whole chunk of each part is read, and what is left behind it is `torn`; if more is written
+    to the last part, `read` continues. A missing part between others is logged. Any other damage raises RecordingError,
+    after everything before it was read.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the recording, or what is left of it from a later part on; raises InvalidValueError."""
+        """Open the recording at its first part, or at a later one; raises InvalidValueError."""
         self._first_path = self._path = path
         self._number = 0
-        self._part = _Part(path)
-        self.num_bytes_read = 0
+        self._part = _PartReader(path)
+        self._num_bytes_before = 0
         self._about: recording.About | None = None
-        self._before: _Part | None = None
+        self._before: _PartReader | None = None
         self._next_number: int | None = None
         self._torn: list[Torn] = []
 
@@ -261,17 +260,15 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         """Return the next messages, None while there are no whole ones."""
         while True:
             is_begun = self._part.about is not None
-            offset = self._part.offset
             records = self._part.read()
-            self.num_bytes_read += self._part.offset - offset
             if not is_begun and self._part.about is not None:
-                self._begin(self._part.about)
+                self._check_about(self._part.about)
             if records:
                 return records
             if records is None:
                 if self._next_number is not None:
-                    self._enter(self._next_number)
-                # Once there is another part, this one does not grow any more: what came meanwhile is read, then that.
+                    self._open_part(self._next_number)
+                # Once there is a next part, this one is complete: read what it got meanwhile, and then the next.
                 elif (number := min(self._later_numbers, default=None)) is not None:
                     self._next_number = number
                 else:
@@ -282,8 +279,12 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         return [number for number in recording.part_numbers(self._first_path, "read") if number > self._number]
 
     @property
+    def num_bytes_read(self) -> int:
+        return self._num_bytes_before + self._part.offset
+
+    @property
     def num_bytes_left(self) -> int:
-        """Return how much of all parts that there are now was not read."""
+        """Return the number of bytes that were not read of all parts that exist now."""
         num_bytes = self._part.size_bytes - self._part.offset
         for number in self._later_numbers:
             with suppress(FileNotFoundError):  # parts may be deleted at any time
@@ -291,7 +292,7 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
         return num_bytes
 
     def sources(self) -> list[recording.RecordedSource]:
-        """Return whoever is recorded from here on, in order of appearance, as the parts say at their beginnings."""
+        """Return the sources that the parts from here on name at their beginnings, in order of appearance."""
         found: dict[recording.RecordedSource, None] = {}
         first_path, first_number = self._path, 0
         with suppress(recording.RecordingError):
@@ -304,32 +305,33 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
 
     @property
     def torn(self) -> list[Torn]:
-        """Return what lies behind the last whole record of each part."""
+        """Return the bytes behind the last whole record of each part."""
         return [*self._torn, *self._part.torn]
 
     @property
     def is_ended(self) -> bool:
-        """Return whether the recorder ended on purpose where the reader is: nothing more will come of its session."""
+        """Return whether the current part has the mark of a recorder that ended on purpose."""
         return self._part.is_closed and self._part.is_end
 
     @property
     def missing(self) -> Path | None:
-        """Return the part that may be missing behind the last one, which has no mark of a recorder's end."""
+        """Return the next part, which may be missing if the current one is closed without the mark of an end."""
         is_cut_off = self._part.is_closed and not self._part.is_end
         return recording.part_path(self._first_path, self._number + 1) if is_cut_off else None
 
-    def _enter(self, number: int) -> None:
+    def _open_part(self, number: int) -> None:
         missing, path = (recording.part_path(self._first_path, each) for each in (self._number + 1, number))
-        part = _Part(path)
+        part = _PartReader(path)
         if missing != path:
             _logger.warning("part missing, all messages up to %s are lost path=%s", path.name, missing)
         self._torn += self._part.torn
         self._part.close()
+        self._num_bytes_before += self._part.offset
         self._before, self._part = self._part, part
         self._number, self._next_number = number, None
 
-    def _begin(self, about: recording.About) -> None:
-        """Check that a part is the one that was expected."""
+    def _check_about(self, about: recording.About) -> None:
+        """Raise RecordingError unless the current part is the expected one and the part before it complete."""
         before, path = self._about, self._part.path
         if before is None and self._number == 0:
             self._first_path, self._number = recording.first_part_path(path, about.part)
@@ -344,8 +346,8 @@ class RecordingReader(AbstractContextManager["RecordingReader"]):
 
 
 def read_about(path: Path) -> recording.About | None:
-    """Return what a part says of itself, None if it was cut off before; raises RecordingError for another file."""
-    part = _Part(path)
+    """Return what a part says of itself, None if it was cut off before that; raises RecordingError for other files."""
+    part = _PartReader(path)
     try:
         while part.about is None and part.read() is not None:
             pass

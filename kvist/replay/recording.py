@@ -1,8 +1,8 @@
-"""What a recording is made of: its messages, their sources, its files, and the one error of all of them.
+"""The format of a recording: messages, sources, names of files, and the error for what cannot be read.
 
-A recording is a set of MCAP files, its parts: fleet.mcap, fleet.1.mcap, fleet.2.mcap. Each says at its beginning, in a
-metadata record, whose part it is (`About`). A channel is one topic of one source; since MCAP counts messages in 32
-bits, and streams count in 64, the upper half of a sequence number is a channel's, too.
+A recording is a set of MCAP files, its parts: fleet.mcap, fleet.1.mcap, fleet.2.mcap. Each begins with
+a metadata record that says which part of which recording it is (`About`). A channel is one topic of one source. MCAP's
+sequence numbers have 32 bits and those of streams 64, so a channel also stands for the upper half of a number.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ PROFILE: Final = "kvist"
 ABOUT: Final = "kvist.recording"
 """The metadata record that begins a part: `About`, as JSON under the key `about`."""
 END: Final = "kvist.end"
-"""The metadata record that a recorder leaves where it ended on purpose: no part follows of its session."""
+"""The metadata record of a recorder that ended on purpose: no part of its session follows."""
 MAX_CHUNK_BYTES: Final = 4 * MAX_MESSAGE_BYTES
-"""No chunk is larger, compressed or not, nor are all channels of a part, so that a reader's memory has a bound whatever
-a file says. A topic may be as large as a message, and is written twice as large."""
+"""The most that a chunk may have, compressed or not, and all channels of a part: it bounds a reader's memory whatever a
+file says. A topic may be as large as a message, and takes twice that in a file."""
 MESSAGE_START: Final = struct.Struct("<HIQQ")
-"""What stands before the payload in an MCAP message: channel, lower half of the sequence, log and publish time."""
+"""The head of an MCAP message: channel, lower half of the sequence number, log time and publish time."""
 
 Engine: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(vllm|sglang)$")]  # whose dialects are known
 
 
 class RecordedSource(msgspec.Struct, array_like=True, frozen=True):
-    """A stream that was recorded: its name, its URL without secrets, and whose dialect it speaks if not Kvist's own."""
+    """A recorded stream: its name, its URL without secrets, and the dialect that it has unless it is canonical."""
 
     name: str
     url: str
@@ -42,7 +42,7 @@ class RecordedSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Record(NamedTuple):
-    """One recorded message, and when it came in Unix time; a session is one run of a recorder, its times keep order."""
+    """A recorded message with its Unix time of arrival; times do not decrease within a session, one recorder's run."""
 
     session: int
     source: RecordedSource
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
 
 class About(msgspec.Struct, frozen=True):
-    """Whose part a file is: of which recording, its place in it, and who was recorded by which run of a recorder."""
+    """What a part says of itself: its recording, its number, the recorder's session, and the sources."""
 
     version: int
     recording: str
@@ -61,7 +61,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class RecordingError(KvistError):
-    """A recording cannot be read beyond this byte: use what came before it, or another file."""
+    """A recording cannot be read beyond this byte; what came before it is usable."""
 
     def __init__(self, path: Path, offset: int, found: str, expected: str) -> None:
         super().__init__(f"{path}: byte {offset}: found {found}, expected {expected}")
@@ -72,18 +72,21 @@ class RecordingError(KvistError):
 
 
 def part_path(path: Path, part: int) -> Path:
-    """Return where a recording's part is: fleet.mcap, fleet.1.mcap, fleet.2.mcap."""
+    """Return the path of a recording's part: fleet.mcap, fleet.1.mcap, fleet.2.mcap."""
     return path if part == 0 else path.with_name(f"{path.stem}.{part}{path.suffix}")
 
 
 def first_part_path(path: Path, part: int) -> tuple[Path, int]:
-    """Return where the first part was by what a later one says, and that number; 0 if the name is no part's."""
+    """Return the path of the first part, from a later part's path and number, and that number.
+
+    A file whose name is not that of its part counts as the first part: its own path and 0 are returned.
+    """
     names = path.stem.removesuffix(f".{part}") + path.suffix, path.name.removesuffix(f".{part}")
     firsts = (path.with_name(name) for name in names if name)
     return next(((first, part) for first in firsts if part_path(first, part) == path), (path, 0))
 
 
-def part_numbers(path: Path, done: str) -> list[int]:
+def part_numbers(path: Path, action: str) -> list[int]:
     """Return the numbers of a recording's parts that exist, ascending; raises InvalidValueError without a folder."""
     if not path.name:
         raise InvalidValueError("recording", str(path), "the name of a file")
@@ -96,10 +99,10 @@ def part_numbers(path: Path, done: str) -> list[int]:
             elif number.isascii() and number.isdecimal() and part_path(path, int(number)).name == name:
                 numbers.append(int(number))
     except OSError as error:
-        raise impossible(path, done, error) from None
+        raise file_error(path, action, error) from None
     return sorted(numbers)
 
 
-def impossible(path: Path, done: str, error: OSError) -> InvalidValueError:
-    """Return the error that says why a file cannot be read or created."""
-    return InvalidValueError("recording", str(path), f"a file that can be {done} ({error.strerror})")
+def file_error(path: Path, action: str, error: OSError) -> InvalidValueError:
+    """Return the error for a file that cannot be "read" or "created", which is the action."""
+    return InvalidValueError("recording", str(path), f"a file that can be {action} ({error.strerror})")

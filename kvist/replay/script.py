@@ -1,4 +1,4 @@
-"""What is played, in which order and when: a recording's messages, or some of them, once or several times over."""
+"""Selects which messages of a recording are played, in which order and when, once or several times."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
-_MAX_WAIT_NS = 25_000_000_000  # for so long a recorder may hold messages back, which is for two answers, and some
-_EPOCH_IDX: Final = 3  # the field of a canonical batch, and of a part of a snapshot
-_TIMESTAMP_IDX: Final = 0  # of an engine's batch
+_MAX_WAIT_NS = 25_000_000_000  # a recorder may hold messages back for two answers of 10 s each, and some
+_EPOCH_IDX: Final = 3  # in a canonical batch, and in a snapshot part
+_TIMESTAMP_IDX: Final = 0  # in an engine's batch
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 _MAX_U64 = (1 << 64) - 1
 
@@ -34,14 +34,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time: Unix time, or seconds after a recording's first message."""
+    """A point in time, as Unix time or as seconds after a recording's first message."""
 
     seconds: float
     is_unix: bool
 
     @classmethod
     def parse(cls, field: str, text: str) -> Moment:
-        """Read seconds, Unix time or ISO 8601 (local time if it has no zone); raises InvalidValueError."""
+        """Parse seconds, Unix time or ISO 8601 (local time if it has no zone); raises InvalidValueError."""
         try:
             seconds = float(text)
             if 0 <= seconds < float("inf"):
@@ -63,8 +63,7 @@ class Moment:
 class Selection:
     """The messages of some workers, or of all, from one moment up to another.
 
-    A worker is named by canonical batches; for an engine's own stream, and for what is no batch, the source's name
-    counts.
+    The worker is what a canonical batch names, and for anything else the source's name.
     """
 
     workers: AbstractSet[str] = frozenset()
@@ -72,7 +71,7 @@ class Selection:
     until: Moment | None = None
 
     def times_ns(self, first_ns: int) -> tuple[float, float]:
-        """Return from when to when in Unix time, for a recording that begins at `first_ns`; without end if not said."""
+        """Return both moments in Unix time, infinite where not set; the recording begins at `first_ns`."""
         since_ns = float("-inf") if self.since is None else self.since.time_ns(first_ns)
         return since_ns, float("inf") if self.until is None else self.until.time_ns(first_ns)
 
@@ -86,7 +85,7 @@ def worker_of(record: Record) -> str:
 
 
 class Line(NamedTuple):
-    """A record to play, in which round; what is early is not played, but part of what may be asked for."""
+    """A record to play, and the round in which; an early one is not played, but kept for replays."""
 
     round_idx: int
     record: Record
@@ -96,7 +95,7 @@ class Line(NamedTuple):
 class Pace:
     """Spaces messages as they were recorded, `speed` times as fast; with speed None all are due at once.
 
-    Between two sessions, and between two rounds, nothing was recorded: no time passes there. Due times never decrease.
+    No time passes between two sessions, nor between two rounds. Due times never decrease.
     """
 
     def __init__(self, speed: float | None = 1.0) -> None:
@@ -121,7 +120,7 @@ class Pace:
 
 
 class Script:
-    """Tells what to play, line by line; memory for one chunk of the recording."""
+    """Yields what to play, line by line, with memory for one chunk of the recording."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class Script:
         num_rounds: int = 1,
         follows: bool = False,
     ) -> None:
-        """Read what `open_reader` opens anew for each round; with `follows`, for as long as it is being written."""
+        """Read what `open_reader` opens for each round; with `follows`, for as long as it is being written."""
         if num_rounds < 1:
             raise InvalidValueError("loop", num_rounds, "at least 1 round")
         self._open_reader = open_reader
@@ -141,27 +140,27 @@ class Script:
         self._round_idx = 0
         self._reader: RecordingReader | None = None
         self.first_ns: int | None = None
-        """When the first message came, which need not be meant."""
+        """When the first message came, selected or not."""
         self._session: int | None = None
         self._latest_ns = self._set_back_ns = 0
-        self.num_recorded = self.num_chosen = 0
-        """Messages read, in all rounds, and those of them that are meant to be played."""
+        self.num_recorded = self.num_selected = 0
+        """Messages read, in all rounds, and those of them to be played."""
         self.is_over = False
         self.torn: Sequence[Torn] = ()
-        """What was left at the end of the recording's parts, once it was read."""
+        """Incomplete records at the ends of parts, known once all is read."""
         self.missing: Path | None = None
-        """The part that may be missing behind the last, likewise."""
+        """The part that may be missing after the last one, known once all is read."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return how many bytes were read, and how many there are, all rounds together."""
+        """Return the number of bytes read and of all bytes, over all rounds."""
         if self._reader is None:
             return 0, 1
         size_bytes = self._reader.num_bytes_read + self._reader.num_bytes_left
         return self._round_idx * size_bytes + self._reader.num_bytes_read, self._num_rounds * size_bytes
 
     def lines(self) -> Iterator[list[Line] | None]:
-        """Yield lines to play, None where more is yet to be written; raises RecordingError where there is damage."""
+        """Yield lines to play, or None while more is yet to be written; raises RecordingError for damage."""
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
                 self._round_idx, self._reader, self._session = round_idx, reader, None
@@ -171,7 +170,7 @@ class Script:
                     records = reader.read()
                     if records is not None:
                         self.num_recorded += len(records)
-                        lines, is_over = self._chosen(records)
+                        lines, is_over = self._select(records)
                         yield lines
                     elif self._follows and not reader.is_ended:
                         yield None
@@ -179,23 +178,23 @@ class Script:
                         self.torn, self.missing, is_over = reader.torn, reader.missing, True
         self.is_over = True
 
-    def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
-        """Return the lines of some records, and whether the selection ends with them."""
+    def _select(self, records: list[Record]) -> tuple[list[Line], bool]:
+        """Return the lines of the selected records, and whether no later record can be selected."""
         if self.first_ns is None:
             self.first_ns = records[0].time_ns
         since_ns, until_ns = self.selection.times_ns(self.first_ns)
         lines, is_over = list[Line](), False
-        for record in map(self._in_order, records):
+        for record in map(self._undo_clock_step, records):
             if is_over := record.time_ns >= until_ns + _MAX_WAIT_NS:
                 break
             if record.time_ns < until_ns and self.selection.has_worker(record):
-                of_round = record._replace(message=self._of_round(record.message))
-                lines.append(Line(self._round_idx, of_round, is_early=record.time_ns < since_ns))
-        self.num_chosen += sum(not line.is_early for line in lines)
+                renewed = record._replace(message=self._renew(record.message))
+                lines.append(Line(self._round_idx, renewed, is_early=record.time_ns < since_ns))
+        self.num_selected += sum(not line.is_early for line in lines)
         return lines, is_over
 
-    def _in_order(self, record: Record) -> Record:
-        """Return the record with a time that follows on the session before, even if the clock was set back."""
+    def _undo_clock_step(self, record: Record) -> Record:
+        """Return the record, moved behind the previous session's end if the clock was set back between the two."""
         if record.session != self._session:
             self._session = record.session
             self._set_back_ns = max(0, self._latest_ns - record.time_ns)
@@ -207,11 +206,11 @@ class Script:
         self._latest_ns = max(self._latest_ns, record.time_ns)
         return record
 
-    def _of_round(self, message: Message) -> Message:
-        """Return what makes a message news to who heard the rounds before; in the first it is as it was recorded.
+    def _renew(self, message: Message) -> Message:
+        """Return the message, changed from the second round on so that subscribers do not take it for a duplicate.
 
-        Canonical batches are of a later epoch. An engine's are a second later than in the round before: as other bytes
-        under numbers that were used, they are those of an engine that was started anew.
+        Canonical batches get a later epoch. An engine's get a later timestamp: other bytes under used sequence numbers
+        mean that the engine was restarted.
         """
         envelope = read_envelope(message.payload) if self._round_idx else None
         if envelope is None:

@@ -1,4 +1,4 @@
-"""What was in a recording: blocks, ranks, sharing, churn, gaps. Exact, so that memory grows with the blocks.
+"""Statistics of a recording: blocks, ranks, sharing, churn, gaps. They are exact, so memory grows with the blocks.
 
 About 100 bytes for each distinct block, 100 for each block that a rank holds and 60 for each that it held: 10 million
 distinct blocks take some 2 to 3 GB. The recording itself is read chunk by chunk.
@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,12 +22,12 @@ from kvist.events.dialects import decode_block_events
 from kvist.events.snapshot import Snapshot
 from kvist.publisher.stream import RankStream
 from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector
-from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceTracker, read_envelope
 from kvist.replay.recording import Record, RecordedSource
 
 MAX_SPANS = 512
 MIN_SPAN_S = 0.01
-_HELD_BEFORE = -1  # in place of when a block was stored: a snapshot does not tell
+_UNKNOWN_MS = -1  # when a block of a snapshot was stored
 
 
 class Span(NamedTuple):
@@ -41,20 +40,20 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class RankStatistics:
-    """One rank. Blocks count once a tier; in vain are a store of what is held and a removal of what is not."""
+    """One rank. Blocks count once per tier; storing a block that is held, or removing one that is not, is in vain."""
 
     num_restored: int = 0
-    """Told by snapshots: what was held when the recording began, or behind a gap, and was not known."""
+    """Blocks known from snapshots alone: held when the recording began, or stored in a gap."""
     num_stored: int = 0
     num_stored_again: int = 0
-    """Stored after they had been removed: what a larger cache would have kept."""
+    """Blocks stored again after their removal, which a larger cache would have kept."""
     num_stored_in_vain: int = 0
     num_removed: int = 0
     num_removed_in_vain: int = 0
     num_cleared: int = 0
     num_heartbeats_agreeing: int = 0
     num_heartbeats_differing: int = 0
-    """Heartbeats whose count or digest is another than that of what was recorded."""
+    """Heartbeats whose count or digest differs from that of the recorded blocks."""
     num_live: int = 0
     num_live_peak: int = 0
 
@@ -73,18 +72,18 @@ class SourceStatistics:
     num_duplicates: int = 0
     num_restarts: int = 0
     num_snapshots: int = 0
-    """How often the publisher was asked what a rank holds, and told."""
+    """How often the publisher answered with a snapshot."""
     num_malformed: int = 0
     num_malformed_events: int = 0
     num_ignored_events: int = 0
     is_from_start: bool = True
-    """Whether each of its numberings was recorded from its beginning, or with what was held before."""
+    """Whether each rank was recorded from its first message on, or with a snapshot of the state before."""
     block_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingStatistics:
-    """All of a recording. Histograms are by exact number of holders, and by powers of two of lifetime."""
+    """A whole recording. Histograms are by exact number of holders, and by powers of two of lifetime."""
 
     num_messages: int
     num_events: int
@@ -96,21 +95,21 @@ class RecordingStatistics:
     num_distinct: int
     num_live_distinct: int
     holders: dict[int, int]
-    """How many live blocks so many ranks hold."""
+    """Number of live blocks by the number of ranks that hold them."""
     lifetimes_s: dict[float, int]
-    """How many blocks were removed after at least so long, and less than twice that."""
+    """Number of removed blocks by lifetime: at least the key, and less than twice that."""
     spans: list[Span]
 
 
 class Timeline:
-    """Counts events and live blocks in at most `MAX_SPANS` spans of one length, whatever the time it covers."""
+    """Counts events and live blocks in at most `MAX_SPANS` spans of one length, which doubles as time goes on."""
 
     def __init__(self) -> None:
         self.span_s = MIN_SPAN_S
         self._spans: dict[int, tuple[int, int]] = {}  # events, and live blocks at the end
 
     def add(self, time_s: float, num_events: int, num_live: int) -> None:
-        """Count events at a time, which never decreases, after which so many blocks are live."""
+        """Count events at a time, which must not decrease; `num_live` blocks are live after them."""
         while (idx := int(time_s / self.span_s)) >= MAX_SPANS:
             self.span_s *= 2
             before, self._spans = self._spans, {}
@@ -127,8 +126,8 @@ class Timeline:
         return spans
 
 
-class FollowedRank:
-    """What is known of one rank while reading."""
+class RankState:
+    """One rank while a recording is read."""
 
     def __init__(self) -> None:
         self.blocks = RankBlocks()
@@ -139,30 +138,30 @@ class FollowedRank:
 
 
 class _Source:
-    """What is known of one source while reading."""
+    """One source while a recording is read."""
 
     def __init__(self, source: RecordedSource) -> None:
         self.statistics = SourceStatistics(source.name, source.url)
-        self.numbering = SourceNumbering()
+        self.tracker = SourceTracker()
         self.num_restarts = 0
         self.snapshots = SnapshotCollector()
-        self.ranks: defaultdict[WorkerRank, FollowedRank] = defaultdict(FollowedRank)
+        self.ranks: defaultdict[WorkerRank, RankState] = defaultdict(RankState)
         self.block_sizes: set[int] = set()
 
     def result(self) -> SourceStatistics:
-        statistics, numbering = self.statistics, self.numbering
+        statistics, tracker = self.statistics, self.tracker
         for name in ("num_gaps", "num_missing", "num_duplicates", "num_restarts", "num_snapshots"):
-            setattr(statistics, name, numbering.total(name))
-        statistics.num_malformed = numbering.num_malformed + self.snapshots.num_malformed
-        statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
+            setattr(statistics, name, tracker.total(name))
+        statistics.num_malformed = tracker.num_malformed + self.snapshots.num_malformed
+        statistics.is_from_start = all(rank.is_from_start for rank in tracker.ranks.values())
         statistics.block_sizes = tuple(sorted(self.block_sizes))
         return statistics
 
 
 class StatisticsCollector:
-    """Counts a recording's messages, in order, and tells at any time what was in them.
+    """Collects statistics of a recording's messages, which are to be added in order.
 
-    What is missing is not made up for: a block whose removal was lost counts as live until its rank is cleared.
+    It does not make up for missing messages: a block whose removal was lost counts as live until its rank is cleared.
     """
 
     def __init__(self) -> None:
@@ -175,7 +174,7 @@ class StatisticsCollector:
         self._num_events = 0
         self._first_ns: int | None = None
         self.time_ms = 0
-        """Since the first message, of the last one."""
+        """When the last message came, from the first one on."""
 
     def add(self, record: Record) -> None:
         source = self._sources.get(record.source)
@@ -188,7 +187,7 @@ class StatisticsCollector:
         source.statistics.num_messages += 1
         source.statistics.num_bytes += len(record.message.payload)
         envelope = read_envelope(record.message.payload)
-        is_new = source.numbering.note_message(envelope, record.message)
+        is_new = source.tracker.on_message(envelope, record.message)
         try:
             if isinstance(envelope, CanonicalEnvelope):
                 self._add_canonical(source, record, envelope, is_new)
@@ -222,11 +221,11 @@ class StatisticsCollector:
         source.statistics.is_canonical = True
         source.block_sizes.add(batch.block_size)
         rank = source.ranks[batch.source]
-        is_behind = source.numbering.ranks[batch.source].is_behind(batch.epoch, batch.sequence)
-        if not is_new and (is_behind or not envelope.is_heartbeat):
+        is_outdated = source.tracker.ranks[batch.source].is_outdated(batch.epoch, batch.sequence)
+        if not is_new and (is_outdated or not envelope.is_heartbeat):
             return
         if batch.epoch > rank.epoch:
-            self._changed(rank, rank.blocks.apply(Cleared()))
+            self._record_changes(rank, rank.blocks.apply(Cleared()))
             rank.epoch = batch.epoch
         for event in batch.events:
             self._apply(rank, event)
@@ -242,23 +241,23 @@ class StatisticsCollector:
         if recorded.snapshot.epoch >= rank.epoch:
             self._restore(rank, recorded.snapshot)
 
-    def _restore(self, rank: FollowedRank, snapshot: Snapshot) -> None:
+    def _restore(self, rank: RankState, snapshot: Snapshot) -> None:
         rank.epoch = snapshot.epoch
-        changes = rank.blocks.restore(snapshot.slices, _HELD_BEFORE)
+        changes = rank.blocks.restore(snapshot.slices, _UNKNOWN_MS)
         for change in changes:
-            rank.removed[change.tier].difference_update(change.new)
-            rank.statistics.num_restored += len(change.new)
-        self._changed(rank, changes, is_counted=False)
+            rank.removed[change.tier].difference_update(change.added)
+            rank.statistics.num_restored += len(change.added)
+        self._record_changes(rank, changes, is_counted=False)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
         name = record.source.name
         decoded = decode_block_events(record.message.payload, name, record.source.engine)
         source.statistics.num_malformed_events += decoded.num_malformed_events
         source.statistics.num_ignored_events += decoded.num_ignored_events
-        if (num_restarts := source.numbering.total("num_restarts")) > source.num_restarts:
+        if (num_restarts := source.tracker.total("num_restarts")) > source.num_restarts:
             source.num_restarts = num_restarts
             for rank in source.ranks.values():
-                self._changed(rank, rank.blocks.apply(Cleared()))
+                self._record_changes(rank, rank.blocks.apply(Cleared()))
                 rank.stream = None
         sizes = [event.block_size for event in decoded.events if isinstance(event, EngineStored) and event.block_size]
         source.block_sizes.update(sizes)
@@ -278,7 +277,7 @@ class StatisticsCollector:
         self._num_events += num_events
         self._timeline.add(self.time_ms / 1000, num_events, self._num_live)
 
-    def _apply(self, rank: FollowedRank, event: Event) -> None:
+    def _apply(self, rank: RankState, event: Event) -> None:
         if isinstance(event, Heartbeat):
             agrees = (event.num_blocks, event.digest) == (rank.blocks.num_blocks, rank.blocks.digest)
             rank.statistics.num_heartbeats_agreeing += agrees
@@ -288,51 +287,49 @@ class StatisticsCollector:
         change = changes[0]
         if isinstance(event, Stored):
             removed = rank.removed[event.tier]
-            again = removed.intersection(change.new)
+            again = removed.intersection(change.added)
             removed -= again
-            statistics.num_stored += len(change.new)
+            statistics.num_stored += len(change.added)
             statistics.num_stored_again += len(again)
             statistics.num_stored_in_vain += change.num_in_vain
         elif isinstance(event, Removed):
-            rank.removed[event.tier].update(change.gone)
-            lifetimes_ms = (self.time_ms - note for note in change.notes if note != _HELD_BEFORE)
+            rank.removed[event.tier].update(change.removed)
+            lifetimes_ms = (self.time_ms - added_ms for added_ms in change.added_ms if added_ms != _UNKNOWN_MS)
             self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
             statistics.num_removed_in_vain += change.num_in_vain
         else:
             statistics.num_cleared += 1
-        self._changed(rank, changes)
+        self._record_changes(rank, changes)
 
-    def _changed(self, rank: FollowedRank, changes: Sequence[Change], *, is_counted: bool = True) -> None:
-        """Take note of what is live now; blocks that a snapshot does not tell of any more do not count as removed."""
+    def _record_changes(self, rank: RankState, changes: Sequence[Change], *, is_counted: bool = True) -> None:
+        """Record which blocks are live now; `is_counted` is False for a snapshot, which removes no blocks."""
         statistics = rank.statistics
         for change in changes:
-            self._distinct.update(change.new)
-            self._num_live += len(change.new) - len(change.gone)
-            statistics.num_removed += len(change.gone) if is_counted else 0
+            self._distinct.update(change.added)
+            self._num_live += len(change.added) - len(change.removed)
+            statistics.num_removed += len(change.removed) if is_counted else 0
         statistics.num_live = rank.blocks.num_blocks
         statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
 
 
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
-    """Return everything as what JSON can say."""
-    told: dict[str, Any] = {name: getattr(statistics, name) for name in statistics.__slots__}
-    told["ranks"] = [
-        {"worker": rank.worker, "rank": rank.rank, **msgspec.to_builtins(each)}
-        for rank, each in statistics.ranks.items()
-    ]
-    builtins: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    """Return everything as values that JSON can have."""
+    fields: dict[str, Any] = {name: getattr(statistics, name) for name in statistics.__slots__}
+    fields["ranks"] = [rank._asdict() | msgspec.to_builtins(each) for rank, each in statistics.ranks.items()]
+    builtins: dict[str, Any] = msgspec.to_builtins(fields, str_keys=True)
     return builtins
 
 
 def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequence[str], list[Sequence[str]]]]:
-    """Yield everything but the spans as tables: names of columns, and rows. What is 0 everywhere has no column."""
+    """Yield tables, each as column names and rows, of all but the spans. Columns that are 0 everywhere are left out."""
     overview = _counts(statistics) | {
         "events/s": f"{statistics.num_events / max(statistics.duration_s, 1e-9):,.0f}",
         "seconds": f"{statistics.duration_s:.1f}",
         "from": iso_time(statistics.first_ns),
     }
     yield [*overview], [[*overview.values()]]
-    for rows in ([*map(_source_row, statistics.sources)], [*starmap(_rank_row, statistics.ranks.items())]):
+    ranks = [{"blocks of": f"{key.worker} {key.rank}"} | _counts(rank) for key, rank in statistics.ranks.items()]
+    for rows in ([*map(_source_row, statistics.sources)], ranks):
         names = [name for name in rows[0] if any(row[name] != "0" for row in rows)] if rows else []
         if names:
             yield names, [[row[name] for name in names] for row in rows]
@@ -355,8 +352,8 @@ def iso_time(time_ns: int) -> str:
     return datetime.fromtimestamp(time_ns * 1e-9, UTC).isoformat(timespec="seconds")
 
 
-def _counts(told: RecordingStatistics | SourceStatistics | RankStatistics) -> dict[str, str]:
-    counts = {name: getattr(told, name) for name in told.__slots__ if name.startswith("num_")}
+def _counts(statistics: RecordingStatistics | SourceStatistics | RankStatistics) -> dict[str, str]:
+    counts = {name: getattr(statistics, name) for name in statistics.__slots__ if name.startswith("num_")}
     return {name.removeprefix("num_").replace("_", " "): f"{number:,}" for name, number in counts.items()}
 
 
@@ -371,16 +368,12 @@ def _source_row(source: SourceStatistics) -> dict[str, str]:
     return names | _counts(source)
 
 
-def _rank_row(rank: WorkerRank, statistics: RankStatistics) -> dict[str, str]:
-    return {"blocks of": f"{rank.worker} {rank.rank}"} | _counts(statistics)
-
-
 def _histogram(counts: Mapping[int, int] | Mapping[float, int]) -> str:
     return "  ".join(f"{key:g}: {number:,}" for key, number in counts.items()) or "none"
 
 
 def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
-    """Return what is drawn of a recording: values by the second, each curve with a point at least."""
+    """Return a recording's curves as points of seconds and values, at least one each."""
     return {
         "Live blocks": [(span.start_s, span.num_live) for span in spans] or [(0, 0)],
         "Events a second": [(span.start_s, span.events_per_s) for span in spans] or [(0, 0)],
@@ -388,5 +381,5 @@ def curves(spans: Sequence[Span]) -> dict[str, list[tuple[float, float]]]:
 
 
 def charts(spans: Sequence[Span], name: str) -> list[Chart]:
-    """Return charts of what the live page draws of a recording of this name."""
+    """Return the same curves as charts; `name` is the recording's."""
     return [Chart(title, "seconds", "", {name: curve}, log_x=False) for title, curve in curves(spans).items()]

@@ -1,4 +1,4 @@
-"""Writing a recording: MCAP files that are readable up to the last whole chunk at any time."""
+"""Writes a recording: MCAP files that are readable up to the last whole chunk at any time."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from kvist.replay.envelope import read_envelope
 from kvist.replay.reader import read_about
 
 CHUNK_BYTES = 256 << 10
-"""A chunk is written once its messages have this size: 1 ms to compress, and a loss at most of these on kill -9."""
+"""A chunk is written once its messages have this size: it takes 1 ms to compress, and kill -9 loses at most this."""
 FLUSH_NS = 1_000_000_000
 """A chunk is written once its first message is this old."""
 MIN_ROTATE_BYTES = 4096
 MAX_CHUNKS_A_PART, MAX_CHANNELS_A_PART, MAX_CHANNEL_BYTES = 50_000, 4096, 16 << 20
-"""More begin a new part: the library keeps 0.6 kB a chunk and channel until a part ends, beside the channels' topics,
-and numbers channels in 16 bits. At a chunk a second that is a part every 14 hours."""
+"""Beyond these a new part is begun: the library numbers channels in 16 bits, and keeps 0.6 kB per chunk and channel, as
+well as topics, until a part ends. At a chunk a second that is a part every 14 hours."""
 
-_MAX_SHOWN_BYTES = 200  # of a topic, to whoever looks at a file with other tools
+_MAX_SHOWN_BYTES = 200  # of a topic in its channel's name, which other tools show
 _U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
 class RecordingWriter(AbstractContextManager["RecordingWriter"]):
     """Writes messages to a new part of a recording; what `flush` wrote survives this process, however it ends.
 
-    It survives a power failure once the part is closed. A file that is there is never changed. Messages are to be added
-    in the order in which they came. For one thread.
+    It survives a power failure once the part is closed. Existing files are never changed. Messages are to be added in
+    the order of their arrival. For one thread.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         appends: bool = False,
         rotate_bytes: int | None = None,
     ) -> None:
-        """Create the recording, or with `appends` its next part; beyond `rotate_bytes` the next one is begun.
+        """Create the recording, or with `appends` its next part; beyond `rotate_bytes` another part is begun.
 
-        Raises InvalidValueError when the file cannot be created, the recording exists and is not to be appended to, or
-        is being written; RecordingError when what is there is no recording; OSError when a write fails.
+        Raises InvalidValueError when the file cannot be created, when the recording exists and `appends` is not set, or
+        when it is being written; RecordingError when the file is no recording; OSError when a write fails.
         """
         if rotate_bytes is not None and rotate_bytes < MIN_ROTATE_BYTES:
             raise InvalidValueError("rotate_bytes", rotate_bytes, f"at least {MIN_ROTATE_BYTES} bytes")
@@ -62,7 +62,7 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         self.num_payload_bytes = 0
         self.num_parts = 1
         self.earlier: Path | None = None
-        """The first of the parts that were there before."""
+        """The recording's first part, if it existed before."""
         self._num_bytes_of_parts_before = 0
         about = recording.About(recording.VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
         numbers = recording.part_numbers(path, "created")
@@ -71,10 +71,11 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
                 raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)")
             if numbers:
                 self.earlier, last = recording.part_path(path, numbers[0]), recording.part_path(path, numbers[-1])
-                stack.callback(os.close, _locked(last))
+                stack.callback(os.close, _open_locked(last))
                 about = replace(about, part=numbers[-1] + 1)
-                told = (read_about(recording.part_path(path, number)) for number in reversed(numbers))
-                if (before := next(filter(None, told), None)) is not None:  # a crash leaves parts that say nothing
+                # A crash may leave parts that say nothing of themselves.
+                abouts = (read_about(recording.part_path(path, number)) for number in reversed(numbers))
+                if (before := next(filter(None, abouts), None)) is not None:
                     about = replace(about, recording=before.recording, session=before.session + 1)
             self._part = self._begin(about)
 
@@ -83,7 +84,7 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         return self._num_bytes_of_parts_before + self._part.num_bytes
 
     def add(self, source: recording.RecordedSource, message: Message, time_ns: int) -> None:
-        """Add a message that came at this Unix time."""
+        """Add a message that arrived at this Unix time."""
         size_bytes = len(message.topic) + len(message.payload)
         if size_bytes > MAX_MESSAGE_BYTES:
             raise InvalidValueError("message", f"{size_bytes} bytes", f"at most {MAX_MESSAGE_BYTES} bytes")
@@ -96,7 +97,7 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         self.num_payload_bytes += len(message.payload)
 
     def flush_if_due(self, now_ns: int) -> None:
-        """Write what is older than a second; to be called every now and then while no messages come."""
+        """Write messages older than a second; call it regularly while no messages come."""
         first_ns = self._part.first_ns
         if first_ns is not None and not 0 <= now_ns - first_ns < FLUSH_NS:
             self.flush()
@@ -108,32 +109,32 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         self.close()
 
     def close(self) -> None:
-        """Write everything, unless that failed before, and say that the recording ended here."""
+        """Write everything, unless a write failed before, and mark that the recording ended on purpose."""
         self._part.finish(is_end=True)
 
-    def _begin(self, about: recording.About) -> _Part:
+    def _begin(self, about: recording.About) -> _PartWriter:
         chunk_bytes = min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
-        return _Part(recording.part_path(self._first_path, about.part), about, chunk_bytes)
+        return _PartWriter(recording.part_path(self._first_path, about.part), about, chunk_bytes)
 
     def _begin_next(self) -> None:
-        """Begin the next part; this one is complete by then."""
+        """Complete this part, and begin the next one."""
         self._part.finish()
         self._num_bytes_of_parts_before += self._part.num_bytes
         self._part = self._begin(replace(self._part.about, part=self._part.about.part + 1))
         self.num_parts += 1
 
 
-class _Part:
-    """One file while it is written: locked until it is closed, and what `write` returned from is the kernel's.
+class _PartWriter:
+    """Writes one file of a recording, unbuffered, and locks it until it is closed.
 
-    For the library it is a stream as well, by `write`, `tell` and `flush`.
+    By `write`, `tell` and `flush` it is also the stream that the library writes to.
     """
 
     def __init__(self, path: Path, about: recording.About, chunk_bytes: int) -> None:
         self.about = about
         self.num_bytes = self.num_chunks = 0
         self.first_ns: int | None = None
-        """When the first message came that is not written yet."""
+        """When the first message arrived that is not written yet."""
         self._path = path
         self._is_broken = self._is_finished = False
         self._channels: dict[tuple[recording.RecordedSource, bytes, int], int] = {}
@@ -141,7 +142,7 @@ class _Part:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
-            raise recording.impossible(path, "created", error) from None
+            raise recording.file_error(path, "created", error) from None
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         indexes = IndexType.CHUNK | IndexType.METADATA
         self._mcap = Writer(cast(Any, self), chunk_size=chunk_bytes, index_types=indexes, enable_data_crcs=True)
@@ -163,19 +164,19 @@ class _Part:
         if channel is None:
             channel = self._add_channel(source, topic, sequence >> 32)
         self.first_ns = time_ns if self.first_ns is None else self.first_ns
-        told_s = getattr(read_envelope(payload), "timestamp_s", 0.0)
-        published_ns = int(told_s * 1e9) if 0 < told_s < _MAX_NS * 1e-9 else time_ns
+        published_s = getattr(read_envelope(payload), "timestamp_s", 0.0)
+        published_ns = int(published_s * 1e9) if 0 < published_s < _MAX_NS * 1e-9 else time_ns
         num_bytes = self.num_bytes
         self._mcap.add_message(channel, time_ns, payload, published_ns, sequence & _U32_MASK)
-        self._note_chunk(num_bytes)
+        self._count_chunk(num_bytes)
 
     def write_chunk(self) -> None:
         num_bytes = self.num_bytes
         self._mcap.flush()
-        self._note_chunk(num_bytes)
+        self._count_chunk(num_bytes)
 
     def finish(self, *, is_end: bool = False) -> None:
-        """Write what is left and close the file; what could not be written is not tried again."""
+        """Write what is left and close the file; after a failed write, only close it."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -206,10 +207,10 @@ class _Part:
         return self.num_bytes
 
     def flush(self) -> None:
-        """Do nothing: all is written."""
+        """Do nothing: `write` does not buffer."""
 
-    def _note_chunk(self, num_bytes_before: int) -> None:
-        """Take note of whether the library wrote a chunk, as it does when one is large enough."""
+    def _count_chunk(self, num_bytes_before: int) -> None:
+        """Count a chunk if the library wrote one, as it does once a chunk is large enough."""
         if self.num_bytes > num_bytes_before:
             self.num_chunks += 1
             self.first_ns = None
@@ -223,12 +224,12 @@ class _Part:
         return channel
 
 
-def _locked(path: Path) -> int:
-    """Return the file opened, and locked against another recorder; raises InvalidValueError if there is one."""
+def _open_locked(path: Path) -> int:
+    """Open a file and lock it against other recorders; raises InvalidValueError if one is writing it."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise recording.impossible(path, "read", error) from None
+        raise recording.file_error(path, "read", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -98,19 +98,19 @@ async def test_whoever_asks_after_the_end_is_waited_for_anew_each_time():
     """An index that is just starting hears the end before it can ask for the rest."""
 
     class FakePlayer:
-        num_sent = num_asked = num_waits = 0
+        num_sent = num_replays = num_waits = 0
 
         async def play(self):
             pass
 
         async def repeat(self):
             self.num_waits += 1
-            self.num_asked += self.num_waits < 3
+            self.num_replays += self.num_waits < 3
             await asyncio.Event().wait()
 
     player = FakePlayer()
     await _play_and_linger(argparse.Namespace(delay=0.0, linger=0.0), player)
-    assert (player.num_waits, player.num_asked) == (3, 2)
+    assert (player.num_waits, player.num_replays) == (3, 2)
 
 
 def test_on_a_terminal_it_shows_rate_and_time_left(recorded):

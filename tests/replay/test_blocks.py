@@ -22,7 +22,7 @@ def test_a_rank_is_answered_from_the_number_asked_for(make):
     assert sequences(buffer, b"kv/w/1", 3) == [3, 4]
     assert sequences(buffer, b"", 4) == sequences(buffer, None, 4) == [4, 4]
     assert sequences(buffer, b"kv/other/0", 0) == []
-    assert buffer.num_asked == 4
+    assert buffer.num_replays == 4
 
 
 def test_who_asks_for_what_follows_the_end_learns_how_far_each_rank_is(make):

@@ -211,7 +211,7 @@ async def test_a_replay_answers_subscribers_as_the_publisher_did(tmp_path, until
                 assert (index.digest(RANK).num_blocks, index.digest(RANK).digest) == held
         task.cancel()
     await asyncio.to_thread(close_publications, publications)
-    assert player.num_asked >= 2
+    assert player.num_replays >= 2
     assert player.num_sent == sum(not is_snapshot_part(record.message.payload) for record in read(path))
 
 

@@ -189,7 +189,7 @@ async def test_a_subscriber_that_stalled_asks_for_what_it_missed(make, recording
     async with open_subscription(Endpoint.parse(publication.endpoint)) as late:
         assert await late.replay(ReplayRequest(b"kv/w/0", 123, 7), 5.0) == messages[123:]
         assert await late.replay(ReplayRequest(None, 0), 5.0) == [message._replace(topic=b"") for message in messages]
-    assert player.num_asked == 2
+    assert player.num_replays == 2
     publication.close()
 
 
@@ -275,7 +275,7 @@ async def test_an_index_that_is_just_starting_ends_with_all_of_it(make, recordin
     player = Player(script_of(recording(*messages)), {make.source: publication}, pace=Pace(None))
     async with Indexer(index, block_size=4) as indexer:
         indexer.add_source("w", publication.endpoint)
-        await until(lambda: player.num_asked == 2)
+        await until(lambda: player.num_replays == 2)
         await player.play()
         publication.is_heard = True
         repeating = asyncio.create_task(player.repeat())

@@ -169,12 +169,12 @@ def test_a_name_is_given_or_taken_from_the_url():
         ("nats://me:secret@h:4222/m/w", "h:4222/m/w", "nats://h:4222/m/w"),
     ):
         spec = SourceSpec.parse(text)
-        assert (spec.name, spec.shown_url) == (name, shown)
+        assert (spec.source.name, spec.source.url) == (name, shown)
     assert SourceSpec.parse("a=tcp://h:1?engine=sglang").endpoint == Endpoint.parse("tcp://h:1?engine=sglang")
 
 
 def test_two_sources_of_one_name_are_refused():
-    assert [spec.name for spec in parse_sources(["a=tcp://h:1", "tcp://h:1"])] == ["a", "h:1"]
+    assert [spec.source.name for spec in parse_sources(["a=tcp://h:1", "tcp://h:1"])] == ["a", "h:1"]
     with pytest.raises(InvalidValueError, match="source: got 'a', expected each name once"):
         parse_sources(["a=tcp://h:1", "a=tcp://h:2"])
 

@@ -19,7 +19,7 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader
 from kvist.replay.blocks import SentBuffer
-from kvist.replay.envelope import SourceNumbering, read_envelope
+from kvist.replay.envelope import SourceTracker, read_envelope
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.recovery import SourceRecovery
 from kvist.replay.script import Line, Moment, Script, Selection
@@ -125,7 +125,7 @@ class Tape:
     def settle(self, messages):
         """Take an answer to what is asked, None for silence."""
         question, self.question = self.question, None
-        self.written += worked_off(self.recovery.answer(question, messages, self.now_ns * 1e-9))
+        self.written += worked_off(self.recovery.on_answer(question, messages, self.now_ns * 1e-9))
         self.question = self.recovery.question(self.now_ns * 1e-9)
 
     def give_up(self):
@@ -173,11 +173,11 @@ def assert_known_or_partial(publisher, records):
     An answer that was cut short is continued by what was heard before it.
     """
     rank, _ = indexed(records)
-    numbering = SourceNumbering()
+    tracker = SourceTracker()
     ends = []
     for record in records:
-        numbering.note_message(read_envelope(record.message.payload), record.message)
-        if (judged := numbering.ranks.get(RANK)) is not None and judged.epoch is not None:
+        tracker.on_message(read_envelope(record.message.payload), record.message)
+        if (judged := tracker.ranks.get(RANK)) is not None and judged.epoch is not None:
             ends.append((judged.epoch, judged.next_sequence))
     if rank is not None and rank.state is SourceState.LIVE:
         assert (rank.num_blocks, rank.digest) in (publisher.before[ends[-1]], publisher.before[max(ends)])

@@ -72,7 +72,7 @@ def test_where_the_clock_was_set_back_times_count_from_what_stands_before(make, 
         moments = [None if at is None else Moment(first_s + at, is_unix) for at in (since, until)]
         script = set_back(selection=Selection(since=moments[0], until=moments[1]), num_rounds=2)
         assert sequences_of(script) == 2 * expected
-        assert script.num_chosen == 2 * sum(not is_early for _, is_early in expected)
+        assert script.num_selected == 2 * sum(not is_early for _, is_early in expected)
     assert len(logged("kvist.replay.script")) == 2  # once for each script
 
 
