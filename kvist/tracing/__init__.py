@@ -1,7 +1,7 @@
-"""What becomes of one request, as spans of a trace that router and workers share; exported over OTLP/HTTP.
+"""Traces requests through router and workers, as spans of one trace that are exported over OTLP/HTTP.
 
-`Span` is how a request's way is told, and `NO_SPAN` what stands for it where nothing is traced: every call does
-nothing. `open_tracing` switches it on. `otlp` alone imports OpenTelemetry, and is imported only then.
+Code calls a `Span` for each step; where nothing is traced that is `NO_SPAN`, whose methods do nothing. `open_tracing`
+switches tracing on. Only `otlp` imports OpenTelemetry, and it is imported only then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_SPAN", "Attributes", "Headers", "Span", "check_traces_endpoint", "open_tracing"]
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool | Sequence[str] | None]
-"""What a span says beside its name and times; None is left out."""
+"""Attributes of a span; those that are None are left out."""
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
@@ -27,10 +27,10 @@ _P = ParamSpec("_P")
 
 
 class Span:
-    """A step that is not traced: whatever is called does nothing. Subclasses trace.
+    """A step of a request that is not traced: its methods do nothing. Subclasses trace.
 
-    It has begun when it is made, and ends with its `with` block, whose error is its own, or by `end`. Steps of a step
-    nest in it. All times are those of `time.monotonic`.
+    A span begins when it is created, and ends by `end` or with its `with` block, whose exception becomes its error.
+    Spans nest. All times are those of `time.monotonic`.
     """
 
     __slots__ = ()
@@ -46,35 +46,36 @@ class Span:
         self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the step, which came to nothing if there is an error."""
+        """End the span; with an error, it has failed."""
 
     def step(self, name: str) -> Span:
+        """Begin a nested step in this process."""
         return self
 
     def call(self, name: str) -> Span:
-        """Begin a step that somebody else is asked to do: `headers` tells them."""
+        """Begin a nested call to another process, to which `headers` passes the trace on."""
         return self
 
     def mark(self, name: str, attributes: Attributes) -> None:
-        """Tell of something that takes no time."""
+        """Record a nested step that takes no time."""
 
     def record(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str | None = None
     ) -> Span:
-        """Tell of a step that has ended; return it, for steps of its own. This one may have ended long ago."""
+        """Record a nested step that has ended; return it, to nest others in it. This span may have ended before."""
         return self
 
     def set(self, describe: Callable[_P, Attributes], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Add what `describe` returns; it is not called where nothing is traced."""
+        """Add the attributes that `describe` returns; it is not called where nothing is traced."""
 
     def fail(self, error: str) -> None:
-        """Say why the step came to nothing."""
+        """Mark the span as failed, for this reason."""
 
     def stop(self) -> None:
-        """Let the step have ended now, though its block goes on."""
+        """Set the span's end to now, though its `with` block continues."""
 
     def headers(self, headers: Headers) -> Headers:
-        """Return the headers of a request, such that whoever gets it goes on with this trace."""
+        """Return a request's headers with this trace in them, so that its receiver continues the trace."""
         return headers
 
 
@@ -82,7 +83,7 @@ NO_SPAN = Span()
 
 
 def check_traces_endpoint(endpoint: str) -> str:
-    """Return a collector's URL for traces; one without a path gets `/v1/traces`. Raises InvalidValueError."""
+    """Return a collector's URL for traces, with `/v1/traces` if it has no path. Raises InvalidValueError."""
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -94,7 +95,7 @@ def check_traces_endpoint(endpoint: str) -> str:
 
 
 def open_tracing(endpoint: str, service_name: str, instance_id: str) -> Tracing:
-    """Return what makes and exports spans, as OpenTelemetry's environment says; raises MissingExtraError."""
+    """Return a tracer that exports as OpenTelemetry's environment variables say; raises MissingExtraError."""
     try:
         from kvist.tracing.otlp import Tracing
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Spans for OpenTelemetry, by its SDK: sampled as the client's trace is, exported by a thread of their own.
+"""Spans made and exported by the OpenTelemetry SDK: sampled as the client's trace is, exported by a separate thread.
 
-The SDK samples, batches and exports, as its environment variables say (`OTEL_*`: sampler, limits of the queue, headers,
-certificates, resource). A span costs 20 µs, one of a trace that is not sampled nothing but its request's.
+The SDK samples, batches and exports as its environment variables say (`OTEL_*`: sampler, limits of the queue, headers,
+certificates, resource). A span costs 20 µs; a trace that is not sampled costs one span per request.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Tracing(Collector):
     """Begins the traces of requests and exports their spans. One thread makes spans; another, the SDK's, exports them.
 
-    The queue is bounded and drops the oldest; a collector that cannot be reached costs requests nothing. As a
-    Prometheus collector it says how many spans were made, exported and lost.
+    The queue is bounded and drops the oldest; a collector that cannot be reached does not slow requests. As a
+    Prometheus collector it counts the spans made, exported and lost.
     """
 
     def __init__(self, endpoint: str, service_name: str, instance_id: str) -> None:
@@ -51,7 +51,7 @@ class Tracing(Collector):
         self._closing: threading.Thread | None = None
 
     def request(self, name: str, headers: Headers, attributes: Attributes) -> Span:
-        """Begin a request's trace here, or go on with its client's; a trace that is not sampled is passed on alone."""
+        """Begin a request's trace, or continue its client's; one that is not sampled is only passed on."""
         if isinstance(self._tracer, trace.NoOpTracer):
             return NO_SPAN
         carrier: dict[str, list[str]] = {}
@@ -65,11 +65,11 @@ class Tracing(Collector):
         return _Recorded(self._tracer, span, offset_ns) if span.is_recording() else _PassedOn(span)
 
     def close(self, timeout_s: float) -> None:
-        """Export what is left, for so long; what is not exported then is lost. Idempotent."""
+        """Export the spans that are left; those not exported within the timeout are lost. Idempotent."""
 
         def close() -> None:
             self._processor.shutdown()  # type: ignore[no-untyped-call]
-            self._exporter.let_speak()
+            self._exporter.remove_filters()
 
         if self._closing is None:
             self._closing = threading.Thread(target=close, name="kvist-traces", daemon=True)
@@ -78,7 +78,7 @@ class Tracing(Collector):
         self._exporter.shutdown()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counts; what was made and neither exported nor lost waits, or found the queue full."""
+        """Yield the counts; spans made but neither exported nor lost are in the queue, or were dropped from it."""
         for name, text, value in (
             ("made", "Spans of requests that were sampled.", self._processor.num_made),
             ("exported", "Spans that the collector took.", self._exporter.num_exported),
@@ -88,7 +88,7 @@ class Tracing(Collector):
 
 
 class _PassedOn(Span):
-    """A step of a trace that is not sampled: others are told so, and nothing else is done."""
+    """A span of a trace that is not sampled: it only passes the trace on to other processes."""
 
     __slots__ = ("_context",)
 
@@ -96,14 +96,14 @@ class _PassedOn(Span):
         self._context = trace.set_span_in_context(span, Context())
 
     def headers(self, headers: Headers) -> Headers:
-        told: dict[str, str] = {}
-        _PROPAGATOR.inject(told, self._context)
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, self._context)
         kept = [field for field in headers if field[0] not in _TRACE_HEADERS]
-        return [*kept, *((name.encode(), value.encode("latin-1")) for name, value in told.items())]
+        return [*kept, *((name.encode(), value.encode("latin-1")) for name, value in carrier.items())]
 
 
 class _Recorded(_PassedOn):
-    """A step that is traced; its wall-clock times are monotonic ones, all of a request by one offset."""
+    """A span that is traced; wall-clock times are monotonic times plus one offset per request."""
 
     __slots__ = ("_end_ns", "_offset_ns", "_span", "_tracer")
 
@@ -151,8 +151,7 @@ class _Recorded(_PassedOn):
         self._end_ns = self._wall_ns()
 
     def _child(self, name: str, kind: SpanKind, attributes: Attributes, began_ns: int) -> _Recorded:
-        told = _without_none(attributes)
-        span = self._tracer.start_span(name, self._context, kind, told, start_time=began_ns)
+        span = self._tracer.start_span(name, self._context, kind, _without_none(attributes), start_time=began_ns)
         return _Recorded(self._tracer, span, self._offset_ns)
 
     def _wall_ns(self, at_s: float | None = None) -> int:
@@ -160,7 +159,7 @@ class _Recorded(_PassedOn):
 
 
 class _CountingProcessor(BatchSpanProcessor):
-    """Counts what was made, whether or not there is room for it in the queue."""
+    """Counts all spans that were made, also those for which the queue has no room."""
 
     num_made = 0
 
@@ -170,19 +169,19 @@ class _CountingProcessor(BatchSpanProcessor):
 
 
 class _WatchedExporter(SpanExporter, logging.Filter):
-    """Counts what is exported and what is lost, and says once when either begins, where the SDK would each time.
+    """Counts exported and lost spans, and logs only when exports begin to fail or succeed; the SDK logs each failure.
 
-    As a filter it keeps from the log what the SDK says of that, but for its first words as a reason, and what
-    OpenTelemetry says of headers that cannot be read: any client could fill the log with that.
+    As a filter it mutes the SDK's messages about failures, of which it keeps the first as the reason, and
+    OpenTelemetry's about malformed headers, with which any client could fill the log.
     """
 
     _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     _SILENCED = (
         _EXPORTER,
         "opentelemetry.sdk._shared_internal",
-        "opentelemetry.sdk.trace.export",  # instead of the one above, of old
+        "opentelemetry.sdk.trace.export",  # what older versions have instead of the one above
         "opentelemetry.trace.propagation.tracecontext",
-        "opentelemetry.trace.span",  # of a trace state
+        "opentelemetry.trace.span",  # malformed trace states
     )
 
     def __init__(self, endpoint: str) -> None:
@@ -200,7 +199,7 @@ class _WatchedExporter(SpanExporter, logging.Filter):
             self._reason = record.getMessage()
         return False
 
-    def let_speak(self) -> None:
+    def remove_filters(self) -> None:
         for name in self._SILENCED:
             logging.getLogger(name).removeFilter(self)
 
