@@ -20,7 +20,7 @@ from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
 from kvist.transfer.ranks import RankedTransfers
-from kvist.transfer.service import FollowerInlet, KvTransferService, make_hello
+from kvist.transfer.service import FollowerLink, KvTransferService, make_hello
 
 if TYPE_CHECKING:
     from kvist.cli.serve import ServeConfig
@@ -78,8 +78,8 @@ class RankTransfers:
     def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:
         """Be reached as a follower, told the size of its bounce regions and then commands by rank 0."""
         bounce_bytes: int = channel.recv()
-        inlet = FollowerInlet(channel)
-        service = self._open_service(whole_plan, tensors, bounce_bytes, inlet.report, inlet)
+        link = FollowerLink(channel)
+        service = self._open_service(whole_plan, tensors, bounce_bytes, link.report, link)
         channel.send(service.endpoint)
         service.start()
         try:
@@ -111,7 +111,7 @@ class RankTransfers:
         tensors: KvTensors,
         bounce_bytes: int,
         report: Callable[[Report], None],
-        inlet: FollowerInlet | None = None,
+        link: FollowerLink | None = None,
     ) -> KvTransferService:
         """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
         config, pools = self._config, []
@@ -125,7 +125,7 @@ class RankTransfers:
         limits = TransferLimits(transfer_timeout_s=timeout_s, hold_timeout_s=2 * timeout_s)
         host, _, port = self._endpoint.rpartition(":")
         endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else self._endpoint
-        return KvTransferService(endpoint, self._agent, hello, report, limits, bounce, inlet)
+        return KvTransferService(endpoint, self._agent, hello, report, limits, bounce, link)
 
     def _bounce_bytes(self, device: torch.device) -> int:
         """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""

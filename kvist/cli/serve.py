@@ -228,7 +228,7 @@ async def _serve(
                 is_alive=lambda: transfers.is_alive,
             )
             if spans is not None:
-                transfers.observe(spans.on_transfer)
+                transfers.set_observer(spans.on_transfer)
             transfers.start()
         await exits.enter_async_context(engine)
         num_blocks = max(pool.num_blocks for pool in engine.statistics().kv_cache.pools)

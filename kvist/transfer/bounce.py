@@ -1,8 +1,8 @@
-"""Bouncing turns the thousands of fragments of one transfer into one write: gather here, write, scatter there.
+"""Bounce buffers turn a transfer's thousands of fragments into one write: gather here, write, scatter there.
 
-Each worker has two regions, one to send from and one to receive in. A part of a region is free again only when no write
-can reach it. Where there is no room, or it is not worth it, the answer is None: fragments are written as they are. Only
-`copier` touches tensors. For one thread; any may ask for statistics.
+Each worker has two regions, one to send from and one to receive into. A part of a region is free again only when no
+write can reach it. Where there is no room, or bouncing does not pay, fragments are written one by one. Only `copier`
+accesses tensors. For one thread, except for statistics.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ _logger = logging.getLogger(__name__)
 
 
 class CopyError(KvistError):
-    """Bytes could not be copied out of a region."""
+    """Bytes could not be copied out of a bounce region."""
 
 
 def region_bytes(size_mib: int, free_bytes: int) -> int:
-    """Return the size of each of two regions, in whole chunks, which take at most half of what is free; 0 for none."""
+    """Return the size of each of two regions, in whole chunks; both take at most half of the free bytes. 0 is none."""
     wanted = -(-size_mib * MIB // CHUNK_BYTES) * CHUNK_BYTES
     return min(wanted, free_bytes // 4 // CHUNK_BYTES * CHUNK_BYTES)
 
 
 class BounceRegion:
-    """Gives out the first hole of a piece of memory that is large enough; O(n log n) in parts, one a transfer.
+    """Allocates parts of a piece of memory, first fit; O(n log n) in parts, of which a transfer has one.
 
-    A part is known by its address. It is quarantined where it lies: it stays taken until it is freed like any other.
+    A part is identified by its address. A quarantined part stays allocated until it is freed like any other.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         self.address = memory.data_ptr()
-        self._sizes: dict[int, int] = {}  # by offset, quarantined parts among them
+        self._sizes: dict[int, int] = {}  # by offset, including quarantined parts
         self._quarantined: set[int] = set()
 
     @property
     def used_bytes(self) -> int:
-        return sum(list(self._sizes.values()))  # at once: parts come and go meanwhile
+        return sum(list(self._sizes.values()))  # a copy, since another thread allocates and frees
 
     @property
     def quarantined_bytes(self) -> int:
         return sum(self._sizes.get(offset, 0) for offset in list(self._quarantined))
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Return the address of a part, rounded up to the alignment; None if no hole holds it."""
+        """Return the address of a new part, whose size is rounded up to the alignment; None if it does not fit."""
         size_bytes += -size_bytes % ALIGNMENT_BYTES
         offset = 0
         for taken in sorted(self._sizes):
@@ -75,7 +75,7 @@ class BounceRegion:
         return self.address + offset
 
     def quarantine(self, address: int) -> None:
-        """Mark a taken part as one that a late write could reach."""
+        """Count an allocated part as one that a late write could reach."""
         assert address - self.address in self._sizes, "a part that is taken"
         self._quarantined.add(address - self.address)
 
@@ -89,7 +89,7 @@ class BounceRegion:
 
 @dataclass(slots=True)
 class BounceStatistics:
-    """What was sent, in so many fragments, and what is taken of both regions now."""
+    """Bytes and fragments sent so far, and what is allocated in both regions now."""
 
     bytes_sent: int = 0
     num_fragments_sent: int = 0
@@ -98,18 +98,19 @@ class BounceStatistics:
 
 
 class Bounce:
-    """Bounces through two registered regions, one to send from and one to receive in."""
+    """Bounces through two registered regions, one to send from and one to receive into."""
 
     max_fragment_bytes = 2048
-    """What fragments have at most, in the mean, to be bounced.
+    """The largest mean size of fragments that are bounced.
 
-    The time of 64 MiB as they are over that of a bounce was, in shared memory and over NIXL, 1.5 and 2.5 in fragments
-    of 1 KiB, 1.1 and 1.7 of 2 KiB, 0.9 and 1.3 of 4 KiB, below 1 of any larger. Few fragments of any size take half a
-    millisecond longer (two AMD EPYC cores, benchmarks/results/bench_transfer.md, 2026-11-21).
+    Writing 64 MiB unbounced, in shared memory and over NIXL, took 1.5 and 2.5 times as long as a bounce in fragments of
+    1 KiB, 1.1 and 1.7 of 2 KiB, 0.9 and 1.3 of 4 KiB, and less than a bounce in larger ones. With few fragments, of any
+    size, a bounce takes half a millisecond longer (two AMD EPYC cores, benchmarks/results/bench_transfer.md,
+    2026-11-21).
     """
 
     def __init__(self, agent: TransferAgent, copier: TorchCopier, allocate: Callable[[], torch.Tensor]) -> None:
-        """Allocate and register both regions, in bytes; if the second cannot be, the first is taken back."""
+        """Allocate and register both regions; if the second fails, the first is deregistered."""
         self._agent, self._copier = agent, copier
         with ExitStack() as undo:
             regions = []
@@ -123,21 +124,21 @@ class Bounce:
         self._counts = BounceStatistics()
 
     def reserve(self, size_bytes: int, num_fragments: int) -> int | None:
-        """Return where all writers together have room, or None: not worth it, larger than the region, or no room."""
+        """Return the address of room for all writers together; None if there is none or bouncing does not pay."""
         if not 0 < size_bytes <= num_fragments * self.max_fragment_bytes:
             return None
         return self._receive_region.allocate(size_bytes)
 
     def release(self, room: int) -> None:
-        """Give room back that no write can reach any more."""
+        """Free room that no write can reach any more."""
         self._receive_region.free(room)
 
     def quarantine(self, room: int) -> None:
-        """Count room as lost until it is released: its transfer has failed, but may still be written."""
+        """Quarantine room until it is released: its transfer has failed, but may still write."""
         self._receive_region.quarantine(room)
 
     def send(self, peer: PeerId, fragments: Int64s, base: int) -> Write | None:
-        """Return a write that gathers, then writes once, to `base`; None without room, or if it does not pay off."""
+        """Return a write that gathers, then writes once, to `base`; None without room, or if bouncing does not pay."""
         size_bytes = int(fragments[:, 2].sum())
         if size_bytes > len(fragments) * self.max_fragment_bytes:
             return None
@@ -145,7 +146,10 @@ class Bounce:
         return None if room is None else self._gather_and_write(peer, fragments, room, size_bytes, base)
 
     def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> float:
-        """Copy what lies at addresses to `[num_pieces, 2]`, places and bytes; return the seconds. Raises CopyError."""
+        """Copy each address's bytes to pieces `[num_pieces, 2]`, address and bytes; return the seconds it took.
+
+        Raises CopyError.
+        """
         began_s = monotonic()
         try:
             for address, pieces in parts:
@@ -157,7 +161,7 @@ class Bounce:
         return monotonic() - began_s
 
     def close(self) -> bool:
-        """Take the regions back, once; False if a write or a room still needs them."""
+        """Deregister the regions, once; return False if a write or room still needs them."""
         if any(region.used_bytes for region in self._regions):
             _logger.warning("bounce regions stay registered: they are in use: agent=%s", self._agent.name)
             return False
@@ -173,7 +177,7 @@ class Bounce:
         )
 
     def _gather_and_write(self, peer: PeerId, fragments: Int64s, room: int, size_bytes: int, base: int) -> Write:
-        """Gather and write; the room is free then, unless an abandoned write may still read it."""
+        """Gather and write, then free the room, unless an abandoned write may still read it."""
         try:
             piece = self._send_region.bytes_at(room, size_bytes)
             self._copier.gather(fragments[:, 0], fragments[:, 2], piece)

@@ -1,8 +1,8 @@
-"""What an engine and whoever moves its blocks between workers tell each other.
+"""The interface between an engine and its transfers: commands, reports of their ends, and times.
 
-The engine says which blocks may be fetched and which are to be filled, and hears how that ended. A block in another
-worker's reach is not used for anything else until the engine has heard of its end. How long that took, and what it
-moved, is told once it has ended, in times of `time.monotonic`.
+The engine commands which blocks may be fetched and which are to be filled, and gets reports of how that ended. It does
+not reuse a block that another worker may read or write until the report of its release. Times are those of
+`time.monotonic`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvist.errors import InvalidValueError
 
 BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
 MAX_NAME_LEN: Final = 256
-"""Longest `remote_request_id`, in characters; none is empty."""
+"""The longest `remote_request_id`, in characters; it may not be empty."""
 MAX_NUM_RANKS: Final = 64
 
 _ENDPOINT: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
@@ -25,7 +25,7 @@ _ENDPOINT: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})",
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Let a prompt's blocks be fetched once, as they are computed. Whatever happens, one `OfferReleased` follows."""
+    """Let a prompt's blocks be fetched once, while they are computed. Exactly one `OfferReleased` follows."""
 
     remote_request_id: str
     num_tokens: int
@@ -33,10 +33,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Note which blocks of an offer are filled: a list a group by ordinal, ABSENT where nobody will want them.
+    """Make an offer's blocks available that are computed: a list per group, by ordinal, ABSENT if not needed.
 
-    Each time the lists are longer, until all `is_whole`; then the prompt's first token is told, if it is one that was
-    computed to its end. To say more of what has ended is no error.
+    Lists grow from command to command; the last one `is_whole`, and has the prompt's first token if that was sampled.
+    For an offer that has ended the command is ignored.
     """
 
     remote_request_id: str
@@ -47,7 +47,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Have a prompt's blocks filled, which are as an offer's, without those that a group has already: they come first.
+    """Fill a prompt's blocks: a list per group as in `Computed`, ABSENT also for leading blocks that are cached.
 
     `endpoints` are those of the ranks that hold the prompt, by rank. Either `FetchCompleted` follows, or `FetchFailed`
     and then `FetchReleased`.
@@ -62,25 +62,25 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """End a fetch that nobody waits for: it fails, unless it is complete already."""
+    """Cancel a fetch: it fails, unless it is complete already."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class WithdrawOffer:
-    """End an offer that nobody will come for: its blocks are released once nobody reads them."""
+    """Withdraw an offer: its blocks are released once nobody reads them."""
 
     remote_request_id: str
 
 
 Command: TypeAlias = Offer | Computed | Fetch | CancelFetch | WithdrawOffer
-"""What an engine asks for; to end what has ended is no error."""
+"""What an engine may command; cancelling or withdrawing what has ended is no error."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferReleased:
-    """Nobody reads an offer's blocks any more: they have been fetched, or will not be."""
+    """Nobody reads an offer's blocks any more; `is_fetched` is whether they were fetched."""
 
     remote_request_id: str
     is_fetched: bool
@@ -88,7 +88,7 @@ class OfferReleased:
 
 @dataclass(frozen=True, slots=True)
 class FetchCompleted:
-    """Every byte of a fetch is in its block; the prompt's first token is what its sender says, if anything."""
+    """Every byte of a fetch is in its block; the prompt's first token is here if the sender sampled it."""
 
     request_id: str
     first_token_id: int | None
@@ -96,7 +96,7 @@ class FetchCompleted:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Some bytes of a fetch will not come; others may still, until the blocks are released."""
+    """A fetch is incomplete for good; its blocks may still be written to until `FetchReleased`."""
 
     request_id: str
     reason: str
@@ -111,7 +111,7 @@ class FetchReleased:
 
 @dataclass(frozen=True, slots=True)
 class TransfersStopped:
-    """The last report of a rank whose transfers have ended by a defect: what it has not ended never ends."""
+    """A rank's transfer thread died of a defect: it reports no more, and what it had not ended never ends."""
 
 
 Report: TypeAlias = OfferReleased | FetchCompleted | FetchFailed | FetchReleased | TransfersStopped
@@ -119,7 +119,7 @@ Report: TypeAlias = OfferReleased | FetchCompleted | FetchFailed | FetchReleased
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """How long either end waits, and how many ended transfers a sender remembers, to know what comes late."""
+    """How long either end waits, and how many ended transfers a sender remembers, to recognise late messages."""
 
     transfer_timeout_s: float = 30.0
     hold_timeout_s: float = 60.0
@@ -134,7 +134,7 @@ class TransferLimits:
 
 
 def check_endpoints(endpoints: Sequence[str]) -> None:
-    """Raise InvalidValueError unless these are the endpoints of a worker's ranks, at which they can be reached."""
+    """Raise InvalidValueError unless these are valid and distinct endpoints, one for each rank of a worker."""
     if not 1 <= len(endpoints) <= MAX_NUM_RANKS or len(set(endpoints)) < len(endpoints):
         raise InvalidValueError("remote_endpoints", endpoints, f"1 to {MAX_NUM_RANKS}, each once")
     for endpoint in endpoints:
@@ -145,10 +145,9 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FetchTimes:
-    """One fetch of this rank, as the receiver saw it.
+    """The times of one fetch by this rank.
 
-    All its senders had written at `arrived_s`, None where it did not get so far; until `ended_s` bytes were scattered,
-    where they had bounced.
+    At `arrived_s` all senders had written, None if they had not; bounced bytes were scattered until `ended_s`.
     """
 
     request_id: str
@@ -162,7 +161,7 @@ class FetchTimes:
 
 @dataclass(frozen=True, slots=True)
 class WriteTimes:
-    """One write of this rank into a receiver's memory, in so many pieces, or gathered and written in one."""
+    """The times of one write by this rank into a receiver's memory: in `num_pieces`, or bounced in one."""
 
     remote_request_id: str
     began_s: float
@@ -175,7 +174,7 @@ class WriteTimes:
 
 @dataclass(frozen=True, slots=True)
 class HoldTimes:
-    """How long this rank held a prompt's blocks, and whether they were fetched."""
+    """The times between which this rank held a prompt's blocks, and whether they were fetched."""
 
     remote_request_id: str
     began_s: float
@@ -185,7 +184,7 @@ class HoldTimes:
 
 TransferTimes: TypeAlias = FetchTimes | WriteTimes | HoldTimes
 Observer: TypeAlias = Callable[[TransferTimes], None]
-"""Hears of what has ended, on the transfer thread and before the engine does; it may neither wait nor raise.
+"""Called on the transfer thread when something has ended, before the report; it may neither wait nor raise.
 
-A write is told of before the hold that it was for.
+It is called for a write before it is called for the hold that the write was for.
 """

@@ -1,9 +1,8 @@
-"""Copies between fragments of the pools and one contiguous piece of a region, on the device that both are on."""
+"""Copies between fragments of KV pools and a contiguous buffer on the same device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,21 +11,10 @@ from kvist.errors import InvalidValueError
 from kvist.transfer.agents.base import Int64s, Region, RegionTable
 
 
-class _Run(NamedTuple):
-    """Consecutive fragments of one size and one pool, and their piece of the buffer as rows of a fragment each.
-
-    Where they are aligned, `pool` is in rows of that size as well, and `places` says which; else in single bytes.
-    """
-
-    pool: torch.Tensor
-    places: Int64s
-    piece: torch.Tensor
-
-
 class TorchCopier:
-    """Copies a whole run of equal, aligned fragments at a time, others one by one; returns when every byte lies there.
+    """Copies a whole run of equal, aligned fragments at a time, others one by one; returns when all bytes are copied.
 
-    `pools` are the tensors that fragments lie in, each contiguous, all on one device.
+    `pools` are the tensors that contain the fragments, each contiguous, all on one device.
     """
 
     def __init__(self, pools: Sequence[torch.Tensor]) -> None:
@@ -42,7 +30,7 @@ class TorchCopier:
         self._table = RegionTable("the pools", [Region(pool.data_ptr(), pool.numel()) for pool in self._pools])
 
     def gather(self, addresses: Int64s, sizes: Int64s, out: torch.Tensor) -> None:
-        """Fill `out`, bytes, with the fragments one after the other; raises InvalidValueError outside the pools."""
+        """Copy fragments one after the other into `out`, bytes; raises InvalidValueError outside the pools."""
         for pool, places, piece in self._runs(addresses, sizes, out):
             if pool.ndim == 2:
                 torch.index_select(pool, 0, torch.from_numpy(places).to(self.device), out=piece)
@@ -52,7 +40,7 @@ class TorchCopier:
         self._synchronise()
 
     def scatter(self, addresses: Int64s, sizes: Int64s, source: torch.Tensor) -> None:
-        """Write what `gather` would read: fragments must not overlap; raises InvalidValueError outside the pools."""
+        """Copy `source` back into fragments, which must not overlap; raises InvalidValueError outside the pools."""
         for pool, places, piece in self._runs(addresses, sizes, source):
             if pool.ndim == 2:
                 pool.index_copy_(0, torch.from_numpy(places).to(self.device), piece)
@@ -61,7 +49,14 @@ class TorchCopier:
                     pool[start : start + len(row)].copy_(row)
         self._synchronise()
 
-    def _runs(self, addresses: Int64s, sizes: Int64s, buffer: torch.Tensor) -> Iterator[_Run]:
+    def _runs(
+        self, addresses: Int64s, sizes: Int64s, buffer: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, Int64s, torch.Tensor]]:
+        """Yield runs of fragments of one size in one pool: the pool, their places, and their rows in the buffer.
+
+        If fragments are aligned to their size, the pool has rows of it and places are row indices; else the pool has
+        single bytes and places are offsets.
+        """
         if len(addresses) != len(sizes):
             raise InvalidValueError("sizes", len(sizes), f"{len(addresses)}: a size for each address")
         if int(sizes.sum()) != buffer.numel() or sizes.min(initial=1) < 1:
@@ -77,13 +72,13 @@ class TorchCopier:
             start += len(run) * size
             offsets = addresses[run] - pool.data_ptr()
             if (offsets % size).any():
-                yield _Run(pool, offsets, piece)
+                yield pool, offsets, piece
                 continue
             rows = pool[: len(pool) // size * size].view(-1, size)
             # Words take half the time of bytes.
             is_of_words = not any(each % 8 for each in (size, rows.storage_offset(), piece.storage_offset()))
             dtype = torch.int64 if is_of_words else torch.uint8
-            yield _Run(rows.view(dtype), offsets // size, piece.view(dtype))
+            yield rows.view(dtype), offsets // size, piece.view(dtype)
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Where blocks lie: from a prompt's blocks, here and at a peer, to the pieces of memory that a write moves.
+"""Maps a prompt's blocks, here and at a peer, to the pieces of memory that a write moves.
 
-Here a prompt's blocks are a table by ordinal, with holes where a window has slid on. A peer is told of a list that ends
-at the prompt's end, so that both sides can tell where it starts from how long it is: what the receiver has cached, and
-what is stale, shortens it (docs/disaggregation.md has an example).
+Here a prompt's blocks are a table by ordinal, with holes where a window has slid on. The list in a message has no holes
+and ends at the prompt's end, so its length shows where it starts: blocks that are stale, or cached by the receiver,
+are left out in front (docs/disaggregation.md has an example).
 
 A slot is `[layers, keys and values, heads of the rank, block_size, head_dim]`. Two ranks with the same heads exchange
 slots whole; others, of each layer's keys and values, the heads that both have.
@@ -11,7 +11,6 @@ slots whole; others, of each layer's keys and values, the heads that both have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +20,13 @@ from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache import ABSENT, num_blocks_for, num_stale_blocks
 from kvist.transfer.agents.base import Int64s
 from kvist.transfer.heads import Part, heads_of, written_heads
-from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
+from kvist.transfer.messages import GroupShape, Hello, PoolPlace, ReceiveRequest
 
 BlockIds = Sequence[Sequence[int]]
 
 
 class BlockCountMismatchError(KvistError):
-    """The blocks of sender and receiver do not match: the two have counted a prompt differently, nothing is sent."""
+    """Sender and receiver count a prompt's blocks differently, so nothing is sent."""
 
     def __init__(self, group_id: int, reason: str) -> None:
         super().__init__(f"block count mismatch in group {group_id}: {reason}")
@@ -36,7 +35,7 @@ class BlockCountMismatchError(KvistError):
 
 
 class BlockPairs(NamedTuple):
-    """Equally many blocks of either side, first to first."""
+    """Blocks to copy from and to, equally many."""
 
     source_ids: tuple[int, ...]
     destination_ids: tuple[int, ...]
@@ -56,12 +55,12 @@ def pair_blocks(
     destination_ids: Sequence[int],
     ordinals: range,
 ) -> BlockPairs:
-    """Return what to copy where of the blocks at these ordinals, for every one that the receiver will read.
+    """Pair the blocks at these ordinals, leaving out those that the receiver does not need.
 
     The source's list ends where the ordinals do, the destination's at the prompt's end. The receiver may ask for stale
-    blocks, which are trimmed, and for less than the sender has, down to nothing. Raises BlockCountMismatchError for
-    more blocks than the prompt has, and if the receiver needs a block that the sender does not have: it would decode
-    from whatever is there.
+    blocks, which are trimmed, and for fewer than the sender has, down to none. Raises BlockCountMismatchError for more
+    blocks than the prompt has, and if the receiver needs a block that the sender does not have: it would decode from
+    uninitialised memory.
     """
     total, num_stale = num_blocks_for(num_tokens, block_size), num_stale_blocks(num_tokens, window, block_size)
     for block_ids in (source_ids, destination_ids):
@@ -78,73 +77,59 @@ def pair_blocks(
 
 
 class _Pieces(NamedTuple):
-    """The pieces of one slot: where they begin in it, here and at the peer, and how long each is."""
+    """The pieces of one slot that move: their offsets in it, here and at the peer, and their size."""
 
     local_offsets: Int64s
     remote_offsets: Int64s
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvMemory:
-    """A rank's pools, and whose layers' heads are in their slots, as its greeting says."""
+def incoming_pieces(receiver: Hello, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
+    """Return the memory that a sender's rank writes, `[num_pieces, 2]`: address, bytes; in the order of its fragments.
 
-    hello: Hello
-
-    def missing(self, tables: BlockIds, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Return the blocks of a prompt to fill, a list a group."""
-        return tuple(prompt_blocks(table, num_tokens, self.hello.block_size) for table in tables)
-
-    def pieces_of(self, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
-        """Return where a sender's rank writes, `[num_pieces, 2]`: address and bytes, in the order of `fragments`.
-
-        All of its ranks together write each byte once. Raises InvalidValueError for ranks that cannot split the heads.
-        """
-        pieces = []
-        for group, pool, ids in zip(self.hello.groups, self.hello.pools, block_ids_per_group, strict=True):
-            cut = _pieces(group, self.hello.block_size, sender, self.hello.part)
-            starts = pool.base_address + np.array(ids, np.int64) * pool.slot_bytes
-            targets = np.add.outer(starts, cut.remote_offsets).ravel()
-            pieces.append(np.stack([targets, np.full_like(targets, cut.size_bytes)], axis=1))
-        return np.concatenate(pieces)
-
-    def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest, num_written: int) -> Int64s:
-        """Return what to write for a request, `[num_fragments, 3]`: local address, address at the peer, bytes.
-
-        `tables` are an offered prompt's, by ordinal, as far as they are filled; of each, `num_written` blocks are done.
-        What touches on both sides is one piece. Raises BlockCountMismatchError when the peer has counted the prompt,
-        its groups or its blocks differently, and InvalidValueError for a block that it does not have.
-        """
-        groups, block_size, peer = self.hello.groups, self.hello.block_size, request.hello
-        if request.num_tokens != num_tokens:
-            raise BlockCountMismatchError(0, f"asked for {request.num_tokens} tokens, have {num_tokens}")
-        if len(request.block_ids_per_group) != len(groups):
-            raise BlockCountMismatchError(len(request.block_ids_per_group), f"expected {len(groups)} groups")
-        fragments = []
-        for group_id, (group, ours, theirs) in enumerate(zip(groups, self.hello.pools, peer.pools, strict=True)):
-            window: KnownWindow = FULL if group.window is None else group.window
-            held = prompt_blocks(tables[group_id], num_tokens, block_size)
-            wanted = request.block_ids_per_group[group_id]
-            ordinals = range(num_written, min(len(tables[group_id]), num_blocks_for(num_tokens, block_size)))
-            pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted, ordinals)
-            largest = max(wanted, default=-1)
-            if largest >= theirs.num_slots:
-                raise InvalidValueError("block_id", largest, f"0 to {theirs.num_slots - 1}")
-            pieces = _pieces(group, block_size, self.hello.part, peer.part)
-            local = ours.base_address + np.array(pairs.source_ids, np.int64) * ours.slot_bytes
-            remote = theirs.base_address + np.array(pairs.destination_ids, np.int64) * theirs.slot_bytes
-            fragments.append(
-                _runs(
-                    np.add.outer(local, pieces.local_offsets).ravel(),
-                    np.add.outer(remote, pieces.remote_offsets).ravel(),
-                    pieces.size_bytes,
-                )
-            )
-        return np.concatenate(fragments)
+    All ranks of the sender together write each byte once. Raises InvalidValueError if heads cannot be split so.
+    """
+    all_pieces = []
+    for group, pool, block_ids in zip(receiver.groups, receiver.pools, block_ids_per_group, strict=True):
+        pieces = _slot_pieces(group, receiver.block_size, sender, receiver.part)
+        addresses = _addresses(pool, block_ids, pieces.remote_offsets)
+        all_pieces.append(np.stack([addresses, np.full_like(addresses, pieces.size_bytes)], axis=1))
+    return np.concatenate(all_pieces)
 
 
-def _pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) -> _Pieces:
-    """Return what of a slot a sender's rank writes: all, or a piece of each plane, or nothing."""
+def outgoing_fragments(
+    sender: Hello, tables: BlockIds, num_tokens: int, request: ReceiveRequest, num_written: int
+) -> Int64s:
+    """Return what to write for a request, `[num_fragments, 3]`: local address, address at the peer, bytes.
+
+    `tables` are an offered prompt's blocks by ordinal, as far as they are filled; the first `num_written` of each are
+    done. Pieces that adjoin on both sides are merged. Raises BlockCountMismatchError if the peer counts the prompt's
+    tokens, groups or blocks differently, InvalidValueError for a block id beyond its pool.
+    """
+    groups, block_size, receiver = sender.groups, sender.block_size, request.hello
+    if request.num_tokens != num_tokens:
+        raise BlockCountMismatchError(0, f"asked for {request.num_tokens} tokens, have {num_tokens}")
+    if len(request.block_ids_per_group) != len(groups):
+        raise BlockCountMismatchError(len(request.block_ids_per_group), f"expected {len(groups)} groups")
+    fragments = []
+    for group_id, (group, ours, theirs) in enumerate(zip(groups, sender.pools, receiver.pools, strict=True)):
+        window: KnownWindow = FULL if group.window is None else group.window
+        held = prompt_blocks(tables[group_id], num_tokens, block_size)
+        wanted = request.block_ids_per_group[group_id]
+        ordinals = range(num_written, min(len(tables[group_id]), num_blocks_for(num_tokens, block_size)))
+        pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted, ordinals)
+        largest = max(wanted, default=-1)
+        if largest >= theirs.num_slots:
+            raise InvalidValueError("block_id", largest, f"0 to {theirs.num_slots - 1}")
+        pieces = _slot_pieces(group, block_size, sender.part, receiver.part)
+        local = _addresses(ours, pairs.source_ids, pieces.local_offsets)
+        remote = _addresses(theirs, pairs.destination_ids, pieces.remote_offsets)
+        fragments.append(_merge_adjoining(local, remote, pieces.size_bytes))
+    return np.concatenate(fragments)
+
+
+def _slot_pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) -> _Pieces:
+    """Return the pieces of a slot that a sender's rank writes: the whole slot, one piece of each plane, or none."""
     ours, theirs = heads_of(group.num_kv_heads, sender), heads_of(group.num_kv_heads, receiver)
     written = written_heads(group.num_kv_heads, sender, receiver)
     if not written:
@@ -159,8 +144,13 @@ def _pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) ->
     return _Pieces(local, remote, len(written) * head_bytes)
 
 
-def _runs(local: Int64s, remote: Int64s, size: int) -> Int64s:
-    """Return pieces that follow each other on both sides as one, `[num_runs, 3]`."""
+def _addresses(pool: PoolPlace, block_ids: Sequence[int], offsets: Int64s) -> Int64s:
+    """Return the addresses of all pieces of all blocks, block by block."""
+    return np.add.outer(pool.base_address + np.array(block_ids, np.int64) * pool.slot_bytes, offsets).ravel()
+
+
+def _merge_adjoining(local: Int64s, remote: Int64s, size: int) -> Int64s:
+    """Merge pieces of one size that follow each other on both sides, into `[num_runs, 3]`."""
     if not len(local):
         return np.empty((0, 3), np.int64)
     is_first = np.ones(len(local), np.bool_)

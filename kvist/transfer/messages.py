@@ -1,9 +1,9 @@
-"""What two workers say to each other around a transfer: a msgpack array in one frame each.
+"""The protocol of a transfer between ranks of two workers: each message is a msgpack array in one frame.
 
-The receiver asks, and introduces itself with each request; the sender refuses, with a reason and both values, unless
-the blocks of both mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are
-split differently (`kvist.transfer.heads`). Fields are only appended, with defaults, so that a request
-of another version is read, and refused by name.
+A receiver's request says who it is and what its blocks mean. The sender refuses it, with a reason and both values,
+unless its own blocks mean the same. The two workers may have different numbers of ranks, and then split heads
+differently (`kvist.transfer.heads`). Fields are only appended, with defaults, so that a request of another version can
+be read, and refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_
 
 
 class RefusalReason(Enum):
-    """Why a worker will not do what the other one asks."""
+    """Why a sender refuses a request."""
 
     PROTOCOL_VERSION = "protocol_version"
     MODEL = "model"
@@ -57,7 +57,7 @@ class Extent(NamedTuple):
 
 
 class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the blocks of one group hold, in all ranks together; `window` is None for full attention."""
+    """The content of one group's blocks, over all ranks; `window` is None for full attention."""
 
     window: Positive | None
     num_kv_heads: Positive
@@ -68,20 +68,20 @@ class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def num_planes(self) -> int:
-        """Return how many keys or values a slot has of each head and token: one a layer, or two."""
+        """Return the number of keys and values that a slot has of each head and token: one per layer, or two."""
         return len(self.layer_indices) * self.kv_factor
 
     def head_bytes(self, block_size: int) -> int:
-        """Return the bytes of one head's part of a block, in one plane."""
+        """Return the size of one head in one plane of a block."""
         return block_size * self.head_dim * KvDtype(self.dtype).itemsize_bytes
 
     def slot_bytes(self, block_size: int, part: Part) -> int:
-        """Return the bytes of a block in one rank's pool; raises InvalidValueError for heads that cannot be split."""
+        """Return the size of a block in one rank's pool; raises InvalidValueError for heads that cannot be split."""
         return self.num_planes * len(heads_of(self.num_kv_heads, part)) * self.head_bytes(block_size)
 
 
 class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where one rank has a group's pool: block i is the i-th piece of `slot_bytes` from `base_address` on."""
+    """One rank's pool of a group: block i is the i-th piece of `slot_bytes` from `base_address` on."""
 
     base_address: Count
     slot_bytes: Positive
@@ -89,10 +89,10 @@ class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Who a worker's rank is, what its blocks mean, and how its memory is reached.
+    """A rank's identity, the meaning of its blocks, and how to reach its memory.
 
-    `hash_seed` tells whether equal tokens get equal names; `agent_metadata` is for the agent called `agent`, and
-    `pools` are this rank's, a pool a group.
+    Equal tokens have equal block hashes only if `hash_seed` is equal, too. `agent_metadata` is for agents of the kind
+    `agent`. `pools` are this rank's, one per group.
     """
 
     worker: Name
@@ -108,16 +108,16 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def part(self) -> Part:
-        """Return which rank it is, and of how many."""
+        """Return the rank and its number of ranks."""
         return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 
 class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
-    """A receiver's rank asks for a held request's blocks, into blocks that it has reserved.
+    """A receiver's rank asks a sender's rank to write a held prompt into blocks that the receiver has reserved.
 
     A receiver never uses a `transfer_id` twice, not even after a restart under the same name: late results name it.
-    `sender` is which rank, of how many, it takes the other for. The lists end at the prompt's end, so that their
-    lengths say where they start. `room` is where this sender may put everything in one piece.
+    `sender` is the rank that the receiver expects the sender to be. The block lists end at the prompt's end, so their
+    lengths show where they start. `room` is memory into which the sender may write everything in one piece.
     """
 
     protocol_version: Count
@@ -131,24 +131,24 @@ class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=False):
-    """The receiver wants no more of a transfer, and is told by a result when nothing is under way."""
+    """The receiver cancels a transfer; the sender answers with a `Result` once no write is under way."""
 
     transfer_id: Count
     request_id: Name
 
 
 class ResultStatus(IntEnum):
-    """How a transfer ended at its sender. Whatever it is, none of the sender's writes is under way any more."""
+    """How a transfer ended; in each case none of the sender's writes is under way any more."""
 
     SUCCESS = 0
     FAILED = 1
     CANCELLED = 2
     BOUNCED = 3
-    """All of it is in the request's room, one piece behind the other."""
+    """Everything was written into the request's room, one piece behind the other."""
 
 
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True, gc=False):
-    """What a sender's rank has to say at the end; the prompt's first token, if all was written and there is one."""
+    """The sender's rank has ended a transfer; if all was written, it may have the prompt's first token."""
 
     transfer_id: Count
     status: ResultStatus
@@ -156,19 +156,19 @@ class Result(msgspec.Struct, tag="result", array_like=True, frozen=True, gc=Fals
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True, frozen=True, gc=False):
-    """The sender's rank has written what is computed so far of a prompt."""
+    """The sender's rank has written all blocks of a prompt that are computed so far."""
 
     transfer_id: Count
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
-    """Nothing: whether it can be sent is what the sender wants to know."""
+    """A message without content, by which a sender learns whether a receiver is still connected."""
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=False):
-    """A request is not accepted; nothing is or will be written for it. None of a receiver's is, without an id.
+    """A sender refuses a request, for which it will write nothing; without an id, all requests of the receiver.
 
-    Where the two workers differ, `ours` and `theirs` are what in, as the one who refuses sees it.
+    Where the two workers differ, `ours` is the sender's value and `theirs` the receiver's.
     """
 
     reason: RefusalReason
@@ -177,12 +177,12 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
     theirs: str = ""
 
     def __str__(self) -> str:
-        """Return the reason and both values, for logs and error messages."""
+        """Return the reason and both values for logs and error messages."""
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 
 Message: TypeAlias = ReceiveRequest | Cancel | Result | Progress | Refusal | Ping
-Fact: TypeAlias = tuple[RefusalReason, object, object]
+Comparison: TypeAlias = tuple[RefusalReason, object, object]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -210,7 +210,7 @@ def decode_message(payload: bytes, source: str) -> Message:
 
 
 def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
-    """Return the groups of a whole model's plan, not of one rank's, as a greeting tells them."""
+    """Return the groups of a whole model's plan (not one rank's) for a `Hello`."""
     return tuple(
         GroupShape(
             None if group.window is FULL else group.window,
@@ -224,29 +224,29 @@ def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
     )
 
 
-def judge_request(ours: Hello, request: ReceiveRequest) -> Refusal | None:
-    """Return why nothing must be written for a request, by what both sides say of their blocks; None if it may."""
-    for reason, our_value, their_value in _facts(ours, request):
+def check_request(ours: Hello, request: ReceiveRequest) -> Refusal | None:
+    """Return a refusal if the blocks of the request's receiver differ from ours, None if they mean the same."""
+    for reason, our_value, their_value in _compared(ours, request):
         if our_value != their_value:
             return Refusal(reason, request.transfer_id, str(our_value), str(their_value))
     return None
 
 
-def slot_facts(hello: Hello) -> Iterator[Fact]:
-    """Yield what a worker's slots come to by its groups and its rank, and what its pools say."""
+def slot_sizes(hello: Hello) -> Iterator[Comparison]:
+    """Yield, to be compared, the size of each group's slots as calculated and as the pools have it."""
     for group_id, (group, pool) in enumerate(zip(hello.groups, hello.pools, strict=True)):
         try:
             sizes = group.slot_bytes(hello.block_size, hello.part), pool.slot_bytes
         except InvalidValueError as error:
-            told = f"group {group_id} num_kv_heads {group.num_kv_heads}"
-            yield RefusalReason.LAYER_PLAN, told, f"{error.field} {error.value}"
+            num_heads = f"group {group_id} num_kv_heads {group.num_kv_heads}"
+            yield RefusalReason.LAYER_PLAN, num_heads, f"{error.field} {error.value}"
             return
-        expected, told = (f"group {group_id} in slots of {size} bytes" for size in sizes)
-        yield RefusalReason.LAYER_PLAN, expected, told
+        expected, actual = (f"group {group_id} in slots of {size} bytes" for size in sizes)
+        yield RefusalReason.LAYER_PLAN, expected, actual
 
 
-def _facts(ours: Hello, request: ReceiveRequest) -> Iterator[Fact]:
-    """Yield what must be the same on both sides, in the order in which it is refused for."""
+def _compared(ours: Hello, request: ReceiveRequest) -> Iterator[Comparison]:
+    """Yield values that must be equal on both sides; a refusal is for the first that differ."""
     yield RefusalReason.PROTOCOL_VERSION, PROTOCOL_VERSION, request.protocol_version
     theirs = request.hello
     yield RefusalReason.MODEL, ours.model, theirs.model
@@ -260,4 +260,4 @@ def _facts(ours: Hello, request: ReceiveRequest) -> Iterator[Fact]:
             our_value, their_value = (f"group {group_id} {name} {getattr(each, name)}" for each in groups)
             yield reason, our_value, their_value
     yield RefusalReason.LAYER_PLAN, f"{len(ours.groups)} groups", f"{len(theirs.groups)} groups"
-    yield from slot_facts(theirs)
+    yield from slot_sizes(theirs)

@@ -1,9 +1,9 @@
-"""A worker of several ranks, to its engine: what it says goes to all of them, what they report comes back as one.
+"""Combines the transfers of all ranks of a worker: commands go to each rank, and their reports are merged into one.
 
-Every rank moves its own heads, by a service of its own. Rank 0 has the engine; the others follow its commands over a
-pipe each, and send their reports back. An offer is in every rank's pipe before anybody hears of the prompt, and a
-follower's service reads its pipe before it looks at what others ask: so no rank is asked for a prompt that it does not
-know. Blocks have the same ids on all ranks, so they are free only when no rank needs them.
+Every rank moves its own heads, by a service of its own. Rank 0 has the engine; the others, its followers, get commands
+over a pipe each, and send their reports back. An offer is in every rank's pipe before another worker can know the
+prompt, and a follower's service reads its pipe before it handles requests: so no rank is asked for a prompt that it
+does not know. Blocks have the same ids on all ranks, so they are free only when no rank needs them.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Shared:
-    """An offer or a fetch: `unended` ranks may be read, or written to; it has failed when the first gives it up."""
+    """An offer or fetch of all ranks; memory of ranks in `unended` may be read or written to."""
 
     unended: set[int]
     has_failed: bool = False
 
-    def is_failed_by(self, rank: int) -> bool:
-        """Return whether it fails now: this rank, which has not ended it, is the first to give it up."""
+    def fail(self, rank: int) -> bool:
+        """Mark it as failed; return False if it had failed before, or if this rank had ended it."""
         is_first = rank in self.unended and not self.has_failed
         self.has_failed |= is_first
         return is_first
 
 
 class Ranks:
-    """What is offered and fetched by all ranks; each ends once, for all of them. No I/O.
+    """Tracks the offers and fetches of all ranks; each ends once, for all of them. No I/O.
 
-    The first rank that gives an offer up has it withdrawn from the others, and the first that fails a fetch has it
-    cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use.
+    When one rank releases an offer unfetched, it is withdrawn from the others; when one rank fails a fetch, it is
+    cancelled on the others. What a lost rank had not ended never ends: its blocks stay out of use.
     """
 
     def __init__(
-        self, num_ranks: int, tell: Callable[[int, commands.Command], None], report: Callable[[commands.Report], None]
+        self, num_ranks: int, send: Callable[[int, commands.Command], None], report: Callable[[commands.Report], None]
     ) -> None:
-        """Have `tell` give a rank a command, and `report` the engine what came of it."""
+        """Commands go to a rank by `send`, merged reports to the engine by `report`."""
         self._all = frozenset(range(num_ranks))
-        self._tell = tell
+        self._send = send
         self._report = report
         self._lost: list[int] = []
         self._offers: dict[str, _Shared] = {}
         self._fetches: dict[str, _Shared] = {}
 
     def command(self, command: commands.Command) -> None:
-        """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
+        """Send an engine's command to the ranks that have not ended its offer or fetch; with a rank lost, all fail."""
         match command:
             case commands.Offer(name) if self._lost:
                 self._report(commands.OfferReleased(name, False))
                 return
             case commands.Fetch(name) if self._lost:
-                self._report(commands.FetchFailed(name, self._loss()))
+                self._report(commands.FetchFailed(name, self._lost_reason()))
                 self._report(commands.FetchReleased(name))
                 return
             case commands.Offer(name):
@@ -76,13 +76,13 @@ class Ranks:
                 shared = self._offers.get(name, _Shared(set()))
             case commands.CancelFetch(name):
                 shared = self._fetches.get(name, _Shared(set()))
-        self._tell_all(shared.unended, command)
+        self._send_all(shared.unended, command)
 
-    def reported(self, rank: int, report: commands.Report) -> None:
+    def on_report(self, rank: int, report: commands.Report) -> None:
         match report:
             case commands.OfferReleased(name, is_fetched):
                 if not is_fetched:
-                    self._give_up(rank, name)
+                    self._withdraw(rank, name)
                 offer = _pop_ended(self._offers, rank, name)
                 if offer is not None:
                     self._report(commands.OfferReleased(name, not offer.has_failed))
@@ -93,46 +93,46 @@ class Ranks:
                 if fetch is not None:
                     self._report(commands.FetchReleased(name) if fetch.has_failed else report)
             case commands.TransfersStopped() if rank not in self._lost:
-                self._lose(rank)
+                self._on_lost(rank)
 
     @property
     def is_whole(self) -> bool:
         return not self._lost
 
-    def _lose(self, rank: int) -> None:
+    def _on_lost(self, rank: int) -> None:
         logger.critical("transfers of a rank have stopped rank=%d", rank)
         self._lost.append(rank)
         for name in list(self._offers):
-            self._give_up(rank, name)
+            self._withdraw(rank, name)
         for name in list(self._fetches):
-            self._fail(rank, name, self._loss())
+            self._fail(rank, name, self._lost_reason())
 
-    def _give_up(self, rank: int, name: str) -> None:
-        """Withdraw an offer from the others, once, if this rank has not released it."""
+    def _withdraw(self, rank: int, name: str) -> None:
+        """Withdraw an offer from the other ranks, once, if this rank has not released it."""
         offer = self._offers.get(name)
-        if offer is not None and offer.is_failed_by(rank):
-            self._tell_all(offer.unended - {rank}, commands.WithdrawOffer(name))
+        if offer is not None and offer.fail(rank):
+            self._send_all(offer.unended - {rank}, commands.WithdrawOffer(name))
 
     def _fail(self, rank: int, name: str, reason: str) -> None:
-        """Fail a fetch and cancel it on the others, once, if this rank has not ended it."""
+        """Fail a fetch and cancel it on the other ranks, once, if this rank has not ended it."""
         fetch = self._fetches.get(name)
-        if fetch is not None and fetch.is_failed_by(rank):
+        if fetch is not None and fetch.fail(rank):
             self._report(commands.FetchFailed(name, reason))
-            self._tell_all(fetch.unended - {rank}, commands.CancelFetch(name))
+            self._send_all(fetch.unended - {rank}, commands.CancelFetch(name))
 
-    def _tell_all(self, ranks: set[int], command: commands.Command) -> None:
+    def _send_all(self, ranks: set[int], command: commands.Command) -> None:
         for rank in sorted(ranks.difference(self._lost)):
-            self._tell(rank, command)
+            self._send(rank, command)
 
-    def _loss(self) -> str:
+    def _lost_reason(self) -> str:
         return f"rank {self._lost[0]}'s transfers have stopped"
 
 
 class RankedTransfers:
-    """All ranks' transfers as one; `report` is called on the engine's thread, by way of `submit`.
+    """All ranks' transfers as one; `report` is called on the engine's thread, through `submit`.
 
-    `open_service` makes rank 0's own service, which reports to what it is given. Every follower sends its endpoint
-    first (`FollowerInlet`); a constructor that waits for one that has ended raises EOFError.
+    `open_service` makes rank 0's own service, with a function to report to. Every follower first sends its endpoint
+    (`FollowerLink`); the constructor waits for it, and raises EOFError if the follower has ended.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class RankedTransfers:
         report: Callable[[commands.Report], None],
         submit: Callable[[Callable[[], None]], None],
     ) -> None:
-        # The engine hears of it after what it is doing.
-        self._ranks = Ranks(1 + len(channels), self._tell, lambda each: submit(partial(report, each)))
+        # By `submit` the engine gets a report after what it is doing.
+        self._ranks = Ranks(1 + len(channels), self._send, lambda each: submit(partial(report, each)))
         self._channels = tuple(channels)
         self._submit = submit
         self._followers: dict[int, TransferStatistics] = {}
@@ -160,16 +160,16 @@ class RankedTransfers:
     def is_alive(self) -> bool:
         return self._ranks.is_whole
 
-    def observe(self, observer: commands.Observer) -> None:
-        self._service.observe(observer)
+    def set_observer(self, observer: commands.Observer) -> None:
+        self._service.set_observer(observer)
 
     def start(self) -> None:
-        """Begin to serve; the followers have begun."""
+        """Start rank 0's service; the followers have started theirs."""
         self._service.start()
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Serve no more, here and at the followers, and let go of this rank's memory."""
+        """Stop all services, and release rank 0's memory."""
         self._stop.close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -178,31 +178,32 @@ class RankedTransfers:
         self._service.close(timeout_s)
 
     def command(self, command: commands.Command) -> None:
-        """Have all ranks do what is asked, on the engine's thread; what comes of it is reported once.
+        """Execute an engine's command on all ranks; call it on the engine's thread. The outcome is reported once.
 
-        Rank 0 has sampled a token of an offered prompt's last step, so every rank has its part of the KV: the logits
-        came behind a sum over all ranks, to which each adds behind its own writes (on a GPU, in its stream's order).
+        When rank 0 has sampled the token that follows an offered prompt, every rank has written its part of the KV: the
+        logits depend on a sum over all ranks, to which each adds after its own writes (on a GPU, in its stream's
+        order).
         """
         self._ranks.command(command)
 
     def statistics(self) -> TransferStatistics:
-        """Return sums over all ranks, followers' a second old; seconds of fetches are rank 0's."""
+        """Return sums over all ranks, those of followers up to a second old; `fetch_seconds` is rank 0's."""
         own = self._service.statistics()
         return replace(_sum([own, *self._followers.values()]), fetch_seconds=own.fetch_seconds)
 
     def _on_report(self, rank: int, report: commands.Report) -> None:
-        """Take a rank's report, on any thread."""
-        self._submit(lambda: self._ranks.reported(rank, report))
+        """Handle a rank's report; may be called on any thread."""
+        self._submit(lambda: self._ranks.on_report(rank, report))
 
-    def _tell(self, rank: int, command: commands.Command) -> None:
+    def _send(self, rank: int, command: commands.Command) -> None:
         if rank == 0:
             self._service.command(command)
             return
-        with suppress(OSError):  # it has ended, which `_read` sees as well
+        with suppress(OSError):  # the follower has ended, which `_read` handles
             self._channels[rank - 1].send(command)
 
     def _read(self) -> None:
-        """Take what the followers send, until told to stop."""
+        """Receive what the followers send, until `close`."""
         ranks = {channel: rank for rank, channel in enumerate(self._channels, 1)}
         while True:
             ready = wait([self._stopped, *ranks])
@@ -221,7 +222,7 @@ class RankedTransfers:
 
 
 def _pop_ended(shared: dict[str, _Shared], rank: int, name: str) -> _Shared | None:
-    """Return what this rank is the last to end; None if it is not."""
+    """End a rank's part of an offer or fetch; return it if that was the last part."""
     each = shared.get(name)
     if each is None:
         return None
@@ -230,7 +231,7 @@ def _pop_ended(shared: dict[str, _Shared], rank: int, name: str) -> _Shared | No
 
 
 def _sum(values: Sequence[T]) -> T:
-    """Return numbers added up, and dataclasses of them field by field."""
+    """Return the sum of numbers, or of dataclasses of numbers field by field."""
     first = values[0]
     if not is_dataclass(first):
         return cast(T, sum(cast(Sequence[float], values)))

@@ -1,13 +1,13 @@
-"""A rank's half that receives: asks each rank that holds a prompt for its part, and says when all of it is there.
+"""The receiving half of a rank: asks each rank that holds a prompt for its part, and reports when all have arrived.
 
     asked ──► complete
       │
       └──► quarantined ──► released
 
-A fetch ends once: complete only when every sender has reported success and what was bounced lies in its blocks, failed
-at the first failure. One that fails says so at once, and is quarantined: its *memory* may still be written to, and must
-not be used again until it is released. Time alone never releases it: every sender has to report, or be known to be
-dead. No clock is in here.
+A fetch ends once: it is complete when every sender has reported success and bounced bytes are in their blocks, and it
+fails at the first failure. A failure is reported at once, and quarantines the fetch: its *memory* may still be written
+to, and must not be reused until it is released. Time alone never releases it: every sender has to report, or be known
+to be dead. Times are arguments; the module reads no clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvist.transfer import commands, messages
 from kvist.transfer.agents.base import Int64s
 from kvist.transfer.bounce import Bounce, CopyError
 from kvist.transfer.heads import Part
-from kvist.transfer.memory import KvMemory
+from kvist.transfer.memory import incoming_pieces, prompt_blocks
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
 
 logger = logging.getLogger(__name__)
@@ -40,20 +40,20 @@ _MAX_IDLE_S = 60.0
 
 
 class Probe(NamedTuple):
-    """Whether whoever listened at an endpoint has ended, found out by a thread.
+    """A thread's check whether the process at an endpoint has ended.
 
-    That is said of the process that was asked for `transfer_ids`: one that listens there later has not heard of them.
+    The result holds for `transfer_ids`, which were asked for before: later ones may be with a new process there.
     """
 
     transfer_ids: Collection[int]
     has_ended: Future[bool]
     is_certain: bool = False
-    """Whether what it sent before its end has had the time to come through our socket."""
+    """Whether what the process sent before its end has had time to arrive."""
 
 
 @dataclass(slots=True, eq=False)
 class SenderConnection:
-    """A rank to fetch from, as was done last at `used_at_s`."""
+    """A connection to a rank, last used for a fetch at `used_at_s`."""
 
     endpoint: str
     dealer: zmq.Socket[bytes]
@@ -61,20 +61,20 @@ class SenderConnection:
     probe: Probe | None = None
 
     def send(self, message: ReceiveRequest | Cancel) -> None:
-        """Send, or lose the message where a queue is full: timeouts and repeated cancels get over that."""
+        """Send a message, or lose it if the queue is full: timeouts and repeated cancels make up for that."""
         try:
             self.dealer.send(encode_message(message), zmq.DONTWAIT)
         except zmq.Again:
             logger.warning("transfer message lost endpoint=%s: its queue is full", self.endpoint)
 
-    def received(self) -> Iterator[list[bytes]]:
-        """Yield the messages that have arrived; it may be dropped meanwhile."""
+    def receive(self) -> Iterator[list[bytes]]:
+        """Yield the messages that have arrived; the connection may be dropped meanwhile."""
         while not self.dealer.closed and self.dealer.poll(0):
             yield self.dealer.recv_multipart()
 
 
 class SenderConnections:
-    """A DEALER socket to each sender, in the poller of whoever reads them. Not thread-safe."""
+    """A DEALER socket to each sender, registered with the caller's poller. Not thread-safe."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, identity: bytes) -> None:
         self._context = context
@@ -88,7 +88,10 @@ class SenderConnections:
         return iter(list(self._senders.values()))
 
     def connect(self, endpoint: str, busy: Collection[str], now_s: float) -> SenderConnection:
-        """Return the sender at an endpoint, if need be instead of an idle one; raises InvalidValueError."""
+        """Return the connection to an endpoint; raises InvalidValueError.
+
+        Where there are too many, a new one replaces one that is not to a `busy` endpoint.
+        """
         sender = self._senders.get(endpoint)
         if sender is not None:
             sender.used_at_s = now_s
@@ -115,10 +118,11 @@ class SenderConnections:
         self._poller.unregister(sender.dealer)
         sender.dealer.close()
 
-    def asked_before_its_end(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
-        """Return what a sender was asked for before its process ended; nothing as long as that is not known.
+    def find_lost(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
+        """Return those of the transfers that a sender was asked for before its process ended, as far as is known.
 
-        It is known from the second call on that finds it so: what the process reported last may be on its way still.
+        A check runs in the background; a later call returns the ids for which it was begun. The first call that finds
+        the process ended returns nothing, since its last reports may still be on their way.
         """
         if sender.probe is None:
             sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
@@ -133,7 +137,7 @@ class SenderConnections:
 
 
 def has_process_ended(endpoint: str) -> bool:
-    """Return whether a host says that nothing listens there, as a worker does as long as its process lives."""
+    """Return whether the host refuses connections; a worker listens as long as its process lives."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         with closing(socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S)):
@@ -146,9 +150,10 @@ def has_process_ended(endpoint: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A fetch under way: `unreported` ranks may be writing, `bounced` ones have filled their room.
+    """A fetch under way; the ranks in `unreported` may be writing.
 
-    `rooms` is where in the `room` each rank may put all its `pieces`, None for who must not.
+    `rooms` is the part of `room` into which each rank may write all its `pieces`, None if it may not. `bounced` is what
+    is to be copied from there: address, and pieces.
     """
 
     transfer_id: int
@@ -162,7 +167,7 @@ class _Transfer:
     began_s: float
     deadline_s: float
     arrived_s: float | None = None
-    bounced: list[int] = field(default_factory=list)
+    bounced: list[tuple[int, Int64s]] = field(default_factory=list)
     first_token_id: int | None = None
     has_failed: bool = False
 
@@ -175,19 +180,19 @@ class _Transfer:
 class Receiver:
     """Fetches blocks from any number of workers, from each of their ranks over a socket of its own. Not thread-safe.
 
-    Nothing a peer sends makes it raise, or use memory that may still be written to.
+    Whatever a peer sends, it neither raises nor reuses memory that may still be written to.
     """
 
     def __init__(
         self,
         senders: SenderConnections,
-        memory: KvMemory,
+        hello: messages.Hello,
         limits: commands.TransferLimits,
         report: Callable[[commands.Report], None],
         bounce: Bounce | None,
     ) -> None:
         self._senders = senders
-        self._memory = memory
+        self._hello = hello
         self._limits = limits
         self._report = report
         self._bounce = bounce
@@ -200,18 +205,20 @@ class Receiver:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return the bytes of blocks that have failed to be filled, and may still be written to. Any thread may ask."""
-        transfers = list(self._transfers.values())  # at once: others come and go meanwhile
+        """Return the bytes of failed fetches' blocks, which may still be written to. Any thread may call it."""
+        transfers = list(self._transfers.values())  # a copy, since transfers begin and end meanwhile
         return sum(each.num_bytes for each in transfers if each.has_failed)
 
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
-        """Ask every rank that holds the prompt; what comes of it is reported."""
-        memory, ranks = self._memory, range(len(fetch.endpoints))
-        block_ids = memory.missing(fetch.block_ids_per_group, fetch.num_tokens)
+        """Ask every rank that holds the prompt; the outcome is reported."""
+        hello, ranks = self._hello, range(len(fetch.endpoints))
+        block_ids = tuple(
+            prompt_blocks(table, fetch.num_tokens, hello.block_size) for table in fetch.block_ids_per_group
+        )
         busy = {endpoint for each in self._transfers.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)
-            pieces = [memory.pieces_of(block_ids, Part(rank, len(ranks))) for rank in ranks]
+            pieces = [incoming_pieces(hello, block_ids, Part(rank, len(ranks))) for rank in ranks]
             busy.update(fetch.endpoints)
             senders = [self._senders.connect(endpoint, busy, now_s) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
@@ -242,7 +249,7 @@ class Receiver:
                 messages.ReceiveRequest(
                     messages.PROTOCOL_VERSION,
                     transfer.transfer_id,
-                    memory.hello,
+                    hello,
                     Part(rank, len(senders)),
                     fetch.remote_request_id,
                     fetch.num_tokens,
@@ -252,13 +259,13 @@ class Receiver:
             )
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """End a fetch that nobody waits for; one that has ended is no error."""
+        """Fail a fetch, if it has not ended."""
         for transfer in [each for each in self._transfers.values() if each.fetch.request_id == request_id]:
             self._fail(transfer, "cancelled", now_s)
 
     def receive(self, now_s: float) -> None:
         for sender in self._senders:
-            for frames in sender.received():
+            for frames in sender.receive():
                 try:
                     if len(frames) != 1:
                         raise MalformedMessageError(sender.endpoint, f"{len(frames)} frames, expected a message")
@@ -268,7 +275,7 @@ class Receiver:
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
 
     def tick(self, now_s: float) -> None:
-        """Notice what takes too long, and workers that have died; whom nobody needs is not dialled for long."""
+        """Fail fetches that take too long or whose senders have died, repeat cancels, and drop idle connections."""
         for transfer in list(self._transfers.values()):
             if now_s >= transfer.deadline_s and not transfer.has_failed:
                 self._fail(transfer, f"no completion within {self._limits.transfer_timeout_s:g} s", now_s)
@@ -278,13 +285,13 @@ class Receiver:
             waiting = {each.transfer_id for each, _ in self._unreported(sender)}
             if not waiting and now_s - sender.used_at_s >= _MAX_IDLE_S:
                 self._senders.drop(sender)
-            ended_ids = self._senders.asked_before_its_end(sender, waiting) if waiting else ()
+            lost_ids = self._senders.find_lost(sender, waiting) if waiting else ()
             for transfer, rank in self._unreported(sender):
-                if transfer.transfer_id in ended_ids:
-                    self._ended_at(rank, transfer, now_s, f"rank {rank} at {sender.endpoint} is gone")
+                if transfer.transfer_id in lost_ids:
+                    self._on_rank_ended(rank, transfer, now_s, f"rank {rank} at {sender.endpoint} is gone")
 
     def _handle(self, sender: SenderConnection, message: messages.Message, now_s: float) -> None:
-        """Do what a rank says of itself; of a transfer that has ended, or that it has reported, it changes nothing."""
+        """Handle a rank's message; it is ignored for transfers that have ended, or whose end the rank has reported."""
         if isinstance(message, messages.ReceiveRequest | messages.Cancel):
             raise MalformedMessageError(sender.endpoint, "a message for a sender")
         if isinstance(message, messages.Ping):
@@ -296,31 +303,31 @@ class Receiver:
                 case messages.Progress() if not transfer.has_failed:
                     transfer.deadline_s = now_s + self._limits.transfer_timeout_s
                 case messages.Refusal():
-                    self._ended_at(rank, transfer, now_s, str(message))
+                    self._on_rank_ended(rank, transfer, now_s, str(message))
                 case messages.Result(status=status, first_token_id=first_token_id):
-                    is_bounced = status is messages.ResultStatus.BOUNCED and transfer.rooms[rank] is not None
-                    if is_bounced:
-                        transfer.bounced.append(rank)
+                    room, is_written = transfer.rooms[rank], status is messages.ResultStatus.SUCCESS
+                    if status is messages.ResultStatus.BOUNCED and room is not None:
+                        transfer.bounced.append((room.base, transfer.pieces[rank]))
+                        is_written = True
                     transfer.first_token_id = first_token_id
-                    is_written = is_bounced or status is messages.ResultStatus.SUCCESS
                     failure = None if is_written else f"rank {rank} reports {status.name}"
-                    self._ended_at(rank, transfer, now_s, failure)
+                    self._on_rank_ended(rank, transfer, now_s, failure)
 
     def _unreported(self, sender: SenderConnection) -> list[tuple[_Transfer, int]]:
-        """Return the transfers that a sender has not reported of, and which of their ranks it is."""
+        """Return the transfers whose end a sender has not reported, with its rank."""
         asked = [(each, each.senders.index(sender)) for each in self._transfers.values() if sender in each.senders]
         return [(transfer, rank) for transfer, rank in asked if rank in transfer.unreported]
 
-    def _ended_at(self, rank: int, transfer: _Transfer, now_s: float, failure: str | None) -> None:
-        """Take note that a rank does not write any more, and never will."""
+    def _on_rank_ended(self, rank: int, transfer: _Transfer, now_s: float, failure: str | None) -> None:
+        """End the part of a rank that will not write any more."""
         transfer.unreported.discard(rank)
         if failure is None:
-            self._go_on(transfer, now_s)
+            self._end_if_reported(transfer, now_s)
         else:
             self._fail(transfer, failure, now_s)
 
     def _fail(self, transfer: _Transfer, reason: str, now_s: float) -> None:
-        """Fail a transfer, once; what is under way for it is waited for."""
+        """Report a transfer's failure, once; its memory is released when no rank writes any more."""
         if not transfer.has_failed:
             transfer.has_failed = True
             if self._bounce is not None and transfer.room is not None:
@@ -328,22 +335,23 @@ class Receiver:
             self.observer(transfer.times(now_s, reason))
             self._report(commands.FetchFailed(transfer.fetch.request_id, reason))
             self._send_cancels(transfer, now_s)
-        self._go_on(transfer, now_s)
+        self._end_if_reported(transfer, now_s)
 
     def _send_cancels(self, transfer: _Transfer, now_s: float) -> None:
-        """Ask every rank that may be writing to stop and to report, until it does."""
+        """Cancel at every rank that may be writing; `tick` repeats it until they report."""
         transfer.deadline_s = now_s + self._limits.cancel_retry_s
         for rank in transfer.unreported:
             transfer.senders[rank].send(Cancel(transfer.transfer_id, transfer.fetch.remote_request_id))
 
-    def _go_on(self, transfer: _Transfer, now_s: float) -> None:
-        """Scatter what was bounced when nobody writes any more, or end."""
+    def _end_if_reported(self, transfer: _Transfer, now_s: float) -> None:
+        """Scatter bounced bytes and end a transfer, once all ranks have reported."""
         if transfer.unreported:
             return
         if transfer.bounced and not transfer.has_failed:
+            assert self._bounce is not None, "there is no room without regions"
             transfer.arrived_s = now_s
             try:
-                now_s += self._scatter(transfer)
+                now_s += self._bounce.scatter(transfer.bounced)
             except CopyError as error:
                 self._fail(transfer, str(error), now_s)
                 return
@@ -358,13 +366,3 @@ class Receiver:
         self.fetch_seconds += now_s - transfer.began_s
         self.observer(transfer.times(now_s, None))
         self._report(commands.FetchCompleted(request_id, transfer.first_token_id))
-
-    def _scatter(self, transfer: _Transfer) -> float:
-        """Copy what ranks have put into their rooms to where it belongs; return the seconds."""
-        parts = []
-        for rank in transfer.bounced:
-            room = transfer.rooms[rank]
-            assert room is not None, "only who has room can have bounced"
-            parts.append((room.base, transfer.pieces[rank]))
-        assert self._bounce is not None, "nor is there room without regions"
-        return self._bounce.scatter(parts)

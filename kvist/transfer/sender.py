@@ -1,8 +1,8 @@
-"""A rank's half that sends: holds prompts' blocks, writes them into the memory of who asks, and frees them.
+"""The sending half of a rank: holds prompts' blocks, writes them into receivers' memory, and frees them.
 
-A prompt is held from its first chunk on, until every rank of the receiver has its part, until one of them fails or
-cancels, or until nobody has come. What is computed of it is written at once; a transfer waits for the rest. Blocks are
-freed once, and only while no write reads them. No clock is in here.
+A prompt is held from its first chunk on until every rank of the receiver has its part, one of them fails or cancels, or
+nobody asks in time. Blocks that are computed are written at once; a transfer waits for the rest. Blocks are freed once,
+and only while no write reads them. Times are arguments; the module reads no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError, finish
 from kvist.transfer.bounce import Bounce
-from kvist.transfer.memory import BlockCountMismatchError, KvMemory
+from kvist.transfer.memory import BlockCountMismatchError, outgoing_fragments
 from kvist.transfer.messages import Progress, Refusal, RefusalReason, Result, ResultStatus
 
 logger = logging.getLogger(__name__)
@@ -29,18 +29,18 @@ K = TypeVar("K")
 
 _MAX_RECEIVERS = 1024
 _MAX_REASON_LEN = 256
-_MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many come
+_MAX_MESSAGES_READ = 256  # at a time, so that writes are polled however many messages arrive
 
 
 class _Receiver(NamedTuple):
-    """A rank that has asked, as it has introduced itself, and how its memory is reached."""
+    """A rank that has asked, and its agent's id."""
 
     hello: messages.Hello
     peer: PeerId
 
 
 class _TransferKey(NamedTuple):
-    """A transfer's name at its sender: receivers number theirs independently."""
+    """Identifies a transfer at its sender, since each receiver numbers its own."""
 
     receiver: str
     transfer_id: int
@@ -48,9 +48,9 @@ class _TransferKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An offered prompt; `num_receivers` is known from the first that asks, and each of them asks once.
+    """An offered prompt; the first receiver that asks says how many will, and each of them asks once.
 
-    More blocks come, unless it `is_whole`. What `is_given_up` waits for the ends of its writes.
+    More blocks will be computed unless it `is_whole`. When it `is_withdrawn`, only its writes are awaited.
     """
 
     request_id: str
@@ -63,12 +63,12 @@ class _Held:
     num_receivers: int | None = None
     receivers: set[str] = field(default_factory=set)
     num_fetched: int = 0
-    is_given_up: bool = False
+    is_withdrawn: bool = False
     transfers: list[_Transfer] = field(default_factory=list)
 
     @property
     def num_computed(self) -> int:
-        """Return how many blocks every group has: a window's list may begin with more that nobody wants."""
+        """Return how many blocks all groups have; windowed groups may have more, which begin with unneeded ones."""
         return min(map(len, self.tables))
 
     @property
@@ -78,7 +78,7 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """What one receiver asks for, and how many of the prompt's blocks were written; while none is, it waits."""
+    """One receiver's request, and how many of the prompt's blocks were written; it waits unless it `is_writing`."""
 
     key: _TransferKey
     request: messages.ReceiveRequest
@@ -105,16 +105,16 @@ class _Write:
 
 
 class Sender:
-    """Serves receivers on a ROUTER socket, by their own names; an offer is reported once nothing reads its blocks.
+    """Serves receivers on a ROUTER socket, and reports the end of an offer once nothing reads its blocks.
 
-    Nothing a peer sends makes it raise, or free blocks in use.
+    Whatever a peer sends, it neither raises nor frees blocks in use.
     """
 
     def __init__(
         self,
         router: zmq.Socket[bytes],
         agent: TransferAgent,
-        memory: KvMemory,
+        hello: messages.Hello,
         limits: commands.TransferLimits,
         report: Callable[[commands.Report], None],
         bounce: Bounce | None,
@@ -122,12 +122,12 @@ class Sender:
         self._router = router
         self._bounce = bounce
         self._agent = agent
-        self._memory = memory
+        self._hello = hello
         self._limits = limits
         self._report = report
         self._held: dict[str, _Held] = {}
         self._transfers: dict[_TransferKey, _Transfer] = {}
-        self._ended: OrderedDict[_TransferKey, None] = OrderedDict()  # the latest, as are those freed
+        self._ended: OrderedDict[_TransferKey, None] = OrderedDict()  # only the latest, as of `_freed`
         self._freed: OrderedDict[str, None] = OrderedDict()
         self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
         self._writes: list[_Write] = []
@@ -138,7 +138,7 @@ class Sender:
 
     @property
     def num_writing(self) -> int:
-        """Return how many transfers are under way."""
+        """Return the number of transfers under way."""
         return len(self._transfers)
 
     @property
@@ -146,13 +146,13 @@ class Sender:
         return bool(self._writes)
 
     def offer(self, offer: commands.Offer, now_s: float) -> None:
-        """Hold a prompt's blocks until they are fetched, or nobody has come in time."""
+        """Hold a prompt's blocks until they are fetched, or the time for that is over."""
         name, deadline_s = offer.remote_request_id, now_s + self._limits.hold_timeout_s
         assert name not in {*self._held, *self._freed}, "an id that was held before"
-        self._held[name] = _Held(name, offer.num_tokens, ((),) * len(self._memory.hello.groups), now_s, deadline_s)
+        self._held[name] = _Held(name, offer.num_tokens, ((),) * len(self._hello.groups), now_s, deadline_s)
 
-    def computed(self, computed: commands.Computed, now_s: float) -> None:
-        """Write what is computed to whoever waits for it; to add to an offer that has ended is no error."""
+    def on_computed(self, computed: commands.Computed, now_s: float) -> None:
+        """Write newly computed blocks to waiting receivers; blocks of an offer that has ended are ignored."""
         held = self._held.get(computed.remote_request_id)
         if held is None:
             return
@@ -161,16 +161,16 @@ class Sender:
         held.deadline_s = now_s + self._limits.hold_timeout_s
         for transfer in list(held.transfers):
             transfer.deadline_s = now_s + self._limits.transfer_timeout_s
-            self._go_on(transfer, now_s)
+            self._resume(transfer, now_s)
 
     def withdraw(self, request_id: str, now_s: float) -> None:
-        """Serve a prompt no more, and free its blocks when no write reads them; one that has ended is no error."""
+        """End an offer, if it has not ended, and free its blocks once no write reads them."""
         held = self._held.get(request_id)
         if held is None:
             return
-        held.is_given_up = True
+        held.is_withdrawn = True
         for transfer in [each for each in held.transfers if not each.is_writing]:
-            self._end(transfer, ResultStatus.CANCELLED)
+            self._end_transfer(transfer, ResultStatus.CANCELLED)
         self._free_if_done(held, now_s)
 
     def read(self) -> list[list[bytes]]:
@@ -181,9 +181,9 @@ class Sender:
         return received
 
     def handle(self, received: list[list[bytes]], now_s: float) -> None:
-        """Do what the received messages ask. Whatever was offered before they were read must have been offered here."""
+        """Handle received messages; offers that the engine made before they were read must have been added before."""
         for frames in received:
-            name = frames[0].decode("latin-1")  # whatever bytes it calls itself
+            name = frames[0].decode("latin-1")  # decodes any bytes
             try:
                 if len(frames) != 2:
                     raise MalformedMessageError(name, f"{len(frames)} frames, expected a name and a message")
@@ -197,11 +197,11 @@ class Sender:
             except MalformedMessageError as error:
                 self.num_malformed += 1
                 logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
-                # If it was to be a request, somebody waits for an answer.
+                # It may have been a request, whose receiver waits for an answer.
                 self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", error.reason[:_MAX_REASON_LEN]))
 
-    def move_writes(self, clock: Callable[[], float]) -> bool:
-        """Move every write a step on; return whether any bytes have moved."""
+    def advance_writes(self, clock: Callable[[], float]) -> bool:
+        """Advance every write by a step; return whether any bytes have moved."""
         has_moved = False
         for write in list(self._writes):
             try:
@@ -212,25 +212,25 @@ class Sender:
                 self._on_write_end(write, error, clock())
         return has_moved
 
-    def end_writes(self) -> None:
-        """Have every write of an agent that is closing end, and tell nobody."""
+    def finish_writes(self) -> None:
+        """Run the writes of a closing agent to their ends, and report nothing."""
         for write in self._writes:
             with suppress(WriteFailedError):
                 finish(write.steps)
 
     def tick(self, now_s: float) -> None:
-        """Notice prompts that nobody comes for and transfers that take too long."""
+        """Withdraw offers that nobody fetches in time, or whose transfers take too long."""
         for held in list(self._held.values()):
             if now_s >= min((each.deadline_s for each in held.transfers), default=held.deadline_s):
                 self.withdraw(held.request_id, now_s)
 
     def ping(self, now_s: float) -> None:
-        """Forget receivers whose connection is gone, and let go of their memory; whoever lives will ask again."""
+        """Disconnect receivers whose connection is gone; those that live will ask again."""
         for name in list(self._receivers):
             if not self._send(name, messages.Ping()):
                 logger.info("receiver gone name=%s", name)
-                self._give_up_on(name, now_s)
-                self._forget(name, now_s)
+                self._withdraw_from(name, now_s)
+                self._disconnect(name, now_s)
 
     def _on_write_end(self, write: _Write, error: WriteFailedError | None, now_s: float) -> None:
         self._writes.remove(write)
@@ -238,26 +238,26 @@ class Sender:
         transfer = write.transfer
         self.observer(write.times(now_s, None if error is None else str(error)))
         if error is not None and not error.is_quiescent:
-            self.withdraw(transfer.held.request_id, now_s)  # nobody is told that it has ended
+            self.withdraw(transfer.held.request_id, now_s)  # this transfer never ends: it may still write
         else:
             done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
-            self._written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
+            self._on_written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
         if error is not None:
             logger.warning("kv write failed receiver=%s reason=%s", transfer.key.receiver, error)
-            self._forget(transfer.key.receiver, now_s)
+            self._disconnect(transfer.key.receiver, now_s)
 
     def _handle_request(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
-        refusal = messages.judge_request(self._memory.hello, request) or self._reach(name, request, now_s)
+        refusal = messages.check_request(self._hello, request) or self._connect(name, request, now_s)
         key = _TransferKey(name, request.transfer_id)
         if refusal is not None:
             self.num_refused_greetings += 1
             logger.warning("request refused name=%s reason=%s", name, refusal)
             self._send(name, refusal)
-            # What it will not fetch need not be held.
+            # A prompt that it will not fetch need not be held.
             self._handle_cancel(name, messages.Cancel(request.transfer_id, request.request_id), now_s)
         elif key in self._transfers:
             pass  # it is being served already
-        elif (reason := self._refusal_of(key, request)) is not None:
+        elif (reason := self._refusal_reason(key, request)) is not None:
             self._send(name, Refusal(reason, request.transfer_id))
         else:
             held = self._held[request.request_id]
@@ -268,16 +268,16 @@ class Sender:
             self._transfers[key] = transfer
             self._write(transfer, now_s)
 
-    def _refusal_of(self, key: _TransferKey, request: messages.ReceiveRequest) -> RefusalReason | None:
+    def _refusal_reason(self, key: _TransferKey, request: messages.ReceiveRequest) -> RefusalReason | None:
         held = self._held.get(request.request_id)
-        if key in self._ended or request.request_id in self._freed or (held is not None and held.is_given_up):
+        if key in self._ended or request.request_id in self._freed or (held is not None and held.is_withdrawn):
             return RefusalReason.ALREADY_ENDED
         if held is None:
             return RefusalReason.UNKNOWN_REQUEST
         return RefusalReason.BUSY if held.has_all_receivers or key.receiver in held.receivers else None
 
     def _handle_cancel(self, name: str, cancel: messages.Cancel, now_s: float) -> None:
-        """Take a receiver's cancel, also of what was never heard of; it is told once nothing is under way for it."""
+        """Cancel a transfer, known or not, and send a result once no write is under way for it."""
         key = _TransferKey(name, cancel.transfer_id)
         transfer = self._transfers.get(key)
         if transfer is not None:
@@ -289,8 +289,8 @@ class Sender:
         if held is None or not held.has_all_receivers or name in held.receivers:
             self.withdraw(cancel.request_id, now_s)
 
-    def _reach(self, name: str, request: messages.ReceiveRequest, now_s: float) -> Refusal | None:
-        """Connect to a receiver's memory, unless it is known as it is; return why that cannot be reached."""
+    def _connect(self, name: str, request: messages.ReceiveRequest, now_s: float) -> Refusal | None:
+        """Connect to a receiver's memory, unless it is already; return a refusal if it cannot be reached."""
         known = self._receivers.get(name)
         if known is None or known.hello != request.hello:
             try:
@@ -298,27 +298,27 @@ class Sender:
             except PeerUnreachableError as error:
                 return Refusal(RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason)
             if known is not None and known.peer != peer:
-                self._forget(name, now_s)
+                self._disconnect(name, now_s)
             self._receivers[name] = _Receiver(request.hello, peer)
         self._receivers.move_to_end(name)
         for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
-            self._forget(oldest, now_s)
+            self._disconnect(oldest, now_s)
         return None
 
-    def _go_on(self, transfer: _Transfer, now_s: float) -> None:
-        """Write what was computed since a transfer began to wait; nothing is no work."""
+    def _resume(self, transfer: _Transfer, now_s: float) -> None:
+        """Write what was computed, if anything, since a transfer began to wait."""
         held = transfer.held
-        if not transfer.is_writing and not held.is_given_up and transfer.num_written < held.num_computed:
+        if not transfer.is_writing and not held.is_withdrawn and transfer.num_written < held.num_computed:
             self._write(transfer, now_s)
 
     def _write(self, transfer: _Transfer, now_s: float) -> None:
-        """Write in one piece where that is all, and the receiver has room for it and so have we, else as it is."""
+        """Begin a write; it is bounced if it is the whole transfer and both sides have room for it."""
         held, request, peer = transfer.held, transfer.request, self._receivers[transfer.key.receiver].peer
         room, num_computed = request.room, held.num_computed
         try:
-            fragments = self._memory.fragments(held.tables, held.num_tokens, request, transfer.num_written)
+            fragments = outgoing_fragments(self._hello, held.tables, held.num_tokens, request, transfer.num_written)
             if not len(fragments):
-                self._written(transfer, ResultStatus.SUCCESS, num_computed, now_s)
+                self._on_written(transfer, ResultStatus.SUCCESS, num_computed, now_s)
                 return
             bounced = None
             if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
@@ -328,32 +328,32 @@ class Sender:
             logger.warning("kv write refused receiver=%s reason=%s", transfer.key.receiver, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
             reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
-            self._end(transfer, reason)
+            self._end_transfer(transfer, reason)
             self.withdraw(held.request_id, now_s)
         else:
             transfer.is_writing = True
             counts = (num_computed, int(fragments[:, 2].sum()), len(fragments))
             self._writes.append(_Write(transfer, write, *counts, bounced is not None, now_s))
 
-    def _written(self, transfer: _Transfer, status: ResultStatus, num_written: int, now_s: float) -> None:
-        """Take note that no write is under way for a transfer now, and of how many blocks were written."""
+    def _on_written(self, transfer: _Transfer, status: ResultStatus, num_written: int, now_s: float) -> None:
+        """Continue or end a transfer whose write has ended; `num_written` of the prompt's blocks are written."""
         held = transfer.held
         transfer.num_written, transfer.is_writing = num_written, False
-        if held.is_given_up:
-            self._end(transfer, ResultStatus.CANCELLED)
+        if held.is_withdrawn:
+            self._end_transfer(transfer, ResultStatus.CANCELLED)
         elif status is ResultStatus.FAILED:
-            self._end(transfer, status)
+            self._end_transfer(transfer, status)
             self.withdraw(held.request_id, now_s)
         elif not held.is_whole or num_written < held.num_computed:
             self._send(transfer.key.receiver, Progress(transfer.key.transfer_id))
-            self._go_on(transfer, now_s)
+            self._resume(transfer, now_s)
         else:
             held.num_fetched += 1
-            self._end(transfer, status)
+            self._end_transfer(transfer, status)
         self._free_if_done(held, now_s)
 
-    def _end(self, transfer: _Transfer, end: ResultStatus | RefusalReason) -> None:
-        """Tell a receiver how its transfer ended: nothing is under way for it any more, or will be."""
+    def _end_transfer(self, transfer: _Transfer, end: ResultStatus | RefusalReason) -> None:
+        """Remove a transfer for which no write is under way, and send the receiver its result."""
         del self._transfers[transfer.key]
         transfer.held.transfers.remove(transfer)
         _remember(self._ended, transfer.key, self._limits.max_remembered)
@@ -366,29 +366,32 @@ class Sender:
 
     def _free_if_done(self, held: _Held, now_s: float) -> None:
         is_fetched = held.num_fetched == held.num_receivers
-        if held.transfers or not (held.is_given_up or is_fetched) or held.request_id not in self._held:
+        if held.transfers or not (held.is_withdrawn or is_fetched) or held.request_id not in self._held:
             return
         del self._held[held.request_id]
         _remember(self._freed, held.request_id, self._limits.max_remembered)
         self.observer(commands.HoldTimes(held.request_id, held.began_s, now_s, is_fetched))
         self._report(commands.OfferReleased(held.request_id, is_fetched))
 
-    def _forget(self, name: str, now_s: float) -> None:
-        """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""
+    def _disconnect(self, name: str, now_s: float) -> None:
+        """Disconnect a receiver unless a write to it is under way, which NIXL would then report as over."""
         if any(write.transfer.key.receiver == name for write in self._writes):
             return
-        self._give_up_on(name, now_s)
+        self._withdraw_from(name, now_s)
         receiver = self._receivers.pop(name, None)
         if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)
 
-    def _give_up_on(self, name: str, now_s: float) -> None:
-        """Serve nothing more that a receiver was fetching."""
+    def _withdraw_from(self, name: str, now_s: float) -> None:
+        """Withdraw all offers that a receiver is fetching."""
         for transfer in [each for each in self._transfers.values() if each.key.receiver == name]:
             self.withdraw(transfer.held.request_id, now_s)
 
     def _send(self, name: str, message: messages.Message) -> bool:
-        """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
+        """Send a message; return False if the receiver is gone.
+
+        If the receiver's queue is full the message is lost, and the receiver will ask again.
+        """
         try:
             self._router.send_multipart([name.encode("latin-1"), messages.encode_message(message)], zmq.DONTWAIT)
         except zmq.Again:

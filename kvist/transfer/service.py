@@ -1,4 +1,4 @@
-"""A rank's part in transfers: one thread that listens, asks, writes and reports, beside the engine's."""
+"""The transfer service of a rank: a thread beside the engine's that serves receivers, fetches, and reports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from kvist.transfer import commands
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics
 from kvist.transfer.heads import WHOLE, Part
-from kvist.transfer.memory import KvMemory
-from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_facts
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_sizes
 from kvist.transfer.receiver import Receiver, SenderConnections
 from kvist.transfer.sender import Sender
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PING_S = 5.0
 _WRITING_TICK_S = 0.001
-_WRITING_SLICE_S = 0.002  # for which bytes are moved before messages are looked at
+_WRITING_SLICE_S = 0.002  # how long to move bytes before messages are read again
 
 _STATISTICS_S = 1.0
 
@@ -41,7 +40,7 @@ Channel: TypeAlias = "Connection[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """What a rank has sent and received, and what it has under way; seconds are summed over transfers."""
+    """A rank's counts since its start, and its transfers under way; seconds are summed over transfers."""
 
     num_writing: int
     agent: AgentStatistics
@@ -62,7 +61,7 @@ def make_hello(
     agent: TransferAgent,
     part: Part = WHOLE,
 ) -> Hello:
-    """Return how a rank introduces itself, by a new name; raises InvalidValueError for pools that do not fit."""
+    """Return a rank's `Hello`, under a new name; raises InvalidValueError for pools that do not fit the groups."""
     hello = Hello(
         worker=uuid.uuid4().hex,
         model=model,
@@ -75,17 +74,17 @@ def make_hello(
         agent_metadata=agent.metadata(),
         pools=pools,
     )
-    for _, expected, got in slot_facts(hello):
+    for _, expected, got in slot_sizes(hello):
         if expected != got:
             raise InvalidValueError("pools", got, f"{expected} on {part}")
     return hello
 
 
 class KvTransferService:
-    """Offers and fetches blocks for as long as it is open, and reports from its own thread.
+    """Offers and fetches blocks while it is open, and reports from its own thread.
 
-    Its methods may be called from any thread, and none waits. It is bound once it is constructed; the port may be 0. An
-    `inlet` is read before any message that came after what is in it.
+    Its methods may be called from any thread, and none but `close` waits. The constructor binds the endpoint, whose
+    port may be 0. Commands from a `link` are read before messages that arrive after them.
     """
 
     def __init__(
@@ -96,12 +95,12 @@ class KvTransferService:
         report: Callable[[commands.Report], None],
         limits: commands.TransferLimits | None = None,
         bounce: Bounce | None = None,
-        inlet: FollowerInlet | None = None,
+        link: FollowerLink | None = None,
     ) -> None:
         limits = commands.TransferLimits() if limits is None else limits
         self._agent = agent
         self._bounce = bounce
-        self._inlet = inlet
+        self._link = link
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -122,22 +121,21 @@ class KvTransferService:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
-        if inlet is not None:
-            self._poller.register(inlet.fileno(), zmq.POLLIN)
-        memory = KvMemory(hello)
-        self._sender = Sender(self._router, agent, memory, limits, report, bounce)
+        if link is not None:
+            self._poller.register(link.fileno(), zmq.POLLIN)
+        self._sender = Sender(self._router, agent, hello, limits, report, bounce)
         senders = SenderConnections(self._context, self._poller, hello.worker.encode())
-        self._receiver = Receiver(senders, memory, limits, report, bounce)
+        self._receiver = Receiver(senders, hello, limits, report, bounce)
         self._commands: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
         self.start = self._thread.start
 
-    def observe(self, observer: commands.Observer) -> None:
+    def set_observer(self, observer: commands.Observer) -> None:
         self._receiver.observer = self._sender.observer = observer
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Serve no more, and let go of all memory; writes that are under way are ended."""
+        """Stop the thread, end the writes under way, and release all memory."""
         self._is_closing = True
         os.eventfd_write(self._wakeup, 1)
         if self._thread.ident is None:
@@ -169,13 +167,13 @@ class KvTransferService:
         try:
             self._serve()
             self._agent.is_closing = True
-            self._sender.end_writes()
+            self._sender.finish_writes()
         finally:
             if not self._is_closing:
                 logger.critical("transfer thread died")
                 self._report(commands.TransfersStopped())
-            if self._inlet is not None:
-                self._inlet.close()
+            if self._link is not None:
+                self._link.close()
             self._context.destroy(linger=0)
 
     def _serve(self) -> None:
@@ -187,13 +185,13 @@ class KvTransferService:
             messages = self._sender.read()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
-            if self._inlet is not None and not self._inlet.poll(self):
+            if self._link is not None and not self._link.poll(self):
                 self._is_closing = True
-            self._run_commands()  # the engine offers a prompt before anybody is told of it
+            self._run_commands()  # before `messages`: a request for an offer may have arrived with it
             self._sender.handle(messages, time.monotonic())
             self._receiver.receive(time.monotonic())
             ends_at_s = time.monotonic() + _WRITING_SLICE_S
-            while (has_moved := self._sender.move_writes(time.monotonic)) and time.monotonic() < ends_at_s:
+            while (has_moved := self._sender.advance_writes(time.monotonic)) and time.monotonic() < ends_at_s:
                 pass
             now_s = time.monotonic()
             if now_s >= next_tick_s:
@@ -211,7 +209,7 @@ class KvTransferService:
                 case commands.Offer() as offer:
                     self._sender.offer(offer, now_s)
                 case commands.Computed() as computed:
-                    self._sender.computed(computed, now_s)
+                    self._sender.on_computed(computed, now_s)
                 case commands.Fetch() as fetch:
                     self._receiver.fetch(fetch, now_s)
                 case commands.CancelFetch(request_id):
@@ -220,20 +218,20 @@ class KvTransferService:
                     self._sender.withdraw(remote_request_id, now_s)
 
 
-class FollowerInlet:
-    """A follower's end of a pipe to rank 0 (`kvist.transfer.ranks`): its service reads commands, and writes reports.
+class FollowerLink:
+    """A follower's end of its pipe to rank 0 (`kvist.transfer.ranks`): commands come in, reports and counts go out.
 
-    But for the constructor's, all calls are the service's thread's. Once rank 0 has ended, nobody hears a report.
+    After construction, only the service's thread uses it. Reports are dropped once rank 0 has ended.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.fileno, self.close = channel.fileno, channel.close
-        self._told: TransferStatistics | None = None
+        self._last_sent: TransferStatistics | None = None
         self._next_s = 0.0
 
     def poll(self, service: KvTransferService) -> bool:
-        """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
+        """Pass commands to the service, and send its counts every second; return False once rank 0 has ended."""
         try:
             while self._channel.poll():
                 service.command(self._channel.recv())
@@ -243,8 +241,8 @@ class FollowerInlet:
         if now_s >= self._next_s:
             self._next_s = now_s + _STATISTICS_S
             statistics = service.statistics()
-            if statistics != self._told:
-                self._told = statistics
+            if statistics != self._last_sent:
+                self._last_sent = statistics
                 self.report(statistics)
         return True
 

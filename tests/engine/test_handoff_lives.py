@@ -38,7 +38,6 @@ from kvist.transfer.commands import (
     WithdrawOffer,
 )
 from kvist.transfer.copier import TorchCopier
-from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import Message, PoolPlace, encode_message, group_shapes
 from kvist.transfer.receiver import Receiver
 from kvist.transfer.sender import Sender
@@ -75,7 +74,7 @@ class Connection:
 
         self.world.wire.append(arrive)
 
-    def received(self) -> Iterator[list[bytes]]:
+    def receive(self) -> Iterator[list[bytes]]:
         while self.inbox:
             yield self.inbox.popleft()
 
@@ -106,8 +105,8 @@ class Worker:
             bounce = Bounce(ends, TorchCopier(self.pools), lambda: torch.zeros(1 << 17, dtype=torch.uint8))
             bounce.max_fragment_bytes = 1 << 40
         self.bounce = bounce
-        self.sender = Sender(ends, ends, KvMemory(hello), LIMITS, self.reports.append, bounce)
-        self.receiver = Receiver(ends, KvMemory(hello), LIMITS, self.reports.append, bounce)
+        self.sender = Sender(ends, ends, hello, LIMITS, self.reports.append, bounce)
+        self.receiver = Receiver(ends, hello, LIMITS, self.reports.append, bounce)
         self.core.attach(self.commands.append, is_fallback_allowed=is_fallback_allowed)
 
     def run_commands(self) -> None:
@@ -116,7 +115,7 @@ class Worker:
                 case Offer() as offer:
                     self.sender.offer(offer, self.world.now_s)
                 case Computed() as computed:
-                    self.sender.computed(computed, self.world.now_s)
+                    self.sender.on_computed(computed, self.world.now_s)
                 case Fetch() as fetch:
                     self.receiver.fetch(fetch, self.world.now_s)
                 case CancelFetch(request_id):
@@ -163,7 +162,7 @@ class Worker:
     def drop(self, connection: Connection) -> None:
         del self.connections[connection.endpoint]
 
-    def asked_before_its_end(self, connection: Connection, transfer_ids: set[int]) -> set[int]:
+    def find_lost(self, connection: Connection, transfer_ids: set[int]) -> set[int]:
         return transfer_ids if connection.is_dead else set()
 
     # The agent.
@@ -397,7 +396,7 @@ class World:
                 message()
 
     def write(self) -> None:
-        self.any_worker().sender.move_writes(lambda: self.now_s)
+        self.any_worker().sender.advance_writes(lambda: self.now_s)
 
     def hear(self) -> None:
         self.any_worker().hear(self.random.randint(1, 3))
@@ -440,7 +439,7 @@ class World:
             for _ in range(1000):
                 for worker in self.workers.values():
                     worker.run_commands()
-                    worker.sender.move_writes(lambda: self.now_s)
+                    worker.sender.advance_writes(lambda: self.now_s)
                     worker.hear(100)
                 self.step()
                 self.check()

@@ -326,7 +326,7 @@ async def test_an_aborted_fetch_leaves_nothing_on_either_side(open_worker, greed
 
 
 def request_of(target: Any, name: str, block_ids: tuple[tuple[int, ...], ...]) -> ReceiveRequest:
-    return ReceiveRequest(PROTOCOL_VERSION, 7, target.service._sender._memory.hello, WHOLE, name, 30, block_ids)
+    return ReceiveRequest(PROTOCOL_VERSION, 7, target.service._sender._hello, WHOLE, name, 30, block_ids)
 
 
 async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, greedy, until) -> None:

@@ -250,7 +250,7 @@ def open_worker(shapes: tuple[GroupShape, ...]) -> Iterator[Callable[..., Worker
             limits: TransferLimits | None = None,
             endpoints: Sequence[str] = (),
             is_started: bool = True,
-            inlet: Any = None,
+            link: Any = None,
         ) -> Worker:
             make_agent: Callable[[str], TransferAgent] = SharedMemoryAgent
             if kind == "nixl":
@@ -261,7 +261,7 @@ def open_worker(shapes: tuple[GroupShape, ...]) -> Iterator[Callable[..., Worker
             for rank in range(num_ranks):
                 options: dict[str, Any] = {"endpoint": endpoints[rank]} if endpoints else {}
                 part = Part(rank, num_ranks)
-                options |= {"has_bounce": has_bounce, "limits": limits, "inlet": inlet}
+                options |= {"has_bounce": has_bounce, "limits": limits, "link": link}
                 ranks.append(Rank(of_shapes, part, make_agent, **options))
                 exits.callback(ranks[-1].service.close)
                 if is_started:

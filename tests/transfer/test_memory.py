@@ -10,7 +10,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.heads import WHOLE, Part, heads_of
-from kvist.transfer.memory import BlockCountMismatchError, KvMemory
+from kvist.transfer.memory import BlockCountMismatchError, incoming_pieces, outgoing_fragments
 from kvist.transfer.messages import GroupShape, Hello, PoolPlace, ReceiveRequest
 
 B, W = 4, 9
@@ -28,7 +28,6 @@ def hello_of(
 
 
 OURS, THEIRS = hello_of(SHAPES, (10_000, 90_000), 50), hello_of(SHAPES, (500_000, 700_000), 40)
-MEMORY = KvMemory(OURS)
 
 
 def request(num_tokens: int, lists: tuple[tuple[int, ...], ...], peer: Hello = THEIRS) -> ReceiveRequest:
@@ -101,12 +100,12 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
                     sender.view(group_id)[block_id] = whole[ordinal][:, heads]
     for rank in range(num_receivers):
         target, scattered = (make_rank(shapes, Part(rank, num_receivers), block_size, total + 2) for _ in range(2))
-        parts = [KvMemory(target.hello).pieces_of(lists, sender.hello.part) for sender in senders]
+        parts = [incoming_pieces(target.hello, lists, sender.hello.part) for sender in senders]
         slots = zip(lists, target.hello.pools, strict=True)
         assert sum(pieces[:, 1].sum() for pieces in parts) == sum(len(ids) * pool.slot_bytes for ids, pool in slots)
         for sender, pieces in zip(senders, parts, strict=True):
             asked = request(num_tokens, lists, target.hello)
-            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, asked, 0)
+            fragments = outgoing_fragments(sender.hello, tables, num_tokens, asked, 0)
             assert (fragments[:, 2].sum(), len(fragments) > len(pieces)) == (pieces[:, 1].sum(), False)
             room = b"".join(sender.memory[local : local + size].tobytes() for local, _, size in fragments.tolist())
             assert len(room) == pieces[:, 1].sum()
@@ -114,8 +113,8 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
                 scattered.memory[address : address + size] = np.frombuffer(room[end - size : end], np.uint8)
             num_filled = rng.randint(0, total)
             filled = [table[: max(num_filled, first)] for table, first in zip(tables, firsts, strict=True)]
-            slices = KvMemory(sender.hello).fragments(filled, num_tokens, asked, 0).tolist()
-            slices += KvMemory(sender.hello).fragments(tables, num_tokens, asked, num_filled).tolist()
+            slices = outgoing_fragments(sender.hello, filled, num_tokens, asked, 0).tolist()
+            slices += outgoing_fragments(sender.hello, tables, num_tokens, asked, num_filled).tolist()
             for local, remote, size in slices:
                 target.memory[remote : remote + size] = sender.memory[local : local + size]
                 target.num_writes[remote : remote + size] += 1
@@ -130,7 +129,9 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_piece() -> None:
-    fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))), 0)
+    fragments = outgoing_fragments(
+        OURS, [[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))), 0
+    )
     expected = [[10_192, 501_280, 192], [10_576, 501_472, 64], [91_024, 700_640, 128], [90_256, 700_768, 128]]
     np.testing.assert_array_equal(fragments, expected)
 
@@ -149,22 +150,21 @@ def test_ranks_with_the_same_heads_exchange_whole_slots_and_others_a_piece_of_ea
         ),
     ]
     for sender, receiver, expected, pieces in cases:
-        source, target = (
-            KvMemory(hello_of(shapes, (base,), 1, part)) for base, part in ((1000, sender), (0, receiver))
-        )
-        assert source.fragments([[0]], B, request(B, ((0,),), target.hello), 0).tolist() == expected
-        told = [target.pieces_of(((0,),), Part(rank, sender.num_ranks)).tolist() for rank in range(sender.num_ranks)]
+        source, target = (hello_of(shapes, (base,), 1, part) for base, part in ((1000, sender), (0, receiver)))
+        assert outgoing_fragments(source, [[0]], B, request(B, ((0,),), target), 0).tolist() == expected
+        senders = (Part(rank, sender.num_ranks) for rank in range(sender.num_ranks))
+        told = [incoming_pieces(target, ((0,),), each).tolist() for each in senders]
         assert told == pieces
 
 
 def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
     shapes = (GroupShape(None, 6, 2, "float32", 2, (0,)),)
     with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 4"):
-        KvMemory(hello_of(shapes, (0,), 9)).pieces_of(((1,),), Part(0, 4))
+        incoming_pieces(hello_of(shapes, (0,), 9), ((1,),), Part(0, 4))
 
 
 def test_nothing_to_send_is_no_piece() -> None:
-    assert MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((), ())), 0).shape == (0, 3)
+    assert outgoing_fragments(OURS, [[3, 4], [5, 6]], 8, request(8, ((), ())), 0).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_nothing_to_send_is_no_piece() -> None:
 )
 def test_a_peer_that_has_counted_differently_is_refused(asked: ReceiveRequest, reason: str) -> None:
     with pytest.raises(BlockCountMismatchError, match=reason):
-        MEMORY.fragments([[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked, 0)
+        outgoing_fragments(OURS, [[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked, 0)
 
 
 def test_a_block_that_the_peer_does_not_have_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="block_id"):
-        MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))), 0)
+        outgoing_fragments(OURS, [[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))), 0)

@@ -23,10 +23,10 @@ from kvist.transfer.messages import (
     RefusalReason,
     Result,
     ResultStatus,
+    check_request,
     decode_message,
     encode_message,
     group_shapes,
-    judge_request,
 )
 
 GROUPS = (GroupShape(None, 8, 128, "bfloat16", 2, (1,)), GroupShape(512, 4, 64, "bfloat16", 2, (0, 2)))
@@ -114,15 +114,15 @@ SENDER = msgspec.structs.replace(
 def test_workers_whose_blocks_differ_refuse_each_other_with_both_values(
     theirs: ReceiveRequest, reason: RefusalReason, our_value: str, their_value: str
 ) -> None:
-    refusal = judge_request(SENDER, theirs)
+    refusal = check_request(SENDER, theirs)
     assert refusal == Refusal(reason, 7, our_value, their_value)
     assert str(refusal) == f"{reason.value}: ours={our_value} theirs={their_value}"
 
 
 def test_workers_may_differ_in_name_and_in_how_they_split_heads() -> None:
-    assert judge_request(SENDER, REQUEST) is None
+    assert check_request(SENDER, REQUEST) is None
     pools = (PoolPlace(0x8000, 0x4000, 4), PoolPlace(0x28000, 0x2000, 2))
-    assert judge_request(SENDER, changed(tensor_parallel_size=4, tensor_parallel_rank=3, pools=pools)) is None
+    assert check_request(SENDER, changed(tensor_parallel_size=4, tensor_parallel_rank=3, pools=pools)) is None
     assert str(Refusal(RefusalReason.BUSY, 7)) == "busy"
 
 
@@ -138,7 +138,7 @@ def test_workers_may_differ_in_name_and_in_how_they_split_heads() -> None:
 def test_a_rank_whose_slots_have_not_its_heads_is_refused(
     theirs: ReceiveRequest, our_value: str, their_value: str
 ) -> None:
-    assert judge_request(SENDER, theirs) == Refusal(RefusalReason.LAYER_PLAN, 7, our_value, their_value)
+    assert check_request(SENDER, theirs) == Refusal(RefusalReason.LAYER_PLAN, 7, our_value, their_value)
 
 
 def test_a_request_with_fields_of_a_later_version_is_read() -> None:
@@ -193,4 +193,4 @@ def test_random_bytes_are_a_message_or_malformed_and_nothing_else() -> None:
         except MalformedMessageError:
             continue
         if isinstance(message, ReceiveRequest):
-            judge_request(SENDER, message)
+            check_request(SENDER, message)

@@ -28,7 +28,7 @@ from kvist.transfer.commands import (
     WithdrawOffer,
 )
 from kvist.transfer.ranks import RankedTransfers
-from kvist.transfer.service import FollowerInlet, TransferStatistics
+from kvist.transfer.service import FollowerLink, TransferStatistics
 
 OFFER = Offer("held", 5)
 WANT = Fetch("r", ("tcp://p:1",), "held", 5, ((7, 8),))
@@ -64,13 +64,13 @@ class Pair:
     first: Service
     report_of_first: Callable[[Report], None]
     second: Service
-    inlet: FollowerInlet
+    link: FollowerLink
 
 
 @contextmanager
 def pair() -> Iterator[Pair]:
     ours, theirs = Pipe()
-    inlet, reports = FollowerInlet(theirs), []
+    link, reports = FollowerLink(theirs), []
     services, given = (Service("tcp://a:1", 1), Service("tcp://a:2", 10)), []
     theirs.send(services[1].endpoint)
 
@@ -81,7 +81,7 @@ def pair() -> Iterator[Pair]:
     transfers = RankedTransfers(open_service, [ours], reports.append, lambda call: call())
     transfers.start()
     try:
-        yield Pair(transfers, reports, services[0], given[0], services[1], inlet)
+        yield Pair(transfers, reports, services[0], given[0], services[1], link)
     finally:
         transfers.close()
         theirs.close()
@@ -94,15 +94,15 @@ def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> Non
         both.transfers.command(WANT)
         both.transfers.command(CancelFetch("r"))
         both.transfers.command(WithdrawOffer("held"))
-        assert both.inlet.poll(both.second)
+        assert both.link.poll(both.second)
         expected = [OFFER, WANT, CancelFetch("r"), WithdrawOffer("held")]
         assert both.first.commands == both.second.commands == expected
         both.report_of_first(FetchCompleted("r", 300))
         both.report_of_first(OfferReleased("held", True))
         assert both.reports == []
-        both.inlet.report(FetchFailed("r", "no"))
-        both.inlet.report(FetchReleased("r"))
-        both.inlet.report(OfferReleased("held", True))
+        both.link.report(FetchFailed("r", "no"))
+        both.link.report(FetchReleased("r"))
+        both.link.report(OfferReleased("held", True))
         until_true(lambda: len(both.reports) == 3)
         assert both.reports == [
             FetchFailed("r", "at rank 1: no"),
@@ -114,7 +114,7 @@ def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> Non
 def test_counts_of_all_ranks_are_added_up(until_true) -> None:
     with pair() as both:
         both.transfers.command(OFFER)
-        both.inlet.poll(both.second)
+        both.link.poll(both.second)
         until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
         total = both.transfers.statistics()
         assert (total.bytes_received, total.bounce.bytes_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
@@ -129,10 +129,10 @@ def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
     monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     ours, theirs = Pipe()
     with ours, theirs:
-        inlet = FollowerInlet(theirs)
+        link = FollowerLink(theirs)
         for count, at_s, is_said in ((1, 100.0, True), (2, 100.9, False), (2, 101.0, True), (2, 102.0, False)):
             service.count, now_s[0] = count, at_s
-            assert inlet.poll(service)  # type: ignore[arg-type]
+            assert link.poll(service)  # type: ignore[arg-type]
             assert ours.poll() == is_said
             assert not is_said or ours.recv().bytes_received == count
 
@@ -141,7 +141,7 @@ def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:
     with pair() as both:
         both.transfers.command(WANT)
         assert both.transfers.is_alive
-        both.inlet.close()
+        both.link.close()
         until_true(lambda: both.reports)
         assert not both.transfers.is_alive
         assert both.reports == [FetchFailed("r", "rank 1's transfers have stopped")]
@@ -163,8 +163,8 @@ def test_rank_0_whose_transfers_end_is_a_lost_rank_too() -> None:
 def test_when_rank_0_closes_the_follower_is_to_end() -> None:
     with pair() as both:
         both.transfers.close()
-        assert not both.inlet.poll(both.second)
-        both.inlet.report(FetchCompleted("r", 300))  # to nobody
+        assert not both.link.poll(both.second)
+        both.link.report(FetchCompleted("r", 300))  # to nobody
 
 
 def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:

@@ -143,11 +143,11 @@ class Asked:
     def command(self, command: Command) -> Done:
         return self.by(lambda ranks: ranks.command(command))
 
-    def reported(self, rank: int, report: Report) -> Done:
-        return self.by(lambda ranks: ranks.reported(rank, report))
+    def on_report(self, rank: int, report: Report) -> Done:
+        return self.by(lambda ranks: ranks.on_report(rank, report))
 
     def lost(self, rank: int) -> Done:
-        return self.reported(rank, TransfersStopped())
+        return self.on_report(rank, TransfersStopped())
 
 
 def asked(num_ranks: int) -> Asked:
@@ -161,14 +161,14 @@ def asked(num_ranks: int) -> Asked:
 def test_each_report_has_the_consequences_that_the_table_says(story: str) -> None:
     ranks = asked(3)
     for rank, report, expected in STORIES[story]:
-        actions = ranks.lost(rank) if isinstance(report, str) else ranks.reported(rank, report)
+        actions = ranks.lost(rank) if isinstance(report, str) else ranks.on_report(rank, report)
         assert shown(actions) == shown(expected)
 
 
 def test_withdrawing_and_cancelling_is_told_to_the_ranks_that_have_not_ended() -> None:
     ranks = asked(3)
-    ranks.reported(0, DONE)
-    ranks.reported(1, released(True))
+    ranks.on_report(0, DONE)
+    ranks.on_report(1, released(True))
     assert ranks.command(CANCEL) == [Tell(1, CANCEL), Tell(2, CANCEL)]
     assert ranks.command(GIVE_UP) == [Tell(0, GIVE_UP), Tell(2, GIVE_UP)]
     assert ranks.command(CancelFetch("another")) == ranks.command(WithdrawOffer("another")) == []
@@ -192,9 +192,9 @@ def test_what_is_ended_by_hand_is_not_told_to_a_lost_rank() -> None:
 
 def test_one_rank_speaks_for_itself() -> None:
     ranks = asked(1)
-    assert ranks.reported(0, failed("why")) == [failed("why")]
-    assert shown(ranks.reported(0, FREE)) == shown([FREE])
-    assert ranks.reported(0, released(True)) == [released(True)]
+    assert ranks.on_report(0, failed("why")) == [failed("why")]
+    assert shown(ranks.on_report(0, FREE)) == shown([FREE])
+    assert ranks.on_report(0, released(True)) == [released(True)]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -210,7 +210,7 @@ def test_in_any_order_everything_ends_once_when_all_ranks_have_ended(seed: int) 
     all_reports = shown([report for reports in todo for report in reports])
     while any(todo):
         rank = rng.choice([rank for rank in range(num_ranks) if todo[rank]])
-        for action in ranks.reported(rank, todo[rank].pop(0)):
+        for action in ranks.on_report(rank, todo[rank].pop(0)):
             left = [type(report) for reports in todo for report in reports]
             if isinstance(action, OfferReleased):
                 assert OfferReleased not in left

@@ -8,7 +8,6 @@ import pytest
 
 from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import Fetch, FetchCompleted, FetchFailed, FetchReleased, TransferLimits
-from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import (
     Cancel,
     GroupShape,
@@ -45,7 +44,7 @@ class Sender:
         if isinstance(message, Cancel):
             self.log.append(("cancel", message.transfer_id, self.endpoint))
 
-    def received(self) -> Iterator[list[bytes]]:
+    def receive(self) -> Iterator[list[bytes]]:
         while self.said:
             yield self.said.pop(0)
 
@@ -58,7 +57,7 @@ class Ends:
         self.senders = [Sender(endpoint, self.log) for endpoint in ENDPOINTS]
         self.copy_error: CopyError | None = None
         bounce: Any = self if has_bounce else None
-        self.receiver = Receiver(self, KvMemory(HELLO), LIMITS, self.log.append, bounce)  # type: ignore[arg-type]
+        self.receiver = Receiver(self, HELLO, LIMITS, self.log.append, bounce)  # type: ignore[arg-type]
 
     def fetch(self, request_id: str = "r", endpoints: tuple[str, ...] = ENDPOINTS) -> None:
         self.receiver.fetch(Fetch(request_id, endpoints, "held", 8, ((3, 4),)), 0.0)
@@ -74,7 +73,7 @@ class Ends:
     def drop(self, sender: Sender) -> None:
         self.senders.remove(sender)
 
-    def asked_before_its_end(self, sender: Sender, transfer_ids: set[int]) -> set[int]:
+    def find_lost(self, sender: Sender, transfer_ids: set[int]) -> set[int]:
         return transfer_ids if sender.is_dead else set()
 
     # Bouncing.

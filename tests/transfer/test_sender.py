@@ -8,7 +8,6 @@ import pytest
 from kvist.transfer.agents import Write, WriteFailedError
 from kvist.transfer.commands import Computed, Offer, OfferReleased, TransferLimits
 from kvist.transfer.heads import WHOLE, Part
-from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import (
     Cancel,
     Extent,
@@ -48,12 +47,12 @@ class Ends:
         self.ends: dict[str, WriteFailedError | None] = {}  # of writes under way that are to end
         ends: Any = self
         bounce = ends if has_bounce else None
-        self.sender = Sender(ends, ends, KvMemory(hello()), limits, self.log.append, bounce)
+        self.sender = Sender(ends, ends, hello(), limits, self.log.append, bounce)
 
     def offer(self, request_id: str, *, is_whole: bool = True) -> None:
         self.sender.offer(Offer(request_id, NUM_TOKENS), 0.0)
         if is_whole:
-            self.sender.computed(Computed(request_id, (TABLE,), True, 300), 0.0)
+            self.sender.on_computed(Computed(request_id, (TABLE,), True, 300), 0.0)
 
     def send_multipart(self, frames: list[bytes], _: int) -> None:
         self.log.append((frames[0].decode(), decode_message(frames[1], "")))
@@ -102,7 +101,7 @@ def asks(
 def written(is_ok: bool = True, name: str = D, *, is_quiescent: bool = True) -> Input:
     def end(ends: Ends) -> None:
         ends.ends[name] = None if is_ok else WriteFailedError("late", is_quiescent=is_quiescent)
-        ends.sender.move_writes(lambda: 1.0)
+        ends.sender.advance_writes(lambda: 1.0)
         ends.ends.clear()
 
     return end
@@ -110,7 +109,7 @@ def written(is_ok: bool = True, name: str = D, *, is_quiescent: bool = True) -> 
 
 def computed(num_blocks: int = 9, first_token_id: int | None = 300, now_s: float = 0.0) -> Input:
     told = Computed("r", (TABLE[:num_blocks],), first_token_id is not None, first_token_id)
-    return lambda ends: ends.sender.computed(told, now_s)
+    return lambda ends: ends.sender.on_computed(told, now_s)
 
 
 def cancels(transfer_id: int = 7, request_id: str = "r", name: str = D) -> Input:
@@ -127,7 +126,7 @@ def withdrawn(ends: Ends) -> None:
 
 
 def gone(ends: Ends) -> None:
-    ends.sender._give_up_on(D, 1.0)
+    ends.sender._withdraw_from(D, 1.0)
 
 
 def starts(num_heads: int, name: str = D) -> Any:

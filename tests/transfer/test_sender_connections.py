@@ -45,12 +45,12 @@ def test_only_so_many_hosts_are_looked_at_at_once(
     monkeypatch.setattr(senders, "_threads", ThreadPoolExecutor(1))
     monkeypatch.setattr(module, "has_process_ended", lambda endpoint: looked_at.append(endpoint) or go_on.wait(60))
     first, second = (senders.connect(endpoint, (), 0.0) for endpoint in ENDPOINTS[:2])
-    assert senders.asked_before_its_end(first, [1]) == senders.asked_before_its_end(second, [2]) == ()
+    assert senders.find_lost(first, [1]) == senders.find_lost(second, [2]) == ()
     until_true(lambda: looked_at == ENDPOINTS[:1])
     go_on.set()
-    until_true(lambda: senders.asked_before_its_end(second, [2, 4]) == [2])
-    assert senders.asked_before_its_end(first, [1, 3]) == (), "what it sent before its end may still come"
-    assert senders.asked_before_its_end(first, [1, 3]) == [1], "those that it was asked for"
+    until_true(lambda: senders.find_lost(second, [2, 4]) == [2])
+    assert senders.find_lost(first, [1, 3]) == (), "what it sent before its end may still come"
+    assert senders.find_lost(first, [1, 3]) == [1], "those that it was asked for"
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_request_that_another_worker_cannot_read_is_not_waited_for(open_worker
 
 
 class Pipe:
-    """An inlet: an event descriptor, and a list of what it brings; None is its end."""
+    """A link: an event descriptor, and a list of what it brings; None is its end."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -188,22 +188,22 @@ class Pipe:
 def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_ends_the_service(
     open_worker: Any, make_prompt: Any
 ) -> None:
-    inlet = Pipe()
-    source, target = open_worker(1, inlet=inlet), open_worker(1)
+    link = Pipe()
+    source, target = open_worker(1, link=link), open_worker(1)
     for seed in range(20):
         prompt = make_prompt(seed)
         tables = prompt.tables(1)
         source.ranks[0].fill(prompt.whole, tables)
-        inlet.bring(Offer(prompt.name, prompt.num_tokens))
-        inlet.bring(Computed(prompt.name, tuple(map(tuple, tables)), True, 300))
+        link.bring(Offer(prompt.name, prompt.num_tokens))
+        link.bring(Computed(prompt.name, tuple(map(tuple, tables)), True, 300))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
         target.ranks[0].reports.wait_for("completed", prompt.name)
         assert target.ranks[0].holds(prompt.whole, prompt.tables(2))
-    inlet.bring(None)
-    assert inlet.is_closed.wait(60)
+    link.bring(None)
+    assert link.is_closed.wait(60)
     source.ranks[0].service._thread.join(60)
     assert not source.ranks[0].service._thread.is_alive()
-    os.close(inlet.fd)
+    os.close(link.fd)
 
 
 def test_pools_that_are_not_what_the_groups_come_to_are_refused(shapes: Any, open_worker: Any) -> None:

@@ -215,7 +215,7 @@ def test_what_a_sender_reported_before_it_died_counts(
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     until_true(lambda: all(each.service.statistics().num_writing for each in source.ranks))
-    monkeypatch.setattr(rank.service._sender, "move_writes", lambda _: not go_on.wait(60))
+    monkeypatch.setattr(rank.service._sender, "advance_writes", lambda _: not go_on.wait(60))
     for each, begin in zip(source.ranks, write, strict=True):
         begin()
         each.reports.wait_for("release", prompt.name, True)

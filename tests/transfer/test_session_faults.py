@@ -26,7 +26,6 @@ from kvist.transfer.commands import (
     TransferLimits,
 )
 from kvist.transfer.heads import Part, heads_of
-from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import (
     GroupShape,
     Hello,
@@ -97,7 +96,7 @@ class Connection:
 
         world.wire.append(arrive)
 
-    def received(self) -> Iterator[list[bytes]]:
+    def receive(self) -> Iterator[list[bytes]]:
         while self.inbox:
             yield self.inbox.pop(0)
 
@@ -114,8 +113,7 @@ class Decode:
         self.places: dict[int, int] = {}  # of fetches under way
         self.seen: dict[int, list[str]] = {}
         ends: Any = self
-        memory = KvMemory(hello(name, part, BLOCKS_AT))
-        self.receiver = Receiver(ends, memory, LIMITS, self.report, ends)
+        self.receiver = Receiver(ends, hello(name, part, BLOCKS_AT), LIMITS, self.report, ends)
 
     def report(self, report: Report) -> None:
         assert isinstance(report, FetchCompleted | FetchFailed | FetchReleased)
@@ -146,7 +144,7 @@ class Decode:
     def drop(self, connection: Connection) -> None:
         del self.connections[connection.endpoint]
 
-    def asked_before_its_end(self, connection: Connection, transfer_ids: set[int]) -> set[int]:
+    def find_lost(self, connection: Connection, transfer_ids: set[int]) -> set[int]:
         return transfer_ids if connection.is_dead else set()
 
     # Bouncing.
@@ -189,7 +187,7 @@ class Rank:
         self.freed: Counter[str] = Counter()
         self.writes: list[Write] = []
         ends: Any = self
-        self.sender = Sender(ends, ends, KvMemory(hello(endpoint, part, 0)), LIMITS, self.report, ends)
+        self.sender = Sender(ends, ends, hello(endpoint, part, 0), LIMITS, self.report, ends)
 
     def offer(self, name: str) -> None:
         first = len(self.memory) // self.slot_bytes
@@ -206,7 +204,7 @@ class Rank:
             heads = b"".join(content(int(name), piece, head) for head in heads_of(NUM_HEADS, self.part))
             self.memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = heads
         table = self.tables[name][:num_blocks]
-        self.sender.computed(Computed(name, (table,), num_blocks == NUM_PIECES), self.world.now_s)
+        self.sender.on_computed(Computed(name, (table,), num_blocks == NUM_PIECES), self.world.now_s)
 
     def report(self, report: Report) -> None:
         """Use the blocks for something else as soon as they are free: a write that still reads them is found out."""
@@ -281,7 +279,7 @@ class Rank:
             return
         self.writes.remove(write)
         write.is_ended = True
-        self.sender.move_writes(lambda: self.world.now_s)
+        self.sender.advance_writes(lambda: self.world.now_s)
 
 
 class World:

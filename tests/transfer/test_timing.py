@@ -14,7 +14,7 @@ def observe(worker: Any) -> list[Any]:
     """Return the list of everything that will be told."""
     told: list[Any] = []
     for rank in worker.ranks:
-        rank.service.observe(told.append)
+        rank.service.set_observer(told.append)
     return told
 
 

@@ -1,6 +1,6 @@
-"""Agents move bytes from registered memory here into registered memory of a peer's.
+"""Agents write bytes from registered memory of this process into registered memory of a peer.
 
-`base` says what each of them promises. `SharedMemoryAgent` reaches processes of the same host and needs nothing else;
+`base` has their common interface. `SharedMemoryAgent` reaches processes of the same host and needs nothing else;
 `kvist.transfer.agents.nixl.NixlAgent` reaches other hosts and GPUs, and needs the extra `nixl`. Neither imports torch.
 """
 

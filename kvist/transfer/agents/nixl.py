@@ -1,8 +1,7 @@
-"""Writes between hosts, or processes of one, through NIXL and its UCX backend, from host or GPU memory.
+"""Writes between hosts, or processes of one host, through NIXL and its UCX backend, from host or GPU memory.
 
 Only this module imports NIXL. Its traps, as of 1.5.1: posting a write takes 5 to 100 ms, longer for more fragments; a
-target over TCP has to be polled, so the progress thread is on; `UCX_TLS` without tcp finds no way to connect, so it is
-refused.
+target over TCP has to be polled, so the progress thread is on; `UCX_TLS` without tcp cannot connect, so it is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("nixl", str(error.name)) from error
 
-_DRAIN_S = 1.0  # for a write that is under way while the agent closes
+_DRAIN_S = 1.0  # how long a closing agent waits for a write under way
 _logger = logging.getLogger(__name__)
-# The bindings' errors have no root of their own but Exception.
+# The bindings' errors have no common base class but Exception.
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
 
 
@@ -47,10 +46,6 @@ class NixlAgent(base.TransferAgent):
         self._agent = nixl_agent(name, config)
         self._handles: dict[int, object] = {}
         super().__init__(name, write_timeout_s=write_timeout_s)
-
-    def allocate(self, size_bytes: int) -> base.Bytes:
-        """Return host memory; any other can be registered as well."""
-        return base.allocate_pages(size_bytes)
 
     def _register(self, address: int, size_bytes: int, device_idx: int | None) -> None:
         kind = "DRAM" if device_idx is None else "VRAM"
@@ -86,7 +81,7 @@ class NixlAgent(base.TransferAgent):
             _logger.warning("a peer could not be forgotten: peer=%s error=%s", peer, error)
 
     def _close(self, has_ended: bool) -> bool:
-        """Deregister all; memory that a write may still touch stays registered, and is logged."""
+        """Deregister all memory, or log that none is because a write may still access it."""
         if not has_ended or self._counts.num_abandoned:
             _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
             return False
@@ -101,7 +96,7 @@ class NixlAgent(base.TransferAgent):
         return self._write(peer, local, _descriptors("remote_address", known, array[:, 1], array[:, 2]))
 
     def _write(self, peer: PeerId, local: tuple[str, base.Int64s], remote: tuple[str, base.Int64s]) -> Write:
-        """Post one write of all descriptors and poll it; whatever ends it early, NIXL is asked to cancel it."""
+        """Post one write of all descriptors and poll it; if it fails, ask NIXL to cancel it."""
         handle = None
         try:
             descriptors = (self._agent.get_xfer_descs(rows.astype(np.uint64), kind) for kind, rows in (local, remote))
@@ -122,9 +117,9 @@ class NixlAgent(base.TransferAgent):
         return str(error) if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
 
     def _drain(self, handle: object) -> Generator[bool, None, bool]:
-        """Return whether a write is over: it is not before its peer goes on or dies, and an agent that closes gives up.
+        """Wait until a failed write is over, or the agent has been closing for a while; return whether it is over.
 
-        NIXL cannot take back what is under way, and knows nothing more of a write whose handle was released.
+        NIXL cannot cancel bytes that are under way, and does not know a write any more once its handle was released.
         """
         closing_s: float | None = None
         is_pending = True
@@ -134,7 +129,7 @@ class NixlAgent(base.TransferAgent):
                 if closing_s is None and self.is_closing:
                     closing_s = monotonic()
                 yield False
-        except _NIXL_ERRORS as error:  # of a peer that is gone: NIXL knows no more of the write
+        except _NIXL_ERRORS as error:  # the peer is gone, and with it the write
             _logger.info("a write has no state any more: agent=%s error=%s", self.name, error)
             is_pending = False
         try:
@@ -153,7 +148,7 @@ def check_ucx_transports(setting: str | None) -> None:
 
 
 def parse_num_threads(setting: str | None) -> int | None:
-    """Return the number of UCX threads asked for; anything but a positive integer is ignored, and logged."""
+    """Return the number of UCX threads in a setting; anything but a positive integer is ignored, and logged."""
     if setting is None:
         return None
     try:
@@ -169,7 +164,10 @@ def parse_num_threads(setting: str | None) -> int | None:
 def _descriptors(
     field: str, table: base.RegionTable, addresses: base.Int64s, sizes: base.Int64s
 ) -> tuple[str, base.Int64s]:
-    """Return the kind of memory, and rows of address, size and device."""
+    """Return the kind of memory, and rows of address, size and device; raises InvalidValueError for mixed kinds."""
     idx = table.find(field, addresses, sizes)
-    is_device, devices = table.devices_of(field, idx)
-    return "VRAM" if is_device else "DRAM", np.stack((addresses, sizes, devices), axis=1)
+    devices = np.array([-1 if each.device_idx is None else each.device_idx for each in table.regions], np.int64)[idx]
+    if devices.min() < 0 <= devices.max():
+        raise InvalidValueError(field, "host and device memory", "one of both in a write")
+    kind = "DRAM" if devices[0] < 0 else "VRAM"
+    return kind, np.stack((addresses, sizes, np.maximum(devices, 0)), axis=1)

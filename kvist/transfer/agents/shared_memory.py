@@ -1,7 +1,7 @@
-"""Writes between processes of one host by copying into memory of the peer's that this process has mapped as well.
+"""Writes between processes of one host by copying into the peer's memory, which this process maps as well.
 
-Memory is an anonymous file of its owner's; a peer opens it through the owner's descriptor in /proc. So both must run as
-the same user and see each other's process ids. Nothing is left over when a process dies, however it dies.
+Memory is an anonymous file of its owner; a peer opens it through the owner's descriptor in /proc. So both must run as
+the same user and see each other's process ids. Nothing is left behind when a process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import base
 from kvist.transfer.agents.base import PeerId, Write, WriteFailedError
 
-# What a peer writes to is memory of an agent's, and never any other file of its user's.
+# Only files of this name are mapped, so that a write never changes another file of the user.
 _FILE_PREFIX = "kvist-"
 
-# Between two looks at the peer and at other writes: under a millisecond of copying.
+# A write checks its peer and lets other writes run after this much: less than a millisecond of copying.
 _STEP_BYTES = 4 << 20
 _STEP_FRAGMENTS = 256
 
 
 class _File(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A region's memory: the descriptor by which its owner holds it."""
+    """The file behind a region, by its owner's descriptor."""
 
     fd: Annotated[int, msgspec.Meta(ge=0)]
     inode: int
 
 
 class _Details(msgspec.Struct, array_like=True, frozen=True):
-    """Whose memory it is, a file for each region."""
+    """The owner's process, and a file for each region."""
 
     pid: int
     files: tuple[_File, ...]
@@ -45,14 +45,14 @@ _details_decoder = msgspec.msgpack.Decoder(_Details)
 
 
 class _Peer:
-    """A peer's mapped memory, and a descriptor that tells when its process has ended. Freed with the last user."""
+    """A peer's mapped memory, and a descriptor that shows whether its process has ended; freed with its last user."""
 
     def __init__(self, metadata: base.AgentMetadata, details: _Details) -> None:
         self.name = metadata.name
         if len(details.files) != len(metadata.regions):
             reason = f"{len(details.files)} files, expected one for each of {len(metadata.regions)} regions"
             raise MalformedMessageError(f"agent {self.name!r}", reason)
-        if _is_this_process(details.pid):  # it would have us write to our own memory
+        if _is_this_process(details.pid):  # the peer would make us write into our own memory
             raise base.PeerUnreachableError(self.name, f"process {details.pid} is this one")
         try:
             self._pidfd = os.pidfd_open(details.pid)
@@ -66,12 +66,12 @@ class _Peer:
         self._offsets = np.array(
             [m.ctypes.data - region.address for m, (region, _) in zip(self._mappings, places, strict=True)], np.int64
         )
-        # The process that the descriptor is of was alive while its files were opened, so they are its own.
+        # If the process is alive now, its id was not reused while its files were opened.
         if self.has_died():
             raise base.PeerUnreachableError(self.name, f"process {details.pid} has died")
 
     def __del__(self) -> None:
-        """Let go of the process; a constructor that failed may not have got hold of it."""
+        """Close the descriptor, which a constructor that failed may not have opened."""
         if hasattr(self, "_pidfd"):
             os.close(self._pidfd)
 
@@ -79,7 +79,7 @@ class _Peer:
         return bool(self._poll.poll(0))
 
     def local_addresses(self, remote: base.Int64s, sizes: base.Int64s) -> base.Int64s:
-        """Return where pieces at the peer are mapped here; raises InvalidValueError for one outside its regions."""
+        """Return the local addresses of pieces at the peer; raises InvalidValueError for one outside its regions."""
         return remote + self._offsets[self._table.find("remote_address", remote, sizes)]
 
     def _map(self, pid: int, file: _File, size_bytes: int) -> base.Bytes:
@@ -101,7 +101,7 @@ class _Peer:
 
 
 class SharedMemoryAgent(base.TransferAgent):
-    """A `TransferAgent` for processes of one host and one user; needs no extra install, moves host memory only."""
+    """A `TransferAgent` for processes of one host and user; it needs no extra, and writes host memory only."""
 
     kind = "shared_memory"
 
@@ -147,7 +147,7 @@ class SharedMemoryAgent(base.TransferAgent):
         return _copy(known, known.local_addresses(array[:, 1], array[:, 2]), array)
 
     def _close(self, has_ended: bool) -> bool:
-        """Close all files; what peers have mapped stays theirs, so late writes do no harm."""
+        """Close all files; peers keep what they have mapped, so late writes do no harm."""
         for file, _ in self._allocations.values():
             os.close(file.fd)
         if has_ended:
@@ -160,7 +160,7 @@ def _is_this_process(pid: int) -> bool:
 
 
 def _copy(peer: _Peer, targets: base.Int64s, fragments: base.Int64s) -> Write:
-    """Copy in steps, and look before each and at the end whether the peer still lives."""
+    """Copy in steps; check between them and at the end that the peer still lives."""
     rows = zip(targets.tolist(), fragments[:, 0].tolist(), fragments[:, 2].tolist(), strict=True)
     num_bytes = num_fragments = 0
     for row in rows:
