@@ -29,7 +29,7 @@ from playwright.async_api import async_playwright
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.http import HttpServer, Request, Responder
-from kvist.indexer.statistics import SourceCounters, SourceStatistics
+from kvist.indexer.statistics import SourceStatistics
 from kvist.radix import RadixIndex
 from kvist.router.config import RouterConfig
 from kvist.router.doors import journal, live
@@ -58,16 +58,15 @@ class Index(FleetIndex):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(RouterConfig(block_size=BLOCK_SIZE), monotonic)
         self.radix, self.joined_at_s = RadixIndex(max_blocks=2 * num_blocks), 0.0
-        self.counters = SourceCounters(last_event_at_s=0.0, lag_s=0.002)
         for number, url in enumerate(URLS):
             own = np.arange(num_blocks // NUM_WORKERS, dtype=np.uint64) + np.uint64(number << 40 | 1)
             for chain in np.array_split(own * np.uint64(0x9E3779B97F4A7C15), max(1, len(own) // 1000)):
                 self.radix.store(WorkerRank(url, 0), Tier.GPU, None, chain)
 
     def source_statistics(self) -> Iterator[SourceStatistics]:
-        self.counters.last_event_at_s = monotonic()
         for url in URLS:
-            yield self.counters.frozen(url, "tcp://10.0.0.1:5557", {0: SourceState.LIVE}, (), 0, monotonic())
+            states = {0: SourceState.LIVE}
+            yield SourceStatistics(url, "tcp://10.0.0.1:5557", states, last_event_age_s=0.0, lag_s=0.002)
 
     def ranks(self, worker: str) -> list[RankStatus]:
         target = WorkerRank(worker, 0)

@@ -1,7 +1,7 @@
-"""From streams to the index: subscribe to every worker, judge order and gaps, apply what is certain.
+"""From streams to the index: subscribe to every worker, detect gaps and restarts, apply the events.
 
-`Indexer` owns one task a source. A source speaks Kvist's canonical batches (`canonical`) or an engine's own (`engine`),
-which its first message tells. While a rank is in `Indexer.resyncing` its overlap must not count.
+`Indexer` runs one task a source. A source sends Kvist's canonical batches (`canonical`) or an engine's own (`engine`),
+as its first message shows. While a rank is in `Indexer.resyncing` its overlap must not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MODULE_OF = {"Indexer": "indexer", "SourceStatistics": "statistics"}
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for: the service's configuration needs none of it."""
+    """Import a public name at its first use: `Indexer` needs compiled code, the service's configuration does not."""
     if name not in _MODULE_OF:
         raise AttributeError(name)
     return getattr(import_module(f"kvist.indexer.{_MODULE_OF[name]}"), name)

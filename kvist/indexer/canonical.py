@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
@@ -25,12 +26,9 @@ from kvist.events.session import (
 )
 from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message, ReplayRequest
-from kvist.events.types import MAX_RANKS, GroupRule, Holding, SnapshotPart
-from kvist.indexer.progress import CanonicalProgress, RankProgress
+from kvist.events.types import MAX_RANKS, GroupRule, Holding, NonNegative, RankOrCompanion, SnapshotPart
 from kvist.indexer.statistics import RankBound, SourceCounters
-
-if TYPE_CHECKING:
-    from kvist.radix import RadixIndex
+from kvist.radix import RadixIndex, Residencies
 
 _logger = logging.getLogger(__name__)
 
@@ -38,21 +36,37 @@ NUM_BLOCKS_A_SLICE = 512
 """Blocks of a snapshot put into the index at a time: some 0.15 ms."""
 
 
+class RankProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One rank's canonical stream up to, and without, `next_sequence`."""
+
+    rank: RankOrCompanion
+    epoch: NonNegative
+    next_sequence: NonNegative
+    is_complete: bool
+    """Whether no event was lost, so that the blocks are all that the rank holds."""
+
+
+class CanonicalProgress(msgspec.Struct, tag="canonical", array_like=True, frozen=True):
+    """A source of canonical batches: its ranks of which a batch was received."""
+
+    ranks: tuple[RankProgress, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """One rank of the stream, and what its batches said of it."""
+    """One rank of the stream, and what its batches say about it."""
 
     source: WorkerRank
     session: Session[Batch]
     topic: bytes | None = None
     is_incomplete: bool = False
-    """Whether its publisher itself does not know of all that the engine holds."""
+    """Whether its publisher does not know all blocks that the engine holds."""
     rules: tuple[GroupRule, ...] | None = None
-    """What hits need of this rank's blocks and of its companion's, if this is one; None before it has said so."""
+    """Of a companion: what a hit needs of each group's blocks; None before a heartbeat tells."""
 
 
 class CanonicalFollower:
-    """Applies one worker's canonical batches to the index, whatever worker they name: the router's name counts."""
+    """Applies canonical batches to the index, all under the router's name for the worker, whatever name they bear."""
 
     def __init__(
         self,
@@ -64,7 +78,7 @@ class CanonicalFollower:
         limits: SessionLimits | None = None,
         bound: RankBound | None = None,
     ) -> None:
-        """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
+        """Keep this worker's ranks in `resyncing`, which all sources share, up to date."""
         self._worker = worker
         self._block_size = block_size
         self._index = index
@@ -81,18 +95,18 @@ class CanonicalFollower:
     def states(self) -> dict[int, SourceState]:
         return {number: self._state(rank) for number, rank in self._ranks.items() if number < MAX_RANKS}
 
-    def counted(self) -> set[int]:
-        """Return the ranks of which the publisher may count copies: it knows of all that the engine holds."""
+    def ranks_counting_copies(self) -> set[int]:
+        """Return the ranks whose publisher may count copies, because it knows all blocks that the engine holds."""
         return {number for number, rank in self._ranks.items() if not rank.is_incomplete}
 
     def progress(self) -> CanonicalProgress | None:
         """Return how far each rank was followed, None before the first batch.
 
-        True whatever is asked for just now: the index holds what the rank held before the next message to apply. But
-        not while an answer is taken.
+        Also valid while a question is open: the index holds what the rank held before the next message to apply. Not
+        valid while an answer is applied.
         """
         ranks = tuple(
-            RankProgress(number, rank.session.epoch, rank.session.expected_sequence, self._is_whole(rank))
+            RankProgress(number, rank.session.epoch, rank.session.expected_sequence, self._is_complete(rank))
             for number, rank in self._ranks.items()
             if rank.session.epoch is not None
         )
@@ -102,7 +116,7 @@ class CanonicalFollower:
         for each in progress.ranks:
             rank = self._add_rank(each.rank)
             rank.session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
-            self._note_state(rank)
+            self._update_resyncing(rank)
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         for message in messages:
@@ -126,82 +140,80 @@ class CanonicalFollower:
             steps = self._heartbeat(rank, batch, now_s)
         else:
             steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
-        self._take_all(rank, steps, now_s)
+        self._apply_steps(rank, steps, now_s)
 
     def on_reconnect(self, now_s: float) -> None:
-        """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
+        """Do nothing: the epoch shows a restart, and the next heartbeat shows what was lost meanwhile."""
 
     def on_departure(self) -> None:
-        """Count no rank's blocks until it is heard again."""
+        """Let no rank's blocks count until its next message."""
         for rank in self._ranks.values():
             rank.session.on_departure()
-            self._note_state(rank)
+            self._update_resyncing(rank)
 
     def questions(self, now_s: float) -> list[Question]:
         due = []
         for number, rank in self._ranks.items():
             rank.session.tick(now_s)
-            self._note_state(rank)
+            self._update_resyncing(rank)
             start_sequence = rank.session.question(now_s)
             if start_sequence is not None:
                 due.append(Question(ReplayRequest(rank.topic, start_sequence, rank.session.epoch), number))
         return due
 
-    def missed(self, since_s: float) -> list[int]:
-        """Return the ranks of which nothing was heard since then, or for long."""
+    def silent_ranks(self, since_s: float) -> list[int]:
+        """Return the ranks that sent nothing since then, or for so long that they count as silent."""
         return [number for number, rank in self._ranks.items() if rank.session.is_missed(since_s)]
 
-    def take_names(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
-        """Take which ranks a peer has, from its heartbeats: a missed one that is not among them went with another."""
+    def on_peer_ranks(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
+        """Drop each silent rank that a peer's heartbeats, which name all of its ranks, do not name."""
         named = set()
         for message in messages:
             batch = self._decode(message)
-            if batch is None:  # an answer that is damaged may lack what it had
+            if batch is None:  # a damaged answer may lack ranks
                 return
             named.add(batch.rank)
-        for number in self.missed(since_s):
+        for number in self.silent_ranks(since_s):
             rank = self._ranks[number]
             if number not in named and number < MAX_RANKS:
-                self._take_all(rank, rank.session.on_forgotten(now_s), now_s)
-            elif number not in named:  # nothing is told of other groups any more
+                self._apply_steps(rank, rank.session.on_forgotten(now_s), now_s)
+            elif number not in named:  # a companion: the publisher no longer tells of other groups
                 self._drop(rank)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         rank = self._ranks.get(question.rank)
-        if rank is None:  # an answer to another question had blocks of another size
+        if rank is None:  # dropped since, for blocks of another size
             return
         answer = None if messages is None else (yield from self._read(messages, question.rank))
-        if self._ranks.get(question.rank) is not rank:  # and so had this one
+        if self._ranks.get(question.rank) is not rank:  # dropped for this answer's block size
             return
         session, snapshot = rank.session, None
         if answer is None:
             steps = session.on_answer(None, None, now_s)
         else:
             snapshot, batches = answer
-            told = ([] if snapshot is None else [snapshot.epoch]) + [batch.epoch for batch in batches[:1]]
-            epoch = told[0] if told else session.epoch
+            epoch = (snapshot or next(iter(batches), session)).epoch
             frames = [(batch.sequence, batch) for batch in batches if batch.epoch == epoch]
             snapshot_sequence = None if snapshot is None else snapshot.sequence
             steps = session.on_answer(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
         for step in steps:
             if not isinstance(step, Restore):
-                self._take(rank, step, now_s)
+                self._apply_step(rank, step, now_s)
                 yield
                 continue
             assert snapshot is not None
             if not (yield from self._restore(rank, snapshot)):
-                for undoing in session.on_divergence(now_s):
-                    self._take(rank, undoing, now_s)
+                self._apply_steps(rank, session.on_divergence(now_s), now_s)
                 break
             yield
-        self._note_state(rank)
+        self._update_resyncing(rank)
 
     def _read(
         self, messages: Sequence[Message], number: int
     ) -> Generator[None, None, tuple[Snapshot | None, list[Batch]] | None]:
-        """Return what an answer says about a rank, None for one that cannot be believed; yields between messages.
+        """Return the snapshot, if any, and the batches that an answer has for a rank; None if it is malformed.
 
-        It is a snapshot or none, and the batches behind it. Heartbeats are signs of life of who prepares a snapshot.
+        Yields between messages. Heartbeats are skipped: a publisher sends them while it prepares a snapshot.
         """
         batches, assembly = list[Batch](), None
         try:
@@ -223,12 +235,10 @@ class CanonicalFollower:
             return None
 
     def _restore(self, rank: _Rank, snapshot: Snapshot) -> Generator[None, None, bool]:
-        """Have the index hold of a rank what the snapshot says, and nothing else; yields between slices.
+        """Replace a rank's blocks in the index by those of the snapshot; yields between slices.
 
-        Return whether it does: it does not after a fault of ours, or if a block is twice in the snapshot.
+        Returns whether the index has the snapshot's digest afterwards: it has not if a block is in the snapshot twice.
         """
-        from kvist.radix import Residencies  # compiled: not for who has no index
-
         source = rank.source
         self._index.clear(*source)
         self._set_groups(source.rank)
@@ -257,46 +267,46 @@ class CanonicalFollower:
         (heartbeat,) = batch.events
         assert isinstance(heartbeat, Heartbeat)
         published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(rank.source)
-        is_short = self._index.evicted_from(rank.source)  # and so has another digest, though nothing was lost
-        copied = published if is_short else held
+        if self._index.evicted_from(rank.source):  # the digest differs, though no event was lost
+            held = published
         rank.is_incomplete = not heartbeat.is_complete
         self._counters.has_upper_bounds = heartbeat.is_upper_bound
         if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
             rank.rules = heartbeat.rules
             if not rank.rules:
-                self._index.clear(*rank.source)  # with which go the rules that there were
+                self._index.clear(*rank.source)  # which removes its rules, too
             self._set_groups(batch.rank)
-        return rank.session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+        return rank.session.on_heartbeat(batch.epoch, batch.sequence, published, held, now_s)
 
     def _set_groups(self, number: int) -> None:
-        """Tell the index what hits of a rank need, who or whose companion was cleared, or has other rules now."""
+        """Set the rules of a rank, or of the rank of a companion, in the index again, after a clear or a change."""
         companion = self._ranks.get(number % MAX_RANKS + MAX_RANKS)
         if companion is not None and companion.rules != ():
-            rules = companion.rules or (GroupRule(0),)  # a companion is in no answer, whatever is known of it
+            rules = companion.rules or (GroupRule(0),)  # any rule keeps the companion out of answers
             self._index.set_groups(WorkerRank(self._worker, number % MAX_RANKS), rules)
 
-    def _is_short(self, rank: _Rank) -> bool:
+    def _is_inexact(self, rank: _Rank) -> bool:
         return rank.is_incomplete or self._index.evicted_from(rank.source)
 
-    def _is_whole(self, rank: _Rank) -> bool:
-        return rank.session.is_complete and not self._is_short(rank)
+    def _is_complete(self, rank: _Rank) -> bool:
+        return rank.session.is_complete and not self._is_inexact(rank)
 
     def _state(self, rank: _Rank) -> SourceState:
         if rank.source in self._resyncing:
             return SourceState.RESYNCING
-        is_short, companion = self._is_short(rank), self._ranks.get(rank.source.companion.rank)
-        if companion is not None:  # what hits need is not known, or not wholly
-            is_short |= companion.is_incomplete or companion.rules is None
-            is_short |= companion.session.state is not SourceState.LIVE
+        is_inexact, companion = self._is_inexact(rank), self._ranks.get(rank.source.companion.rank)
+        if companion is not None:  # unless it is exact, it is not known what hits need
+            is_inexact |= companion.is_incomplete or companion.rules is None
+            is_inexact |= companion.session.state is not SourceState.LIVE
         state = rank.session.state
-        return SourceState.PARTIAL if state is SourceState.LIVE and is_short else state
+        return SourceState.PARTIAL if state is SourceState.LIVE and is_inexact else state
 
-    def _take_all(self, rank: _Rank, steps: list[Step[Batch]], now_s: float) -> None:
+    def _apply_steps(self, rank: _Rank, steps: list[Step[Batch]], now_s: float) -> None:
         for step in steps:
-            self._take(rank, step, now_s)
-        self._note_state(rank)
+            self._apply_step(rank, step, now_s)
+        self._update_resyncing(rank)
 
-    def _take(self, rank: _Rank, step: Step[Batch], now_s: float) -> None:
+    def _apply_step(self, rank: _Rank, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):
             _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, *rank.source)
             self._index.clear(*rank.source)
@@ -308,20 +318,20 @@ class CanonicalFollower:
         batch = step.body
         result = self._index.apply(rank.source, batch.events)
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
-        self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
+        self._counters.count_applied(len(batch.events), batch.timestamp_s, now_s, time.time())
         if Cleared() in batch.events:
             rank.session.on_cleared()
             self._set_groups(rank.source.rank)
 
-    def _note_state(self, rank: _Rank) -> None:
-        """Tell the router whether the rank's overlap counts; called once the steps so far are taken."""
+    def _update_resyncing(self, rank: _Rank) -> None:
+        """Add the rank to `resyncing` or remove it; called once the steps so far are applied."""
         if rank.session.state is SourceState.RESYNCING:
             self._resyncing.add(rank.source)
         else:
             self._resyncing.discard(rank.source)
 
     def _decode(self, message: Message) -> Batch | None:
-        """Return the message's batch; None, counted and once logged, when it is malformed or of another block size."""
+        """Return the message's batch; None for one that is malformed or has another block size, which is counted."""
         try:
             batch, num_unknown_events = decode_batch(message.payload, self._worker)
         except MalformedMessageError as error:
@@ -339,18 +349,18 @@ class CanonicalFollower:
         if batch.block_size == self._block_size:
             self._counters.failure = None
             return True
-        self._counters.refuse(self._worker, batch.block_size, self._block_size)
+        self._counters.count_refused(self._worker, batch.block_size, self._block_size)
         if batch.rank in self._ranks:
             self._drop(self._ranks[batch.rank])
         return False
 
     def _drop(self, rank: _Rank) -> None:
-        """Forget a rank of the stream, and what it holds."""
+        """Stop following a rank and clear its blocks."""
         del self._ranks[rank.source.rank]
         self._index.clear(*rank.source)
         self._resyncing.discard(rank.source)
 
 
 def _is_heartbeat(batch: Batch) -> bool:
-    """Tell a heartbeat, which takes no number, from a numbered batch."""
+    """Return whether a batch is a heartbeat, which has no sequence of its own."""
     return len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)

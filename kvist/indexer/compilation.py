@@ -1,7 +1,7 @@
-"""Compiled code without waiting for it: another process fills the cache while the service's event loop runs on.
+"""Compiling without blocking the event loop: another process fills the cache of machine code meanwhile.
 
-`python -m kvist.indexer.compilation` is that process. A thread compiles instead where no machine code can be written,
-or where the process failed.
+`python -m kvist.indexer.compilation` is that process. A thread compiles instead if no machine code can be written, or
+if the process failed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvist.machine_code import (
 _logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", __name__)
-"""Fills the cache."""
+"""The process that fills the cache."""
 CHILD_NICENESS = 5
-_MAX_TOLD_BYTES = 2000
+_MAX_LOGGED_BYTES = 2000
 
 _is_loaded = False
 
 
 def compile_all() -> Filled | None:
-    """Import every compiled module, which compiles what the cache lacks; return the cache if it has all of them then.
+    """Import every compiled module, which compiles what the cache lacks; return the cache if it is complete then.
 
     Raises MissingExtraError.
     """
@@ -55,7 +55,7 @@ def compile_all() -> Filled | None:
 
 
 def fill() -> Filled | None:
-    """Compile what the cache lacks, unless another process does: then wait for it. Returns what `compile_all` does."""
+    """Compile what the cache lacks, or wait while another process does; return what `compile_all` returns."""
     if (filled := find_filled()) is not None or cache_directory(*INDEXER_SOURCES) is None:
         return filled
     with only_one_compiles():
@@ -63,33 +63,30 @@ def fill() -> Filled | None:
 
 
 def is_loaded() -> bool:
-    """Return whether this process has every compiled module, so that `load` has nothing to do."""
+    """Return whether this process has loaded every compiled module."""
     return _is_loaded
 
 
 async def load() -> None:
-    """Return once this process has every compiled module; the event loop runs on meanwhile.
+    """Load every compiled module, compiling what the cache lacks, while the event loop runs on.
 
-    Cancelled, it ends the process that compiles. Raises what compiling in this process raises, if it comes to that.
+    If cancelled, it ends the process that compiles. Raises the error of a compilation in this process.
     """
     if is_loaded():
         return
     started_s = time.monotonic()
     is_filled = find_filled() is not None
     if not is_filled:
-        _logger.info("compiling the index; what needs it waits, nothing else does; directory=%s", _directory())
-        if _directory() is None:
+        directory = cache_directory(*INDEXER_SOURCES)
+        shown = None if directory is None else directory.parent
+        _logger.info("compiling the index; what needs it waits, nothing else does; directory=%s", shown)
+        if directory is None:
             _logger.warning("compiled at each start, in a thread: set NUMBA_CACHE_DIR to a directory that is writable")
         else:
             await _fill_in_child()
     await _compile_in_thread()
     if not is_filled:
         _logger.info("the index is compiled after %.1f s", time.monotonic() - started_s)
-
-
-def _directory() -> str | None:
-    directory = cache_directory(*INDEXER_SOURCES)
-    return None if directory is None else str(directory.parent)
 
 
 async def _fill_in_child() -> None:
@@ -112,14 +109,14 @@ async def _fill_in_child() -> None:
             child.kill()
             await child.wait()
     if child.returncode != 0:
-        told = errors[-_MAX_TOLD_BYTES:].decode(errors="replace").strip()
-        _logger.error("the process that compiles failed, a thread does instead: code=%s %s", child.returncode, told)
+        tail = errors[-_MAX_LOGGED_BYTES:].decode(errors="replace").strip()
+        _logger.error("the process that compiles failed, a thread does instead: code=%s %s", child.returncode, tail)
 
 
 async def _compile_in_thread() -> None:
-    """Compile, which may take a minute, in a thread that a process which ends does not wait for."""
+    """Compile, which may take a minute, in a daemon thread: a process that ends does not wait for it."""
     done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # a wait that is cancelled leaves it as it is
+    done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
 
     def run() -> None:
         try:

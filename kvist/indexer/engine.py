@@ -1,33 +1,80 @@
-"""Following an engine's own stream: filtered, hashed and applied here, as a publisher would have done at the engine."""
+"""Following an engine's own stream: it is filtered, hashed and applied here, as a publisher does beside an engine.
+
+Compiled code applies ordinary messages, many at a time: the fast lane. Messages and events that are not ordinary are
+applied one by one in Python.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
 
 from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
+from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.follow import Question
+from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
-from kvist.events.transports.block import MessageBlock
-from kvist.indexer.progress import EngineProgress, EngineRankProgress
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, MessageBlock
+from kvist.events.types import GroupRule, NonNegative, Rank
+from kvist.indexer.compiled import engine_layout as layout
+from kvist.indexer.compiled.engine import apply_messages
+from kvist.indexer.compiled.names import FIELDS
+from kvist.indexer.engine_rank import EngineRank, Names
 from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.publisher.engine_feed import EngineFeed
+from kvist.publisher.filter import FilterState
+from kvist.radix import RadixIndex
 
-if TYPE_CHECKING:
-    from kvist.indexer.engine_lane import EngineRank, Taken
-    from kvist.indexer.residency import Names
-    from kvist.radix import RadixIndex
+_MAX_STEPS_A_BLOCK = 256
+"""Messages of an answer that are copied into one block for the fast lane."""
+_MAX_BYTES = 1 << 17
+"""The work of one call in bytes of messages, counted both when they are checked and when applied: 0.15 ms."""
+_SCRATCH_BYTES = 1 << 15
+"""The scratch memory at the beginning holds what messages up to this size say; unused pages cost nothing."""
+_MAX_SCRATCH_BYTES = 1 << 20
+"""Scratch memory beyond this is freed after the block with the message that needed it."""
 
-_JOINED_STEPS = 256
-"""Messages of an answer that are copied side by side at a time."""
+
+class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
+    """One rank of an engine's stream."""
+
+    rank: Rank
+    filter: FilterState
+    is_complete: bool
+    """Whether the rank reported an empty cache after the last loss in the stream."""
+    copies: bytes
+    """Rows of three u64: an engine hash (`fold_hash`), a place and a number.
+
+    The place is a tier, and the number that of copies beyond the first there; or it is 4 plus the position of one of
+    `other_groups`, and the number that of all copies in this group.
+    """
+    other_groups: dict[int, GroupRule]
+    """What each of the other groups must hold for a hit, by the group's key."""
+    is_offloading: bool
+    """Whether the rank ever stored a block in another tier than the GPU."""
+
+
+class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True):
+    """An engine's own stream, which has no epoch: its last messages identify the process."""
+
+    next_sequence: NonNegative
+    is_complete: bool
+    is_in_doubt: bool
+    """Whether the engine may be another process by now, which only a replay can tell."""
+    fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
+    """Sequence and XXH3-64 of some of the last messages, oldest first."""
+    ranks: tuple[EngineRankProgress, ...]
 
 
 class EngineFollower:
-    """Applies one engine's stream to the index under the router's name for it; ranks are the batches', if they say."""
+    """Applies one engine's stream to the index under the router's name for the worker, by the rank each batch names."""
 
     def __init__(
         self,
@@ -42,25 +89,24 @@ class EngineFollower:
         has_full_reports: bool = False,
         num_ahead: int = 0,
     ) -> None:
-        """Keep `resyncing`, shared by all sources, up to date with this worker's ranks.
+        """Keep this worker's ranks in `resyncing`, which all sources share, up to date.
 
-        Batches that name no rank are of `bound.own_rank`. What vLLM stores again is one more copy, as long as nothing
-        was lost: it reports each. With `has_full_reports`, where others have it report what it holds anew, that is
-        told from a copy by what a hit needs, which may be wrong. Hits need `num_ahead` blocks more than they have.
+        Batches that name no rank are of `bound.own_rank`. A block that vLLM stores again is one more copy, as long as
+        no event was lost: vLLM reports every copy. With `has_full_reports`, other routers have vLLM report its blocks
+        anew; such a report is told from a copy by what a hit needs, which may be wrong. The engine needs `num_ahead`
+        blocks behind a hit as well.
         """
-        from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who only imports this
-
         self._worker = worker
         self._block_size = block_size
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
         self._bound = bound or RankBound()
-        # Ranks that said they hold nothing since anything of the stream, which they may share, was lost.
-        self._whole: set[int] = set()
+        # Ranks that reported an empty cache after the last loss in the stream, which several ranks may share.
+        self._complete_ranks: set[int] = set()
         self._now_s = 0.0
         self._has_our_block_size = False
-        self._is_part = False
+        self._is_applying_part = False
         self._num_ahead = num_ahead
         self._counts_copies = engine == "vllm"
         self._has_full_reports = has_full_reports and self._counts_copies
@@ -71,7 +117,7 @@ class EngineFollower:
 
     @property
     def sessions(self) -> tuple[Session[bytes]]:
-        """Return that of the stream, which all its ranks share."""
+        """Return the stream's one session, which all of its ranks share."""
         return (self._session,)
 
     def states(self) -> dict[int, SourceState]:
@@ -80,40 +126,40 @@ class EngineFollower:
         return {source.rank: self._state(source, followed) for source in self._sources()}
 
     def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
-        if followed is SourceState.PARTIAL and source.rank in self._whole:
+        if followed is SourceState.PARTIAL and source.rank in self._complete_ranks:
             followed = SourceState.LIVE
-        is_short = followed is SourceState.LIVE and (
-            self._has_full_reports or self._index.evicted_from(source) or self._ranks[source.rank].is_short
+        is_inexact = followed is SourceState.LIVE and (
+            self._has_full_reports or self._index.evicted_from(source) or self._ranks[source.rank].is_inexact
         )
-        return SourceState.PARTIAL if is_short else followed
+        return SourceState.PARTIAL if is_inexact else followed
 
-    def counted(self) -> set[int]:
-        """Return the ranks of which copies are counted: what they report anew would count as one more."""
+    def ranks_counting_copies(self) -> set[int]:
+        """Return the ranks whose copies are counted: a block that such a rank reports anew counts as one more copy."""
         return {number for number, rank in self._ranks.items() if rank.residency.counts_copies}
 
     def progress(self, *, is_caught_up: bool = True) -> EngineProgress | None:
         """Return how far the stream was followed, None before the first message.
 
-        True whatever is in doubt just now: the index holds what the engine's process, as far as it was that one, held
-        before the next message to apply. But not while an answer is taken. Who is not `is_caught_up` with what the
-        connection brought, or might have brought, cannot tell whether the engine still is that process.
+        Also valid while a question is open: the index holds what the engine's process held before the next message to
+        apply. Not valid while an answer is applied. Unless `is_caught_up` with all that the connection brought, or may
+        have brought, it is not known whether the engine still is that process.
         """
         session, restarts = self._session, self._feed.restarts
         if session.epoch is None:
             return None
-        is_told = all(rank.is_told for rank in self._ranks.values())
-        is_short = any(self._index.evicted_from(source) for source in self._sources())
+        is_dumpable = all(rank.is_dumpable for rank in self._ranks.values())
+        is_inexact = any(self._index.evicted_from(source) for source in self._sources())
         return EngineProgress(
             session.expected_sequence,
-            session.is_complete and is_told and not is_short,
+            session.is_complete and is_dumpable and not is_inexact,
             session.state is SourceState.RESYNCING or session.is_unproven or not is_caught_up,
             tuple(restarts.remembered()),
             tuple(
                 EngineRankProgress(
                     number,
                     rank.filter.state,
-                    number in self._whole and rank.is_told,
-                    rank.residency.told_copies(),
+                    number in self._complete_ranks and rank.is_dumpable,
+                    rank.residency.dump_copies(),
                     dict(rank.splitter.other_rules),
                     rank.is_offloading,
                 )
@@ -129,40 +175,41 @@ class EngineFollower:
             rank = self._rank(each.rank)
             rank.resume(each.filter, each.other_groups, each.copies)
             rank.is_offloading = each.is_offloading
-            if each.is_whole:
-                self._whole.add(each.rank)
-        self._note_state()
+            if each.is_complete:
+                self._complete_ranks.add(each.rank)
+        self._update_resyncing()
 
-    def names(self) -> Iterator[tuple[int, Names]]:
-        """Yield, by rank, what the engine's hashes name in the index, some at a time."""
+    def dump_names(self) -> Iterator[tuple[int, Names]]:
+        """Yield each rank's engine hashes and the blocks they name, some at a time."""
         for number, rank in [*self._ranks.items()]:
-            for names in rank.residency.told_names():
+            for names in rank.residency.dump_names():
                 yield number, names
 
-    def resume_names(self, rank: int, names: Names) -> None:
-        """Account for blocks of a rank that the index has now."""
-        self._ranks[rank].residency.resume(names)
+    def load_names(self, rank: int, names: Names) -> None:
+        """Load the engine's hashes for blocks of a rank that the index holds already."""
+        self._ranks[rank].residency.load_names(names)
 
     def receive(self, message: Message, now_s: float) -> None:
         self._now_s = now_s
         self._feed.receive(message, now_s)
-        self._note_state()
+        self._update_resyncing()
 
     def receive_all(self, block: MessageBlock, now_s: float) -> Iterator[None]:
-        yield from self._take_all(block, (), now_s)
+        yield from self._apply_block(block, (), now_s)
 
     def on_reconnect(self, now_s: float) -> None:
-        """Trust nothing until a replay proves that it is the same process."""
+        """Let nothing count until a replay proves that the engine is the same process."""
         self._feed.on_reconnect(now_s)
-        self._note_state()
+        self._update_resyncing()
 
     def on_departure(self) -> None:
         self._feed.on_departure()
-        self._note_state()
+        self._update_resyncing()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the question that is due, if any; and tidy up, since this is asked all the time."""
-        self._lane.tidy()
+        """Return the question that is due, if any; and free unused memory, since this is called regularly."""
+        for rank in self._ranks.values():
+            rank.residency.free_memory()
         return self._feed.questions(now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
@@ -174,12 +221,12 @@ class EngineFollower:
                     self._feed.apply_step(step)
                     yield
             else:
-                for start in range(0, len(steps), _JOINED_STEPS):
-                    some = steps[start : start + _JOINED_STEPS]
+                for start in range(0, len(steps), _MAX_STEPS_A_BLOCK):
+                    some = steps[start : start + _MAX_STEPS_A_BLOCK]
                     bodies = [step.body for step in some if isinstance(step, Apply)]
                     block = MessageBlock.of([Message(b"", idx, body) for idx, body in enumerate(bodies)])
-                    yield from self._take_all(block, some, now_s)
-        self._note_state()
+                    yield from self._apply_block(block, some, now_s)
+        self._update_resyncing()
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         number = self._bound.own_rank if batch.rank is None else batch.rank
@@ -189,84 +236,84 @@ class EngineFollower:
             self._check_block_size(event)
             rank = self._rank(number)
             rank.admit(event)
-            # Who offloaded blocks before any were lost may have some that nobody knows of.
+            # An engine that offloads may still hold blocks beside the GPU, of which events were lost.
             if isinstance(event, EngineCleared) and (event.tier is None or not rank.is_offloading):
-                self._whole.add(number)
-                self._note_counting()  # before what follows
+                self._complete_ranks.add(number)
+                self._update_copy_counting()  # for the events that follow
         self._counters.num_unknown_events += batch.num_ignored_events
-        if self._is_part:
+        if self._is_applying_part:
             self._counters.num_events += len(batch.events)
         else:
-            self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
+            self._counters.count_applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
 
     def clear(self) -> None:
-        self._whole.clear()
+        self._complete_ranks.clear()
         for rank in self._ranks.values():
             rank.clear()
-        self._note_counting()
+        self._update_copy_counting()
 
-    def _take_all(self, block: MessageBlock, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
-        """Apply messages, received ones or those of steps that were judged, ordinary ones in bulk; yields between."""
-        self._lane.begin(block, None if steps else self._feed.restarts)
+    def _apply_block(self, block: MessageBlock, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
+        """Apply live messages, or those of `steps`, which are judged already; ordinary ones in bulk. Yields between."""
+        self._lane.set_block(block, None if steps else self._feed.restarts)
         message_idx, num_messages = 0, len(block)
         while message_idx < num_messages:
             next_sequence, is_stopped = message_idx if steps else self._feed.next_sequence, True
             if next_sequence is not None:
-                taken = self._lane.take(next_sequence, self._has_our_block_size)
-                message_idx, is_stopped = taken.message_idx, taken.is_stopped
-                if taken.num_batches and steps:
-                    self._feed.on_judged_applied(taken.num_batches)
-                elif taken.num_batches:
-                    self._feed.on_applied(taken.num_batches, now_s)
-                self._note_taken(taken, now_s)
-            if is_stopped and steps:
-                self._feed.apply_step(steps[message_idx])
-            elif is_stopped:
-                self.receive(block[message_idx], now_s)
+                result = self._lane.apply_messages(next_sequence, self._has_our_block_size)
+                message_idx, is_stopped = result.message_idx, result.is_stopped
+                if result.num_batches and steps:
+                    self._feed.on_judged_applied(result.num_batches)
+                elif result.num_batches:
+                    self._feed.on_applied(result.num_batches, now_s)
+                self._record_lane_result(result, now_s)
             if is_stopped:
-                message_idx = self._lane.skip()
+                if steps:
+                    self._feed.apply_step(steps[message_idx])
+                else:
+                    self.receive(block[message_idx], now_s)
+                message_idx = self._lane.skip_message()
             yield
 
-    def _note_taken(self, taken: Taken, now_s: float) -> None:
-        """Count what the lane took, as if it had been received, and apply what it stopped at."""
+    def _record_lane_result(self, result: LaneResult, now_s: float) -> None:
+        """Count what the lane applied, as if it had been received here, and apply the event at which it stopped."""
         counters = self._counters
-        counters.num_events += taken.num_events
-        counters.num_unknown_events += taken.num_ignored_events
-        if taken.num_events_of_our_size:
+        counters.num_events += result.num_events
+        counters.num_unknown_events += result.num_ignored_events
+        if result.has_our_block_size:
             self._has_our_block_size = True
             counters.failure = None
-        if taken.num_batches:
-            counters.applied(0, taken.timestamp_s, now_s, time.time(), taken.num_batches)
-        if taken.part is not None:
-            self._is_part = True
-            self._feed.apply_part(taken.part)
-            self._is_part = False
-        self._counters.num_malformed = self._feed.num_malformed
+        if result.num_batches:
+            counters.count_applied(0, result.timestamp_s, now_s, time.time(), result.num_batches)
+        if result.part is not None:
+            self._is_applying_part = True
+            self._feed.apply_part(result.part)
+            self._is_applying_part = False
+        counters.num_malformed = self._feed.num_malformed
 
     def _check_block_size(self, event: EngineEvent) -> None:
-        """Note a block size that the normaliser will leave out; hybrid models have some of them beside ours."""
+        """Count an event whose block size is not ours until one fits: a hybrid model has blocks of other sizes, too."""
         if not isinstance(event, EngineStored):
             return
         if event.block_size == self._block_size:
             self._has_our_block_size = True
             self._counters.failure = None
         elif not self._has_our_block_size:
-            self._counters.refuse(self._worker, event.block_size, self._block_size)
+            self._counters.count_refused(self._worker, event.block_size, self._block_size)
 
     def _sources(self) -> set[WorkerRank]:
         return {WorkerRank(self._worker, rank) for rank in self._ranks}
 
-    def _note_counting(self) -> None:
-        """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
+    def _update_copy_counting(self) -> None:
+        """Count copies of complete ranks only: the engine may have been asked to report the others' blocks anew."""
         is_complete = self._session.is_complete
         for number, rank in self._ranks.items():
             has_lost = self._index.evicted_from(WorkerRank(self._worker, number))
-            is_known = (is_complete or number in self._whole) and not has_lost
-            rank.residency.counts_copies = self._counts_copies and is_known
+            is_rank_complete = (is_complete or number in self._complete_ranks) and not has_lost
+            rank.residency.counts_copies = self._counts_copies and is_rank_complete
 
-    def _note_state(self) -> None:
-        """Tell the router whether the ranks' overlap counts; called once the steps so far are taken."""
-        self._note_counting()
+    def _update_resyncing(self) -> None:
+        """Add this worker's ranks to `resyncing` or remove them; called once the steps so far are applied."""
+        self._update_copy_counting()
         self._counters.num_malformed = self._feed.num_malformed
         if self._session.state is SourceState.RESYNCING:
             self._resyncing |= self._sources()
@@ -276,6 +323,101 @@ class EngineFollower:
     def _rank(self, number: int) -> EngineRank:
         rank = self._ranks.get(number)
         if rank is None:
-            rank = self._lane.add_rank(WorkerRank(self._worker, number), self._num_ahead, self._has_full_reports)
-            self._note_counting()
+            source, options = WorkerRank(self._worker, number), (self._num_ahead, self._has_full_reports)
+            rank = self._ranks[number] = EngineRank(source, self._block_size, self._index, *options)
+            self._update_copy_counting()
         return rank
+
+
+class LaneResult(NamedTuple):
+    """What one call of the lane applied, and what must be applied in Python before the next call.
+
+    If `is_stopped`, that is the whole message at `message_idx`. Otherwise it is `part`, if given: one event, encoded as
+    a batch of its own.
+    """
+
+    message_idx: int
+    num_batches: int
+    num_events: int
+    num_ignored_events: int
+    has_our_block_size: bool
+    timestamp_s: float
+    is_stopped: bool
+    part: bytes | None
+
+
+class EngineLane:
+    """Applies ordinary messages: next in sequence, well-formed, of whole blocks without adapter, salt or image."""
+
+    def __init__(self, block_size: int, engine: str, index: RadixIndex, default_rank: int = 0) -> None:
+        """Apply messages of the dialect `engine` to `index`; `default_rank` is that of batches which name none."""
+        self._index = index
+        self.ranks: dict[int, EngineRank] = {}
+        """The ranks that the lane knows, by number; messages of others are left to Python."""
+        self._block = MessageBlock.of(())
+        self._data = np.empty(0, np.uint8)
+        self._streams = np.zeros(1, layout.STREAM)
+        self._stream = stream = self._streams[0]
+        stream["block_size"], stream["default_rank"] = block_size, default_rank
+        for row, tag in enumerate(("BlockStored", "BlockRemoved")):
+            order = [FIELDS.get(name, 0) for name in FIELD_ORDERS[engine][tag]]
+            stream["field_order"][row, : len(order)] = order
+        self._allocate_scratch(_SCRATCH_BYTES)
+        self._fingerprints = np.empty(1, np.uint64), np.empty(1, np.uint64)
+
+    def set_block(self, block: MessageBlock, restarts: RestartDetector | None) -> None:
+        """Start at the first message of a block; their fingerprints are recorded in `restarts`, if given."""
+        if restarts is None:
+            self._fingerprints = np.empty(1, np.uint64), np.empty(1, np.uint64)
+        else:
+            self._fingerprints = restarts.sequences, restarts.fingerprints
+        self._block, self._data = block, np.frombuffer(block.buffer, np.uint8)
+        if len(self._scratch[1]) > _MAX_SCRATCH_BYTES:
+            self._allocate_scratch(_SCRATCH_BYTES)
+        self._stream["message_idx"], self._stream["is_checked"] = 0, 0
+
+    def skip_message(self) -> int:
+        """Go past the current message, which was applied in Python; return the index of the next."""
+        message_idx = int(self._stream["message_idx"]) + 1
+        self._stream["message_idx"], self._stream["is_checked"] = message_idx, 0
+        return message_idx
+
+    def apply_messages(self, next_sequence: int, has_our_block_size: bool) -> LaneResult:
+        """Apply messages as long as they are ordinary and in sequence, for a sixth of a millisecond at most."""
+        index, stream = self._index, self._stream
+        stream["has_block_size"] = has_our_block_size
+        rank = self.ranks.get(int(stream["checked_rank"])) or next(iter(self.ranks.values()), None)
+        if rank is None:
+            stream["num_batches"] = stream["num_events"] = stream["num_ignored"] = 0
+            reason = layout.UNUSUAL_MESSAGE
+        else:
+            held, messages = rank.residency.sync(), (self._data, self._block.table, next_sequence, _MAX_BYTES)
+            with index.writing:
+                reason = apply_messages(held, self._streams, *messages, *self._scratch, *self._fingerprints)
+            index.keep_to_cap()
+        if reason == layout.TOO_LARGE:
+            self._allocate_scratch(int(self._block.table[stream["message_idx"], PAYLOAD_BYTES]))
+        is_unknown_rank = reason == layout.OTHER_RANK and int(stream["checked_rank"]) not in self.ranks
+        return LaneResult(
+            int(stream["message_idx"]),
+            int(stream["num_batches"]),
+            int(stream["num_events"]),
+            int(stream["num_ignored"]),
+            bool(stream["has_block_size"]),
+            float(stream["timestamp_s"]),
+            reason in (layout.NOT_NEXT, layout.UNUSUAL_MESSAGE) or is_unknown_rank,
+            self._unusual_event() if reason == layout.UNUSUAL_EVENT else None,
+        )
+
+    def _unusual_event(self) -> bytes:
+        """Return the event that the last call stopped at, encoded as a batch of its own."""
+        stream, buffer = self._stream, self._block.buffer
+        start, rank = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["checked_rank"])
+        event = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
+        return b"\x93%b\x91%b\xcd%b" % (bytes(buffer[start + 1 : start + 10]), event, rank.to_bytes(2))
+
+    def _allocate_scratch(self, size_bytes: int) -> None:
+        """Allocate scratch memory for messages up to that size; a message that was checked must be checked again."""
+        events = np.empty(size_bytes // layout.MIN_EVENT_BYTES + 1, layout.EVENT)
+        tokens = np.empty(size_bytes, np.uint32)
+        self._scratch = events, np.empty(size_bytes, np.uint64), tokens, tokens.view(np.uint8)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvist.errors import InvalidValueError, MissingExtraError, leave_group
 from kvist.events import WorkerRank
@@ -15,19 +15,17 @@ from kvist.events.follow import Turns, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.progress import Progress
-from kvist.indexer.source import Source
+from kvist.indexer.compiled.frames import split
+from kvist.indexer.source import Progress, Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceStatistics
-
-if TYPE_CHECKING:
-    from kvist.radix import RadixIndex
+from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
 MAX_REPLAYS_AT_ONCE = 32
-"""Replays under way at any moment: a fleet that restarts is taken in one part after the other."""
+"""Replays under way at a time: a fleet that restarts is replayed one part after the other."""
 MAX_SNAPSHOTS_AT_ONCE = 8
-"""Of those, for all that a publisher holds: a router that starts has as many answers in memory."""
+"""Snapshots under way at a time: a router that starts has as many answers in memory."""
 SWEEP_INTERVAL_S = 0.2
 
 
@@ -35,7 +33,7 @@ class Indexer:
     """Keeps an index in step with the streams of a fleet; no silent, slow or malformed source ever raises here.
 
     Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop.
-    Blocks of several sizes lie side by side: a block's hash tells of its size, too.
+    Blocks of several sizes can be in one index, because a block's hash depends on its size.
     """
 
     def __init__(
@@ -51,12 +49,12 @@ class Indexer:
     ) -> None:
         """Feed `index` with blocks of `block_size` tokens: streams with another size are refused.
 
-        Without it each stream has the size that `add_source` says, or that it names first.
-        Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker. Copies of a
-        block are counted of vLLM. If it `has_full_reports`, others than Kvist's router have it report anew.
+        Without `block_size`, each stream has the size given to `add_source`, or the first one it names. Streams may
+        name the ranks below `num_ranks`, unless `limit_ranks` sets another bound for their worker. For
+        `has_full_reports` see `EngineFollower`.
 
-        With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before. Messages may
-        wait as long as `patience_s` for each other.
+        With `is_held`, streams are subscribed to but not read until `release`, so that `resume` can come first. A
+        message may wait up to `patience_s` for others, so that they are applied together.
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
@@ -67,15 +65,15 @@ class Indexer:
         self._limits: dict[str, int] = {}
         self._clock, self._patience_s = clock, patience_s
         self._tasks = asyncio.TaskGroup()
-        self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
+        self._sources: dict[str, dict[Source, asyncio.Task[None]]] = {}
         self._parked: dict[str, list[Source]] = {}
         self.resyncing: set[WorkerRank] = set()
-        """The ranks whose overlap must count as zero for now, always up to date: their blocks may be gone."""
+        """The ranks whose overlap must count as zero now, because their blocks may be gone; always up to date."""
         self._turns = Turns()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
         self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS_AT_ONCE)
         self.block_sizes: Mapping[str, int] = {}
-        """Tokens per block by worker, of those that are known; another mapping whenever one is added."""
+        """Tokens per block by worker, where known; replaced by a new mapping at each change."""
         self._released = asyncio.Event()
         if not is_held:
             self._released.set()
@@ -89,8 +87,8 @@ class Indexer:
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Stop following; the index keeps what it has."""
         self._sweeping.cancel()
-        for sources in self._sources.values():
-            for _, task in sources:
+        for tasks in self._sources.values():
+            for task in tasks.values():
                 task.cancel()
         await leave_group(self._tasks, error)
 
@@ -98,49 +96,48 @@ class Indexer:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
 
         A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank;
-        `rank` is that of batches that name none. A stream that is parked goes on from where it was; if others are
-        parked for the worker, they are forgotten, for its ranks may have changed. Raises InvalidValueError for a rank
-        that cannot be, a wrong URL, or one that the worker already has.
+        `rank` is that of batches that name none. A parked stream continues from its progress. If only other streams are
+        parked for the worker, they are dropped, because its ranks may have changed. Raises InvalidValueError for a rank
+        out of range, a wrong URL, or one that the worker already has.
         """
         if not 0 <= rank < MAX_RANKS:
             raise InvalidValueError("rank", rank, f"a number from 0 to {MAX_RANKS - 1}")
-        sources = self._sources.get(worker, [])
-        if any(source.url == url for source, _ in sources):
+        if any(source.url == url for source in self._sources.get(worker, ())):
             raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
         block_size = block_size or self._block_size
         source = self._unpark(worker, url, rank, block_size)
         if source is None:
             source = self._new_source(worker, url, rank, block_size)
-            self.forget_parked(worker)
+            self.drop_parked(worker)
         if source.block_size is not None:
-            self._learn(worker, source.block_size)
+            self._set_block_size(worker, source.block_size)
         task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
-        self._sources.setdefault(worker, sources).append((source, task))
+        self._sources.setdefault(worker, {})[source] = task
 
     def remove_source(self, worker: str) -> None:
-        """Stop following a worker and forget its blocks, at once; no-op for a worker without a stream."""
-        for _, task in self._sources.pop(worker, ()):
+        """Stop following a worker and drop its blocks, at once; no-op for a worker without a stream."""
+        for task in self._sources.pop(worker, {}).values():
             task.cancel()
         self._parked.pop(worker, None)
         self._limits.pop(worker, None)
         self.block_sizes = {name: size for name, size in self.block_sizes.items() if name != worker}
-        self._forget_blocks(worker)
+        self._drop_blocks(worker)
 
     def limit_ranks(self, worker: str, num_ranks: int) -> None:
-        """Let streams of the worker name no other ranks than those below, from here on, until it is removed."""
+        """Let the worker's streams name only ranks below `num_ranks` from now on, until the worker is removed."""
         self._limits[worker] = num_ranks
-        for source, _ in self._sources.get(worker, ()):
+        for source in self._sources.get(worker, ()):
             source.bound.num_ranks = num_ranks
 
     def park(self, worker: str, url: str, rank: int, progress: Progress, block_size: int) -> Source:
-        """Have a stream, whose blocks the index gets now, wait until it is followed; until then they do not count."""
+        """Keep the progress of a stream until `add_source`; its blocks, loaded now, do not count until then."""
         source = self._new_source(worker, url, rank, block_size)
         source.resume(progress, self._clock())
         self._parked.setdefault(worker, []).append(source)
         return source
 
-    def forget_parked(self, worker: str | None = None) -> None:
-        """Forget streams that wait to be followed, and what they hold: those of one worker, or all."""
+    def drop_parked(self, worker: str | None = None) -> None:
+        """Drop the parked streams of a worker, or of all workers, and their blocks."""
         for name in [*self._parked] if worker is None else [worker]:
             for source in self._parked.pop(name, ()):
                 source.clear()
@@ -149,7 +146,7 @@ class Indexer:
 
     @property
     def sources(self) -> list[Source]:
-        return [source for sources in self._sources.values() for source, _ in sources]
+        return [source for sources in self._sources.values() for source in sources]
 
     @property
     def parked(self) -> list[Source]:
@@ -160,38 +157,38 @@ class Indexer:
         subscriptions = [source.subscription for source in self.sources]
         return all(each is not None and each.num_connects > 0 for each in subscriptions)
 
-    def note_connects(self) -> None:
-        """Take the connections there are for those that blocks yet to be resumed with belong to."""
+    def record_connects(self) -> None:
+        """Record that the connections made so far are to the processes whose blocks `resume` brings."""
         for source in self.sources:
-            source.note_connects()
+            source.record_connects()
 
     def resume(self, worker: str, progress: Progress) -> Source:
-        """Go on with a worker's one stream from where another indexer was, whose blocks the index gets now."""
-        ((source, _),) = self._sources[worker]
+        """Continue a worker's one stream from another indexer's progress, whose blocks are loaded now."""
+        (source,) = self._sources[worker]
         source.resume(progress, self._clock())
         return source
 
-    def forget(self, worker: str) -> None:
-        """Undo `resume` or `park`, and forget the worker's blocks."""
-        for source, _ in self._sources.get(worker, ()):
-            source.forget()
+    def undo_resume(self, worker: str) -> None:
+        """Undo `resume` or `park`, and drop the worker's blocks."""
+        for source in self._sources.get(worker, ()):
+            source.undo_resume()
         self._parked.pop(worker, None)
-        self._forget_blocks(worker)
+        self._drop_blocks(worker)
 
     def release(self) -> None:
         """Begin to read the streams."""
         self._released.set()
 
     def states(self, worker: str) -> dict[int, SourceState]:
-        """Return, for each rank of a worker that was heard of, how far its blocks in the index can be trusted."""
-        return {rank: state for source, _ in self._sources.get(worker, ()) for rank, state in source.states().items()}
+        """Return, for each rank that the worker's streams named, how far its blocks in the index can be trusted."""
+        return {rank: state for source in self._sources.get(worker, ()) for rank, state in source.states().items()}
 
-    def counted(self, worker: str) -> set[int]:
-        """Return the ranks of a worker that must not be asked to report anew what they hold: copies are counted."""
-        return {rank for source, _ in self._sources.get(worker, ()) for rank in source.counted()}
+    def ranks_counting_copies(self, worker: str) -> set[int]:
+        """Return the ranks of a worker whose copies are counted: they must not be asked to report their blocks anew."""
+        return {rank for source in self._sources.get(worker, ()) for rank in source.ranks_counting_copies()}
 
     def is_exact(self, worker: str, rank: int) -> bool:
-        """Return whether the index holds exactly what the rank holds, as far as it has told."""
+        """Return whether the index holds exactly the blocks that the rank has reported."""
         return self.states(worker).get(rank) is SourceState.LIVE
 
     def statistics(self) -> list[SourceStatistics]:
@@ -211,26 +208,24 @@ class Indexer:
             rank,
             self._limits.get(worker, self._num_ranks),
             has_full_reports=self._has_full_reports,
-            on_block_size=partial(self._learn, worker),
+            on_block_size=partial(self._set_block_size, worker),
         )
 
-    def _learn(self, worker: str, block_size: int) -> None:
+    def _set_block_size(self, worker: str, block_size: int) -> None:
         self.block_sizes = {**self.block_sizes, worker: block_size}
 
     def _unpark(self, worker: str, url: str, rank: int, block_size: int | None) -> Source | None:
         for source in self._parked.get(worker, ()):
-            if source.resume_at(url, rank, block_size):
+            if source.adopt_url(url, rank, block_size):
                 self._parked[worker].remove(source)
                 return source
         return None
 
-    def _forget_blocks(self, worker: str) -> None:
+    def _drop_blocks(self, worker: str) -> None:
         self._index.remove_worker(worker)
         self.resyncing.difference_update([source for source in self.resyncing if source.worker == worker])
 
     async def _follow(self, source: Source) -> None:
-        from kvist.indexer.compiled.frames import split  # compiled, as the index is: not for who only imports this
-
         try:
             async with open_subscription(source.endpoint, split, self._patience_s) as subscription:
                 source.subscription = subscription

@@ -1,4 +1,4 @@
-"""How many blocks an index may keep on this machine, where nobody says."""
+"""How many blocks an index may keep on this machine by default."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 BYTES_A_BLOCK = 512
-"""What a block may cost: 50 bytes with the name that a stock engine has for it, 170 if it is one of an adapter or a
-salt, which are noted in Python (200,000 blocks of one rank, 2026-11-22); the rest is for what else holds it."""
+"""Assumed for a block: it takes 50 bytes with a stock engine's hash for it, or 170 with an adapter or a salt, which are
+kept in Python (200,000 blocks of one rank, 2026-11-22); the rest is for other ranks that hold it."""
 
 
 def default_max_blocks(cgroups: Path = Path("/sys/fs/cgroup"), own_group: Path = Path("/proc/self/cgroup")) -> int:
@@ -21,14 +21,14 @@ def default_max_blocks(cgroups: Path = Path("/sys/fs/cgroup"), own_group: Path =
         try:
             memory_bytes = min(memory_bytes, int(path.read_text()))
         except (OSError, ValueError):
-            continue  # there is none, or it says "max"
+            continue  # no such file, or it says "max"
     max_blocks = max(1, memory_bytes // (2 * BYTES_A_BLOCK))
     _logger.info("blocks kept by default max_blocks=%d memory_bytes=%d", max_blocks, memory_bytes)
     return max_blocks
 
 
 def _limit_files(cgroups: Path, own_group: Path) -> Iterator[Path]:
-    """Yield where the limit of this process's group, or of one around it, may be."""
+    """Yield the files that may have the limit of this process's group, or of one around it."""
     yield cgroups / "memory" / "memory.limit_in_bytes"
     try:
         lines = own_group.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""One source: the stream of one worker at one endpoint, followed as what its messages show it to be."""
+"""One source: the stream of one worker at one endpoint, whether its batches are canonical or an engine's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,48 +18,53 @@ from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START, MessageBlock
-from kvist.indexer.canonical import CanonicalFollower
-from kvist.indexer.engine import EngineFollower
-from kvist.indexer.progress import CanonicalProgress, Progress
-from kvist.indexer.statistics import DEFAULT_NUM_RANKS, RankBound, SourceCounters, SourceStatistics
-
-if TYPE_CHECKING:
-    from kvist.radix import RadixIndex
-
+from kvist.indexer.canonical import CanonicalFollower, CanonicalProgress
+from kvist.indexer.engine import EngineFollower, EngineProgress
+from kvist.indexer.statistics import (
+    DEFAULT_NUM_RANKS,
+    SESSION_COUNTERS,
+    RankBound,
+    SourceCounters,
+    SourceStatistics,
+)
+from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
 SILENCE_S = 10.0
-"""After so long without a canonical batch an engine's batch is believed; publishers send a heartbeat every second."""
-
+"""After so long without a canonical batch an engine's batch is accepted; publishers send a heartbeat every second."""
 PROBE_S = 1.5
-"""After a reconnect a publisher is heard within this time; otherwise an engine may be there, and is asked, too."""
+"""A publisher sends something within this time after a connection; after that an engine is probed for, too."""
 MAX_PROBE_DOUBLINGS = 6
-"""How often that wait doubles while nobody answers."""
+"""How often that time doubles while no probe is answered."""
 
 _WHAT_FOLLOWS, _EVERYTHING = Question(base.WHAT_FOLLOWS), Question(base.EVERYTHING)
-"""What makes a peer speak of which nobody knows whether it is an engine or a publisher, one after the other."""
+"""The two probes, sent one after the other, of a peer that may be an engine or a publisher."""
 _WHO_IS_THERE = Question(base.WHO_IS_THERE)
 _SECOND_BYTE = 0xA6
-"""What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
+"""A canonical batch's second byte: the header of a string of six. An engine's batch has a number there."""
+
+Progress: TypeAlias = CanonicalProgress | EngineProgress
+"""How far a stream was followed: what another indexer needs besides the blocks to continue from there."""
 
 
 class Source:
-    """Follows one endpoint for one worker, be it an engine's own stream or a canonical one.
+    """Follows one endpoint for one worker, whether its batches are an engine's own or canonical.
 
-    The first batch that decodes decides which, and a later one of the other form decides anew:
+    The first batch that decodes decides the stream's form, and a later one of the other form may change it:
 
     - An engine's stream becomes canonical with any canonical batch.
-    - A canonical stream becomes an engine's with a batch of the engine's, if that is the first of either form from a
-      peer that has just connected, or nothing canonical came for `SILENCE_S`. A peer that says nothing for `PROBE_S` is
-      asked in the words of engines: one that is idle holds blocks, too.
+    - A canonical stream becomes an engine's with an engine's batch, if that is the first batch of either form from a
+      peer that has just connected, or if no canonical batch came for `SILENCE_S`. A peer that sends nothing for
+      `PROBE_S` is probed with an engine's kind of request: an idle engine holds blocks, too.
 
-    What was held is cleared then, and the new form followed from that batch on. So a publisher may be put before an
-    engine, or taken away, without a word to anyone; an endpoint where both speak stays canonical; and what only begins
-    like a batch is malformed and decides nothing. What the publisher keeps is asked for as soon as one is connected.
+    When the form changes, the blocks held so far are cleared and the stream is followed anew from that batch. So a
+    publisher may be put before an engine, or taken away, without configuration; an endpoint where both send stays
+    canonical; and a message that only begins like a batch is malformed and changes nothing. What a publisher keeps is
+    requested as soon as it has connected.
 
-    A rank that is not heard within `PROBE_S` of a connection, or falls silent on it, is asked about. A peer that
-    answers, and does not name it, is another process than before and knows nothing of it: what was held is forgotten.
+    A rank that sends nothing within `PROBE_S` of a connection, or falls silent later, is asked about. A peer that
+    answers without naming the rank is another process and knows nothing of it: the rank's blocks are cleared.
     """
 
     def __init__(
@@ -77,30 +82,30 @@ class Source:
     ) -> None:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none.
 
-        Without a block size, it is what the first message with blocks names, and `on_block_size` is told.
-        Batches of others from `num_ranks` on are counted and skipped. For `has_full_reports` see `EngineFollower`.
+        Without `block_size`, the first message with blocks sets it, and `on_block_size` is called. Batches of other
+        ranks from `num_ranks` on are counted and skipped. For `has_full_reports` see `EngineFollower`.
         """
         self.worker = worker
         self.url = url
         self.public_url = public_url(url)
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
-        self.is_taking_answer = False
-        """Whether an answer is taken bit by bit just now, so that the index is somewhere on the way to it."""
+        self.is_applying_answer = False
+        """Whether part of an answer is applied, so that the index is between two states of the stream."""
         self.rank = rank
         self.bound = RankBound(num_ranks, rank)
-        """Which ranks it may name; those that it named before stay."""
-        self._num_noted_connects = 0
-        self._num_heard_connects = 0
+        """Which ranks the stream may name; a rank that is followed already stays."""
+        self._num_recorded_connects = 0
+        self._num_seen_connects = 0
         self._is_receiving = False
         self._resyncing = resyncing
         self.block_size = block_size
-        """Tokens per block, None until the stream names it; no other is believed then."""
+        """Tokens per block, None until the stream names it; blocks of another size are refused."""
         self._on_block_size = on_block_size
         self._has_full_reports = has_full_reports
         self._index = index
         self._counters = SourceCounters()
-        self._past: SourceStatistics | None = None
+        self._previous: SourceStatistics | None = None
         self._follower: CanonicalFollower | EngineFollower | None = None
         self._probe = _WHAT_FOLLOWS
         self._probe_at_s = 0.0
@@ -113,19 +118,19 @@ class Source:
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         block, self._is_receiving = MessageBlock.of(messages), True
         while True:
-            turn_idx, num_messages = self._turn_idx(block, now_s), len(block)
+            change_idx = self._form_change_idx(block, now_s)
             if self._follower is None:
-                self._skip(block[:turn_idx])
-            elif turn_idx > 0:
-                yield from self._follower.receive_all(block if turn_idx == num_messages else block[:turn_idx], now_s)
-            if turn_idx == num_messages:
+                self._count_malformed(block[:change_idx])
+            elif change_idx > 0:
+                yield from self._follower.receive_all(block[:change_idx], now_s)
+            if change_idx == len(block):
                 break
-            block = block[turn_idx:]
-            self._begin(block[0], now_s)
+            block = block[change_idx:]
+            self._start_follower(block[0], now_s)
         self._is_receiving = False
 
     def on_reconnect(self, now_s: float) -> None:
-        self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
+        self._num_seen_connects = 0 if self.subscription is None else self.subscription.num_connects
         self._connected_at_s = now_s
         self._is_new_peer, self._is_probed = True, False
         self._probe = _WHAT_FOLLOWS
@@ -140,7 +145,7 @@ class Source:
 
     def questions(self, now_s: float) -> list[Question]:
         due = [] if self._follower is None else self._follower.questions(now_s)
-        probe = self._wanted_probe(now_s)
+        probe = self._next_probe(now_s)
         if probe is None:
             self._num_silences, self._probe_at_s = 0, -math.inf
         elif now_s >= self._probe_at_s:
@@ -150,39 +155,40 @@ class Source:
         return due
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer, which tells as live messages do whether a stream is canonical."""
-        self.is_taking_answer = True
+        """Apply an answer, which may change the stream's form as live messages may."""
+        self.is_applying_answer = True
         try:
             yield from self._on_answer(question, messages, now_s)
         finally:
-            self.is_taking_answer = False
+            self.is_applying_answer = False
 
     def _on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         request = question.request
         if self.engine is not None and request in (base.WHAT_FOLLOWS, base.WHO_IS_THERE):
-            return  # an engine spoke meanwhile, to whom nothing follows from that answer
+            return  # an engine's batch came meanwhile: the answer to a canonical probe says nothing of it
         is_probe = request in (base.WHAT_FOLLOWS, base.EVERYTHING, base.WHO_IS_THERE) and self.engine is None
         if is_probe:
-            self._note_probe(request, messages, now_s)
+            self._record_probe(request, messages, now_s)
         if messages and (is_probe or self.engine is not None):
             block = MessageBlock.of(messages)
-            turn_idx = self._turn_idx(block, now_s)
-            if turn_idx < len(block):
-                self._begin(block[turn_idx], now_s)
+            change_idx = self._form_change_idx(block, now_s)
+            if change_idx < len(block):
+                self._start_follower(block[change_idx], now_s)
                 if isinstance(self._follower, CanonicalFollower):
-                    # Of all ranks, each from its beginning: as if they came live.
-                    yield from self._follower.receive_all(block[turn_idx:], now_s)
+                    # Batches of all ranks, each from its beginning: applied like live ones.
+                    yield from self._follower.receive_all(block[change_idx:], now_s)
                     return
-        if self._follower is not None and not (is_probe and self.engine is None):
-            yield from self._follower.on_answer(question, messages, now_s)
+        if not is_probe or self.engine is not None:
+            if self._follower is not None:
+                yield from self._follower.on_answer(question, messages, now_s)
         elif isinstance(self._follower, CanonicalFollower) and messages is not None:
-            # Whether this names all ranks its peer has: one that has nothing was asked for everything, too.
+            # Whether the answer names all of the peer's ranks: a peer that has no batches is asked for everything, too.
             is_about_ranks = request == base.WHO_IS_THERE or bool(messages) == (request == base.WHAT_FOLLOWS)
             if is_about_ranks:
-                self._follower.take_names(messages, self._heard_since_s(now_s), now_s)
+                self._follower.on_peer_ranks(messages, self._silent_since_s(now_s), now_s)
 
     def progress(self) -> Progress | None:
-        if self._follower is None or self.is_taking_answer:
+        if self._follower is None or self.is_applying_answer:
             return None
         if isinstance(self._follower, EngineFollower):
             return self._follower.progress(is_caught_up=self._is_caught_up)
@@ -190,56 +196,56 @@ class Source:
 
     @property
     def positions(self) -> tuple[tuple[int | None, int], ...]:
-        """Return epoch and next sequence of each session: what was learnt since is nothing if they are the same."""
+        """Return epoch and next sequence of each session; they change whenever a message is applied."""
         return tuple((session.epoch, session.expected_sequence) for session in self._sessions)
 
     def resume(self, progress: Progress, now_s: float) -> None:
-        """Go on from where another source was; to be called before anything else."""
+        """Continue from another source's progress; must be called before anything else."""
         if isinstance(progress, CanonicalProgress):
-            self._follower = self._canonical_follower()
+            self._follower = self._new_canonical_follower()
             self._follower.resume(progress)
             self._canonical_at_s = now_s
             self._probe_at_s = now_s + PROBE_S
         else:
-            self._follower = self._engine_follower()
+            self._follower = self._new_engine_follower()
             self._follower.resume(progress, now_s)
 
-    def resume_at(self, url: str, rank: int, block_size: int | None) -> bool:
-        """Return whether the source, whatever its URL's login, is that of this stream; take the URL over if so."""
+    def adopt_url(self, url: str, rank: int, block_size: int | None) -> bool:
+        """Follow `url` if it is this source's stream, except perhaps for the URL's login; return whether it is."""
         if public_url(url) != self.public_url or rank != self.rank or block_size not in (None, self.block_size):
             return False
         self.url, self.endpoint = url, Endpoint.parse(url)
         return True
 
-    def note_connects(self) -> None:
-        """Take the connections there are for those that blocks yet to be resumed with belong to."""
-        self._num_noted_connects = 0 if self.subscription is None else self.subscription.num_connects
+    def record_connects(self) -> None:
+        """Record that the connections made so far are to the process whose blocks `resume` brings."""
+        self._num_recorded_connects = 0 if self.subscription is None else self.subscription.num_connects
 
     @property
     def num_known_connects(self) -> int:
-        """Return how many connections are no news: none, unless the stream was resumed."""
-        return 0 if self._follower is None else self._num_noted_connects
+        """Return how many connections are to the process that was resumed from; 0 if the stream was not resumed."""
+        return 0 if self._follower is None else self._num_recorded_connects
 
     @property
     def has_lost(self) -> bool:
         """Return whether anything was cleared since the source was added or resumed."""
-        return self._past is not None or any(
+        return self._previous is not None or any(
             session.num_lost or session.num_diverged or session.num_epochs > 1 for session in self._sessions
         )
 
-    def forget(self) -> None:
-        """Undo `resume`: the blocks turned out not to be there."""
+    def undo_resume(self) -> None:
+        """Undo `resume`: the blocks could not be loaded."""
         self._follower = None
 
     def clear(self) -> None:
-        """Forget what is held, if anything was followed."""
+        """Clear the blocks of the ranks followed so far, if any."""
         if self._follower is not None:
             self._resyncing.difference_update(WorkerRank(self.worker, rank) for rank in self._follower.states())
             self._follower.clear()
 
     @property
     def engine(self) -> EngineFollower | None:
-        """Return who follows the stream if it is an engine's own: it knows what the engine's hashes name."""
+        """Return the stream's follower if the stream is an engine's own; it maps the engine's hashes to blocks."""
         return self._follower if isinstance(self._follower, EngineFollower) else None
 
     def fail(self, reason: str) -> None:
@@ -248,145 +254,166 @@ class Source:
     def states(self) -> dict[int, SourceState]:
         return {} if self._follower is None else self._follower.states()
 
-    def counted(self) -> set[int]:
-        return set() if self._follower is None else self._follower.counted()
+    def ranks_counting_copies(self) -> set[int]:
+        return set() if self._follower is None else self._follower.ranks_counting_copies()
 
     def statistics(self, now_s: float) -> SourceStatistics:
-        if self.subscription is None:
-            return self._statistics(0, now_s)
-        statistics = self._statistics(self.subscription.num_malformed, now_s)
-        failure = statistics.failure or self.subscription.problem
-        return replace(statistics, failure=failure, is_peer_gone=self.subscription.is_peer_gone)
+        statistics, subscription = self._follower_statistics(now_s), self.subscription
+        if subscription is None:
+            return statistics
+        return replace(
+            statistics,
+            num_malformed=statistics.num_malformed + subscription.num_malformed,
+            failure=statistics.failure or subscription.problem,
+            is_peer_gone=subscription.is_peer_gone,
+        )
 
     @property
     def _is_caught_up(self) -> bool:
-        """Return whether whoever was heard last is connected now, and all that it said was taken."""
-        if self.subscription is None:  # not followed yet, as of whom it was learnt
+        """Return whether the peer that sent last is still connected, and all that it sent is applied."""
+        if self.subscription is None:  # parked: no peer has connected since `resume`
             return True
-        num_heard_connects = max(self._num_heard_connects, self.num_known_connects)
-        is_heard = self.subscription.num_connects == num_heard_connects and self.subscription.is_caught_up
-        return is_heard and not self._is_receiving
+        num_seen_connects = max(self._num_seen_connects, self.num_known_connects)
+        is_seen = self.subscription.num_connects == num_seen_connects and self.subscription.is_caught_up
+        return is_seen and not self._is_receiving
 
-    def _turn_idx(self, messages: MessageBlock, now_s: float) -> int:
-        """Return which message is the first that another follower is for; their number if there is none."""
-        candidates = _maybe_canonical(messages)
+    def _form_change_idx(self, messages: MessageBlock, now_s: float) -> int:
+        """Return the index of the first message that decides or changes the form; `len(messages)` if none does."""
+        candidates = _canonical_candidates(messages)
         if self._follower is None:
             for idx, message in enumerate(messages):
-                if self._names_block_size(message) and (self._is_canonical(message) or self._is_engines(message)):
+                if self._learn_block_size(message) and self._is_batch(message):
                     return idx
         elif isinstance(self._follower, EngineFollower):
             for idx in candidates:
-                if self._is_canonical(messages[idx]):
+                if self._is_canonical_batch(messages[idx]):
                     return idx
         elif self._is_new_peer or now_s - self._canonical_at_s > SILENCE_S:
             for idx, message in enumerate(messages):
-                if self._is_canonical(message):
+                if self._is_canonical_batch(message):
                     self._is_new_peer = False
                     self._canonical_at_s = now_s
                     break
-                if self._is_engines(message):
+                if self._is_engine_batch(message):
                     return idx
         elif candidates:
             self._canonical_at_s = now_s
         return len(messages)
 
-    def _wanted_probe(self, now_s: float) -> Question | None:
-        """Return what a peer is to be asked that is not known, or does not tell of every rank."""
+    def _next_probe(self, now_s: float) -> Question | None:
+        """Return the probe for a peer whose form is not known, or that has not sent batches of every rank."""
         if isinstance(self._follower, EngineFollower) or (self._limits is NO_REPLAY and self._is_probed):
-            return None  # an engine's stream is asked about by its follower
+            return None  # an engine's follower has questions of its own
         if self._is_new_peer and not self._is_probed:
             return self._probe
-        is_missed = self._follower is not None and bool(self._follower.missed(self._heard_since_s(now_s)))
-        return _WHO_IS_THERE if is_missed else None
+        if self._follower is None or not self._follower.silent_ranks(self._silent_since_s(now_s)):
+            return None
+        return _WHO_IS_THERE
 
-    def _heard_since_s(self, now_s: float) -> float:
-        """Return since when whoever is there was heard: what was unread may be taken behind a connection, and count."""
+    def _silent_since_s(self, now_s: float) -> float:
+        """Return the time since which a rank must have sent something in order not to count as silent.
+
+        Messages that were unread when the connection was made may be received after it, and count.
+        """
         return max(self._connected_at_s, now_s - SILENCE_S)
 
-    def _note_probe(self, request: ReplayRequest, messages: Sequence[Message] | None, now_s: float) -> None:
-        """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
+    def _record_probe(self, request: ReplayRequest, messages: Sequence[Message] | None, now_s: float) -> None:
+        """Record a probe and its answer: probe ever more rarely while nobody answers, and no more after an answer."""
         if request == base.WHAT_FOLLOWS and messages is not None and not messages:
-            self._probe = _EVERYTHING  # at once: it is none of ours, or has nothing
+            self._probe = _EVERYTHING  # at once: the peer is no publisher of ours, or has nothing
             return
         self._num_silences += 1
         self._probe_at_s = now_s + PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
         self._is_probed |= messages is not None or self._limits is NO_REPLAY
 
-    def _names_block_size(self, message: Message) -> bool:
-        """Return whether it is known how many tokens are in a block, which the message may tell."""
+    def _learn_block_size(self, message: Message) -> bool:
+        """Set the block size from the message if it is not known yet; return whether it is known now."""
         if self.block_size is None:
-            self.block_size = block_size_in(message.payload, self.public_url, self.endpoint.engine)
+            self.block_size = block_size_of(message.payload, self.public_url, self.endpoint.engine)
             if self.block_size is not None:
                 self._on_block_size(self.block_size)
         return self.block_size is not None
 
-    def _skip(self, messages: Sequence[Message]) -> None:
-        """Count what is no batch; batches that came before the first with blocks told of nothing."""
-        num_messages = sum(not (self._is_canonical(message) or self._is_engines(message)) for message in messages)
+    def _count_malformed(self, messages: Sequence[Message]) -> None:
+        """Count the messages that are no batch of either form; the others came before the first with blocks."""
+        num_messages = sum(not self._is_batch(message) for message in messages)
         if num_messages and self._counters.num_malformed == 0:
             text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
             _logger.warning("%s worker=%s url=%s", text, self.worker, self.public_url)
         self._counters.num_malformed += num_messages
 
-    def _begin(self, message: Message, now_s: float) -> None:
-        """Follow what speaks like this message, from nothing."""
+    def _start_follower(self, message: Message, now_s: float) -> None:
+        """Follow the stream anew in the form of this message, which is its first."""
         if self._follower is not None:
             _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.public_url)
             self.clear()
-        self._past = self._statistics(0, now_s)
+        self._previous = self._follower_statistics(now_s)
         self._counters = SourceCounters()
-        if self._is_canonical(message):
-            self._follower = self._canonical_follower()
+        if self._is_canonical_batch(message):
+            self._follower = self._new_canonical_follower()
             self._canonical_at_s = now_s
         else:
-            self._follower = self._engine_follower()
+            self._follower = self._new_engine_follower()
         self._is_new_peer = False
         self._follower.on_reconnect(now_s)
 
-    def _statistics(self, num_malformed_frames: int, now_s: float) -> SourceStatistics:
-        counters = self._counters
-        return counters.frozen(
-            self.worker, self.public_url, self.states(), self._sessions, num_malformed_frames, now_s
-        ).after(self._past)
+    def _follower_statistics(self, now_s: float) -> SourceStatistics:
+        """Return the statistics of this follower and those before, without the subscription's."""
+        values: dict[str, Any] = {name: getattr(self._counters, name) for name in self._counters.__slots__}
+        last_event_at_s, sessions = values.pop("last_event_at_s"), self._sessions
+        for name in SESSION_COUNTERS:
+            values[name] = sum(getattr(session, name) for session in sessions)
+        return SourceStatistics(
+            worker=self.worker,
+            url=self.public_url,
+            states=self.states(),
+            num_cleared=sum(session.num_lost for session in sessions),
+            num_restarts=sum(max(0, session.num_epochs - 1) for session in sessions),
+            last_event_age_s=None if last_event_at_s is None else now_s - last_event_at_s,
+            **values,
+        ).after(self._previous)
 
     @property
     def _sessions(self) -> tuple[Session[Any], ...]:
         return () if self._follower is None else self._follower.sessions
 
-    def _canonical_follower(self) -> CanonicalFollower:
+    def _new_canonical_follower(self) -> CanonicalFollower:
         assert self.block_size is not None
-        shared = (self._index, self._resyncing, self._counters)
-        return CanonicalFollower(self.worker, self.block_size, *shared, self._limits, self.bound)
+        shared = (self._index, self._resyncing, self._counters, self._limits, self.bound)
+        return CanonicalFollower(self.worker, self.block_size, *shared)
 
-    def _engine_follower(self) -> EngineFollower:
+    def _new_engine_follower(self) -> EngineFollower:
         assert self.block_size is not None
         shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._has_full_reports)
         num_ahead = int(self.endpoint.drops_last_block)
         return EngineFollower(self.worker, self.block_size, self.endpoint.engine, *shared, num_ahead)
 
-    def _is_canonical(self, message: Message) -> bool:
-        try:
-            decode_batch(message.payload, self.worker)
-        except MalformedMessageError:
-            return False
-        return True
+    def _is_batch(self, message: Message) -> bool:
+        return self._is_canonical_batch(message) or self._is_engine_batch(message)
 
-    def _is_engines(self, message: Message) -> bool:
-        try:
-            decode_block_events(message.payload, self.worker, self.endpoint.engine)
-        except MalformedMessageError:
-            return False
-        return True
+    def _is_canonical_batch(self, message: Message) -> bool:
+        return _is_decodable(decode_batch, message.payload, self.worker)
+
+    def _is_engine_batch(self, message: Message) -> bool:
+        return _is_decodable(decode_block_events, message.payload, self.worker, self.endpoint.engine)
 
 
-def _maybe_canonical(messages: MessageBlock) -> list[int]:
-    """Return which messages begin as a canonical batch does; the others are none."""
+def _is_decodable(decode: Callable[..., object], *arguments: object) -> bool:
+    try:
+        decode(*arguments)
+    except MalformedMessageError:
+        return False
+    return True
+
+
+def _canonical_candidates(messages: MessageBlock) -> list[int]:
+    """Return the indices of the messages that begin as a canonical batch does; the others are none."""
     second_bytes = np.frombuffer(messages.buffer, np.uint8)[messages.table[:, PAYLOAD_START] + 1]
     return np.flatnonzero(second_bytes == _SECOND_BYTE).tolist()
 
 
-def block_size_in(payload: bytes, source: str, engine: str) -> int | None:
-    """Return what one message tells; what is malformed tells nothing, and is counted where the stream is followed."""
+def block_size_of(payload: bytes, source: str, engine: str) -> int | None:
+    """Return the block size that a message names, None if it names none or is malformed."""
     try:
         if is_snapshot_part(payload):
             return decode_snapshot_part(payload, source).block_size

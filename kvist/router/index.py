@@ -27,12 +27,13 @@ from kvist.errors import InvalidValueError, leave_group, only_cause
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
-from kvist.indexer import Indexer, SourceStatistics, compilation
+from kvist.indexer import SourceStatistics, compilation
 from kvist.indexer.memory import default_max_blocks
 from kvist.router.config import RouterConfig
 from kvist.router.expected import ExpectedBlocks
 
 if TYPE_CHECKING:
+    from kvist.indexer import Indexer
     from kvist.indexer.dumps.dumper import Namespaced
     from kvist.indexer.dumps.format import NamespaceHead, StreamState
     from kvist.indexer.dumps.keeper import StateKeeper, StateStatistics
@@ -288,7 +289,7 @@ class FleetIndex:
             return [self._status(self.radix, WorkerRank(worker, 0), None, _holder_of(worker))]
         if self._indexer is None:
             return []
-        counted = self._indexer.counted(worker)
+        counted = self._indexer.ranks_counting_copies(worker)
         return [
             self._status(self.radix, target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
@@ -347,6 +348,8 @@ class FleetIndex:
         if self.radix is None:
             await self._join()
         assert self.radix is not None
+        from kvist.indexer import Indexer
+
         async with Indexer(
             self.radix,
             num_ranks=self._config.data_parallel_size,
@@ -358,7 +361,7 @@ class FleetIndex:
                 fleet = FleetState(self.radix, indexer)
                 self._kept.append(fleet)
                 await self._keeper.load(fleet)
-                self._keeper.begin()
+                self._keeper.start()
             self._indexer = indexer
             for worker in self._streams:
                 self._add_sources(worker)
@@ -375,7 +378,7 @@ class FleetIndex:
             streams = self._streams[worker]
             for endpoint in streams.endpoints:
                 self._indexer.add_source(worker, endpoint, block_size=streams.block_size)
-            self._indexer.forget_parked(worker)
+            self._indexer.drop_parked(worker)
 
     async def _open_state(self) -> None:
         if self._config.state_dir is not None:

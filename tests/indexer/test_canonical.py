@@ -75,7 +75,7 @@ def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted(
         assert index.statistics().num_blocks <= 2000
         is_short = index.evicted_from(WorkerRank("worker", 0))
         assert follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
-        assert follower.counted() == {0}
+        assert follower.ranks_counting_copies() == {0}
         assert not follower.questions(1.0)
         progress = follower.progress()
         assert progress is not None
@@ -120,7 +120,7 @@ def test_where_hits_need_no_other_groups_any_more_they_are_what_the_rank_holds()
         assert not index.match(hashes)
         if is_companion_gone:
             _feed(follower, beats[:1], 2.0)
-            follower.take_names(beats[:1], 2.0, 2.0)
+            follower.on_peer_ranks(beats[:1], 2.0, 2.0)
         else:
             _feed(follower, beats, 2.0)
         _feed(follower, [again], 3.0)

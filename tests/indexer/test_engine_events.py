@@ -16,8 +16,8 @@ from kvist.events.engine_events import FULL, STATE, UNKNOWN
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.compiled import engine_layout as layout
-from kvist.indexer.compiled.engine import take_messages
-from kvist.indexer.engine_lane import EngineLane
+from kvist.indexer.compiled.engine import apply_messages
+from kvist.indexer.engine import EngineLane
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT
 
@@ -40,9 +40,9 @@ class Checker:
         lane._stream["message_idx"] = lane._stream["is_checked"] = 0
         data = np.frombuffer(block.buffer, np.uint8)
         state = self._held, lane._streams, data, block.table, 0, 1 << 30
-        reason = take_messages(*state, *lane._scratch, *lane._fingerprints)
-        assert reason in (layout.OTHER_RANK, layout.WHOLE_MESSAGE)
-        if reason == layout.WHOLE_MESSAGE:
+        reason = apply_messages(*state, *lane._scratch, *lane._fingerprints)
+        assert reason in (layout.OTHER_RANK, layout.UNUSUAL_MESSAGE)
+        if reason == layout.UNUSUAL_MESSAGE:
             return None
         events, self.hashes, self.tokens, _ = lane._scratch
         names = events.dtype.names

@@ -18,8 +18,7 @@ from kvist.events.session import MAX_SEQUENCE, SourceState
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
-from kvist.indexer.engine import EngineFollower
-from kvist.indexer.progress import EngineProgress
+from kvist.indexer.engine import EngineFollower, EngineProgress
 from kvist.indexer.statistics import SourceCounters
 from kvist.publisher.stream import RankStream
 from kvist.radix import RadixIndex
@@ -50,7 +49,7 @@ class PlainRank:
         self._stream.set_complete(counts_copies)
 
     @property
-    def is_short(self) -> bool:
+    def is_inexact(self) -> bool:
         return self._stream.is_exact != self._stream.is_complete or not self._stream.is_expressible
 
     def admit(self, event) -> None:
@@ -66,7 +65,7 @@ class PlainRank:
         self._index.clear(*self._source.companion)
         self._begin()
 
-    def tidy(self) -> None:
+    def free_memory(self) -> None:
         """Have nothing to give back."""
 
 
@@ -83,7 +82,7 @@ class PlainFollower(EngineFollower):
         for step in self._feed.judge(question, messages, now_s):
             self._feed.apply_step(step)
             yield
-        self._note_state()
+        self._update_resyncing()
 
     def _rank(self, number: int):
         if number not in self._ranks:
@@ -400,7 +399,7 @@ class Pair:
     def num_names(self) -> int:
         """Return how many engine hashes are known of the rank, once nothing is counted but copies of those."""
         residency = self.lane.follower._ranks[0].residency
-        assert residency.is_told_by_names
+        assert residency.are_names_complete
         return len(residency.names)
 
 
@@ -411,7 +410,7 @@ def pair() -> Pair:
 
 def test_an_event_of_many_blocks_is_taken_in_slices_and_others_get_a_turn_between(pair, monkeypatch):
     max_bytes, num_blocks = 1 << 12, 5000
-    monkeypatch.setattr("kvist.indexer.engine_lane._MAX_BYTES", max_bytes)
+    monkeypatch.setattr("kvist.indexer.engine._MAX_BYTES", max_bytes)
     hashes, tokens = range(1, num_blocks + 1), range(num_blocks * BLOCK_SIZE)
     pair.take([stored([9_000_001], [1, 1])], [stored([9_000_002], [1, 2])])
     assert pair.take([stored(hashes, tokens)]) >= num_blocks * BLOCK_SIZE * 4 // max_bytes
@@ -496,7 +495,7 @@ def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies
     pair.take([removed(1, group_idx=0)], [removed(1, group_idx=1)])
     for side in (pair.lane, pair.plain):
         assert side.follower.states() == {0: SourceState.PARTIAL}
-        assert side.follower.counted() == {0}
+        assert side.follower.ranks_counting_copies() == {0}
     found = pair.lane.index.match(block_hashes([1, 2], BLOCK_SIZE))
     assert found[WorkerRank("w", 0)].gpu == 1
 
@@ -511,7 +510,7 @@ def test_blocks_beside_the_gpu_may_be_gone_with_a_reset_until_one_of_them_goes_o
     pair.take([stored([1, 2], [1, 2, 3, 4]), stored([1], [1, 2])], [offloaded], [cleared])
     assert pair.lane.follower.states() == {0: SourceState.PARTIAL}
     progress = msgspec.msgpack.decode(encode(pair.lane.follower.progress()), type=EngineProgress)
-    assert (progress.is_complete, progress.ranks[0].is_whole) == (False, False)
+    assert (progress.is_complete, progress.ranks[0].is_complete) == (False, False)
     pair.take([stored([3], [5, 6])], [told])
     is_known = told is not None and told.get("medium") == "CPU"
     assert pair.lane.follower.states() == {0: SourceState.LIVE if is_known else SourceState.PARTIAL}
@@ -527,8 +526,8 @@ def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):
     for chunk in former.index.snapshot():
         later.index.restore(chunk)
     later.follower.resume(msgspec.msgpack.decode(encode(progress), type=EngineProgress), 0.0)
-    for rank, names in former.follower.names():
-        later.follower.resume_names(rank, names)
+    for rank, names in former.follower.dump_names():
+        later.follower.load_names(rank, names)
     residency = later.follower._ranks[0].residency
     assert [residency.counts.get(name) >> PLACE_BITS for name in (1, 2, 3)] == [1, 2, 0]
     residency.counts_copies = True
@@ -541,7 +540,7 @@ def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):
 
 def test_two_hashes_of_one_block_hold_it_until_both_are_removed(pair):
     pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([11, 12], [1, 2, 3, 4])])
-    assert not pair.lane.follower._ranks[0].residency.is_told_by_names
+    assert not pair.lane.follower._ranks[0].residency.are_names_complete
     pair.take([removed(1)], [stored([3], [5, 6], parent=12)], [removed(12)], [removed(2)], [removed(11)])
     pair.take([stored([1, 2], [1, 2, 3, 4])], [removed(1, 2, 3)])
     assert pair.num_names() == 0

@@ -11,7 +11,7 @@ from index_invariants import check_invariants
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.events.types import Holding
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
-from kvist.indexer.residency import EngineResidency, Table
+from kvist.indexer.engine_rank import EngineResidency, Table
 from kvist.publisher.residency import NO_SCOPE, Residency, Scope
 from kvist.radix import RadixIndex
 
@@ -96,16 +96,16 @@ def test_what_names_tell_is_held_by_another_index_in_the_same_way(history, seed)
     residency, copied = EngineResidency(index, SOURCE), EngineResidency(other, SOURCE)
     residency.counts_copies = copied.counts_copies = True
     play(history, index, residency)
-    told = list(residency.told_names())
+    told = list(residency.dump_names())
     held = {(block, tier) for block in BLOCKS for tier in Tier if residency.tiers(block) >> tier & 1}
     triples = [(int(n), names.tier, int(b)) for names in told for n, b in zip(*names[1:], strict=True)]
-    if residency.is_told_by_names:
+    if residency.are_names_complete:
         assert {(block, tier) for _, tier, block in triples} == held
-    copied.resume_copies(residency.told_copies())
+    copied.load_copies(residency.dump_copies())
     for _, tier, block in triples:
         other.apply(SOURCE, [Stored(block.to_bytes(8, "little"), None, tier)])
     for names in told:
-        copied.resume(names)
+        copied.load_names(names)
     for name, tier, block in triples:
         while residency.tiers(block) >> tier & 1:
             assert copied.tiers(block) >> tier & 1
@@ -117,18 +117,18 @@ def test_what_names_tell_is_held_by_another_index_in_the_same_way(history, seed)
 
 
 def told_by(residency: EngineResidency) -> dict[tuple[Tier, int], int]:
-    return {(n.tier, int(e)): int(b) for n in residency.told_names() for e, b in zip(*n[1:], strict=True)}
+    return {(n.tier, int(e)): int(b) for n in residency.dump_names() for e, b in zip(*n[1:], strict=True)}
 
 
 def test_a_block_is_told_under_its_name_in_each_tier_and_not_at_all_if_it_has_two_in_one():
     residency = EngineResidency(RadixIndex(seed=1), SOURCE)
     residency.hold([1], [11], None, Tier.GPU)
     residency.hold([2], [11], None, Tier.HOST)
-    assert residency.is_told_by_names
+    assert residency.are_names_complete
     residency.hold([3, 4], [33, 44], None, Tier.GPU)
     residency.hold([5], [33], None, Tier.GPU)
     assert told_by(residency) == {(Tier.GPU, 1): 11, (Tier.HOST, 2): 11, (Tier.GPU, 4): 44}
-    assert not residency.is_told_by_names
+    assert not residency.are_names_complete
 
 
 def test_a_block_whose_hash_is_0_is_left_out_and_leaves_nothing_behind():
@@ -153,7 +153,7 @@ def test_scopes_of_blocks_that_are_gone_are_forgotten_as_others_come():
 def test_copies_that_no_engine_can_have_are_bounded_whatever_a_dump_says():
     residency = EngineResidency(RadixIndex(seed=1), SOURCE)
     told = np.array([[1, 0, 2**64 - 1], [1, 0, 2**63], [2, 2**64 - 64, 1], [3, 0, 1], [4, 36, 7]], "<u8").tobytes()
-    residency.resume_copies(told + b"and some more")
+    residency.load_copies(told + b"and some more")
     assert [residency.counts.get(name) >> PLACE_BITS for name in (1, 2, 3, 4)] == [2 << 32, 0, 1, 0]
     assert len(residency.counts) == 2
 
@@ -177,11 +177,11 @@ def test_a_row_takes_less_than_24_bytes(table):
 def test_memory_goes_back_when_most_rows_are_gone(table):
     put(table, range(50_000), 1)
     full_bytes = table.size_bytes
-    table.tidy()
+    table.free_memory()
     assert table.size_bytes == full_bytes
     put(table, range(1000, 50_000), 0)
     for _ in range(50):
-        table.tidy()
+        table.free_memory()
     assert table.size_bytes < full_bytes / 8
     assert all(table.get(key) == 1 for key in range(1000))
     assert not table.get(1000)
@@ -199,7 +199,7 @@ def test_names_are_told_some_at_a_time_while_the_table_grows():
 
     hold(blocks[:50_000])
     told, num_parts = [], 0
-    for number, names in enumerate(residency.told_names()):
+    for number, names in enumerate(residency.dump_names()):
         assert len(names.blocks) <= 4096
         assert (names.engine_hashes ^ np.uint64(1) == names.blocks).all()
         told += names.blocks.tolist()

@@ -33,7 +33,8 @@ from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import read_token_ids
-from kvist.indexer.engine_lane import EngineLane
+from kvist.indexer.engine import EngineLane
+from kvist.indexer.engine_rank import EngineRank
 from kvist.radix import RadixIndex
 
 ROUND = 2048
@@ -83,7 +84,7 @@ class Engine:
         self.lane = EngineLane(4, name, index)
         for number in range(3):
             source = WorkerRank("w", number)
-            self.lane.add_rank(source)
+            self.lane.ranks[number] = EngineRank(source, 4, index)
 
     def message(self) -> bytes:
         rng = self.rng
@@ -120,15 +121,15 @@ class Engine:
 
     def read(self, content: bytes) -> None:
         block = self.input.block(content, self.rng)
-        self.lane.begin(block, None)
+        self.lane.set_block(block, None)
         num_calls = num_batches = message_idx = 0
         while message_idx == 0:
-            taken = self.lane.take(0, True)
-            num_batches += taken.num_batches
-            message_idx = taken.message_idx
-            if taken.part is not None:
-                self._admit(taken.part)
-            if taken.is_stopped:
+            result = self.lane.apply_messages(0, True)
+            num_batches += result.num_batches
+            message_idx = result.message_idx
+            if result.part is not None:
+                self._admit(result.part)
+            if result.is_stopped:
                 break
             num_calls += 1
             assert num_calls < 1000, "no end of it"

@@ -190,7 +190,7 @@ async def test_a_publisher_that_lacks_blocks_itself_is_partial_until_it_does_not
         heartbeat = Batch("its-own-name", 0, 1, 0, BLOCK_SIZE, 1.0, (Heartbeat(0, 0, is_complete),))
         publication.send(Message(b"kv/its-own-name/0", 0, encode_batch(heartbeat)))
         await until(lambda state=state: indexer.states("w") == {0: state})
-        assert indexer.counted("w") == ({0} if is_complete else set())
+        assert indexer.ranks_counting_copies("w") == ({0} if is_complete else set())
     publication.close()
 
 

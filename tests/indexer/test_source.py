@@ -468,9 +468,9 @@ def test_how_far_a_stream_was_followed_is_told_amid_a_gap_but_not_amid_an_answer
     (question,) = source.questions(101.0)
     taking = source.on_answer(question, [publishers(1, 2), publishers(2, 3)], 101.0)
     next(taking)
-    assert (next_sequence(), source.is_taking_answer) == (None, True)
+    assert (next_sequence(), source.is_applying_answer) == (None, True)
     exhaust(taking)
-    assert (next_sequence(), source.is_taking_answer) == (4, False)
+    assert (next_sequence(), source.is_applying_answer) == (4, False)
 
 
 def test_a_partial_rank_that_holds_nothing_lacks_nothing(world):

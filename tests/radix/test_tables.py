@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvist.indexer.compiled.engine_blocks import look, put
+from kvist.indexer.compiled.engine_blocks import get, put
 from kvist.radix.compiled.layout import HEAD, SEGMENT
 from kvist.radix.memory import TableMemory, reserved
 
@@ -27,7 +27,7 @@ class Map:
         put(self.head, self.segments, 0, np.array([key], np.uint64), np.array([value], np.uint64))
 
     def __getitem__(self, key: int) -> int:
-        return look(self.head, self.segments, key)
+        return get(self.head, self.segments, key)
 
     def __delitem__(self, key: int) -> None:
         self[key] = 0

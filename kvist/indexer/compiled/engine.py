@@ -1,7 +1,7 @@
-"""The fast path for engines' own streams: from the bytes of their messages to the index, in order and all or nothing.
+"""The fast lane for engines' own streams: from the bytes of their messages to the index, in order.
 
-A message is checked in full before any of it is done. What is not ordinary is left to the caller, and the place where
-it stands; the next call goes on behind it.
+A message is checked in full before any of it is applied. At a message or event that is not ordinary the call stops; the
+caller applies it in Python, and the next call goes on behind it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SEED, _U0 = np.uint64(HASH_SEED), np.uint64(0)
 
 @helper
 def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_more_bytes: int) -> None:
-    """Write the canonical hash of each block, and so many bytes behind it, to the chain; tokens begin at a byte."""
+    """Write the canonical hashes of blocks, from byte `start` on, to `chain`; each covers some bytes behind it, too."""
     block_bytes, last = stream.block_size * 4, np.uint64(stream.last_block)
     for number in range(num_blocks):
         local = xxh3_64(tokens, start + number * block_bytes, block_bytes + num_more_bytes, _SEED)
@@ -47,7 +47,7 @@ def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_
 
 @helper
 def _store_event(held: Held, stream: Record, event: Record, hashes: Words, tokens: Bytes) -> int:
-    """Hold an event's blocks, if it is about whole ones, a slice at a time; return DONE or why it stopped."""
+    """Hold an event's blocks, if they are whole ones, a slice at a time; return DONE or why it stopped."""
     if event.block_size != stream.block_size or event.num_tokens != event.num_hashes * stream.block_size:
         return layout.DONE
     if stream.block_idx == 0:
@@ -57,10 +57,10 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
             if row < 0:
                 return layout.DONE
             if is_marked(held.segments, row):
-                return layout.ANOTHER_WAY
+                return layout.UNUSUAL_EVENT
             for number in range(event.num_hashes):
                 if hashes[event.first_hash + number] == event.parent:
-                    return layout.ANOTHER_WAY
+                    return layout.UNUSUAL_EVENT
             stream.last_block, stream.last_depth = row_at(held.segments, row).hash, depth_at(held.segments, row)
     block_bytes = stream.block_size * 4
     while stream.block_idx < event.num_hashes:
@@ -81,7 +81,7 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
 
 @helper
 def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> int:
-    """Release an event's blocks; those that name none are passed over. Return DONE or PAUSED."""
+    """Release an event's hashes, also those that name no block; return DONE or PAUSED."""
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
             return layout.PAUSED
@@ -97,7 +97,7 @@ def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: 
     if event.tier != 0:
         return layout.DONE
     if event.kind == layout.STORED and held.rank.counts_copies == 0:
-        stream.block_idx = max(stream.block_idx, event.num_hashes - held.rank.believed[group])
+        stream.block_idx = max(stream.block_idx, event.num_hashes - held.rank.num_trusted[group])
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
             return layout.PAUSED
@@ -113,7 +113,7 @@ def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: 
 
 @helper
 def _verdict(rank: Record, key: int) -> int:
-    """What is known of events like this one: 1 if they pass, OTHER_GROUPS or more, 0, or -1 if that is not known."""
+    """Return the verdict of a key (see `engine_layout`), -1 if it is not known."""
     for place in range(rank.num_verdicts):
         if rank.keys[place] == key:
             return np.int64(rank.passes[place])  # type: ignore[return-value]
@@ -121,19 +121,19 @@ def _verdict(rank: Record, key: int) -> int:
 
 
 @helper
-def _hand_over(stream: Record, events: Records) -> int:
-    """Tell where an event is, which is to be done in another way, and stand behind it."""
+def _stop_at_event(stream: Record, events: Records) -> int:
+    """Record where the current event is, which the caller must apply, and go past it; return UNUSUAL_EVENT."""
     stream.stop_start = events[stream.event_idx].start
     stream.event_idx += 1
     is_last = stream.event_idx == stream.num_checked
     stream.stop_end = stream.checked_end if is_last else events[stream.event_idx].start
     stream.block_idx = 0
-    return layout.ANOTHER_WAY
+    return layout.UNUSUAL_EVENT
 
 
 @helper
-def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tokens: Bytes) -> int:
-    """Do what is left of a checked message; return DONE, or why it stopped."""
+def _apply_events(held: Held, stream: Record, events: Records, hashes: Words, tokens: Bytes) -> int:
+    """Apply the rest of a checked message; return DONE, or why it stopped."""
     while stream.event_idx < stream.num_checked:
         event, passes, result = events[stream.event_idx], 0, layout.DONE
         is_stored = event.kind == layout.STORED
@@ -143,8 +143,8 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
         held.rank.is_offloading |= is_stored and event.tier != 0
         if event.kind == layout.IGNORED:
             stream.num_ignored += 1
-        elif event.kind == layout.UNUSUAL or held.rank.slot < 0 or has_other_size:
-            return _hand_over(stream, events)
+        elif event.kind == layout.UNUSUAL or has_other_size:
+            return _stop_at_event(stream, events)
         else:
             passes = _verdict(held.rank, event.key)
             if passes >= layout.OTHER_GROUPS:
@@ -153,14 +153,13 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
                 result = _store_event(held, stream, event, hashes, tokens)
             elif passes > 0:
                 result = _remove_event(held, stream, event, hashes)
-            if passes < 0 or result == layout.ANOTHER_WAY:
-                return _hand_over(stream, events)
+            if passes < 0 or result == layout.UNUSUAL_EVENT:
+                return _stop_at_event(stream, events)
             if result != layout.DONE:
                 return result
             stream.num_events += 1
             if is_sized:
                 stream.has_block_size = 1
-                stream.num_sized += 1
         stream.event_idx += 1
         stream.block_idx = 0
         if stream.budget <= 0 and stream.event_idx < stream.num_checked:
@@ -176,7 +175,7 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
         *(U64S, U64S),  # fingerprints
     )
 )
-def take_messages(
+def apply_messages(
     arrays: Arrays,
     streams: Records,
     data: Bytes,
@@ -190,16 +189,16 @@ def take_messages(
     sequences: Words,
     fingerprints: Words,
 ) -> int:
-    """Take messages of a block, from `message_idx` on, as long as their sequences go on from `expected`.
+    """Apply messages of a block, from `message_idx` on, as long as their sequences go on from `expected`.
 
-    Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are. `token_bytes`
-    is the memory of `tokens`. The rings of fingerprints have a power of two of places.
+    Return DONE, or why it stopped before. A call does about as much work as `max_bytes` of messages cost. `token_bytes`
+    is the memory of `tokens`. The length of `sequences` and `fingerprints`, a ring, is a power of two.
     """
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
     stream = streams[0]
     stream.budget = max_bytes
-    stream.num_batches = stream.num_events = stream.num_ignored = stream.num_sized = 0
+    stream.num_batches = stream.num_events = stream.num_ignored = 0
     while stream.message_idx < len(messages):
         message = messages[stream.message_idx]
         payload, num_bytes = message[PAYLOAD_START], message[PAYLOAD_BYTES]
@@ -211,12 +210,12 @@ def take_messages(
             if num_bytes > len(hashes):
                 return layout.TOO_LARGE
             if not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
-                return layout.WHOLE_MESSAGE
+                return layout.UNUSUAL_MESSAGE
             stream.is_checked, stream.event_idx, stream.block_idx = 1, 0, 0
             stream.budget -= num_bytes
         if stream.checked_rank != held.rank.number:
             return layout.OTHER_RANK
-        result = _take_events(held, stream, events, hashes, token_bytes)
+        result = _apply_events(held, stream, events, hashes, token_bytes)
         if result != layout.DONE:
             return result
         place = expected & (len(sequences) - 1)

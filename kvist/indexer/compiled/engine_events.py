@@ -1,7 +1,7 @@
-"""The checking pass over one message of an engine: what it says, read in full before anything is done.
+"""Parsing one message of an engine, in full before anything of it is applied.
 
-What is accepted here means the same to `kvist.events.dialects`; what is unusual, though well-formed, is left to it. An
-event is a map with its type among the keys, in any order, or an array in the dialect's order.
+Whatever is accepted here means the same to `kvist.events.dialects`; what is unusual, though well-formed, is left to
+that. An event is a map with its type among the keys, in any order, or an array in the dialect's order.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _read_number(event: Record, field: int, data: Bytes, at: int, end: int) -> i
 
 @helper
 def _read_lookahead(stream: Record, event: Record, data: Bytes, at: int, end: int, tokens: Tokens, count: int) -> int:
-    """Read the tokens behind each block, of which the first behind the last joins the event's others."""
+    """Read the tokens that follow each block; the first one behind the last block is added to the event's tokens."""
     if count != event.num_hashes or count == 0 or event.seen >> names.TOKEN_IDS & 1 == 0:
         return 0
     for _ in range(count):
@@ -95,7 +95,7 @@ def _read_lookahead(stream: Record, event: Record, data: Bytes, at: int, end: in
 def _read_array_field(
     stream: Record, event: Record, field: int, data: Bytes, at: int, end: int, hashes: Words, tokens: Tokens
 ) -> int:
-    """Read hashes, tokens, or extra keys that are none for any block; return their end, 0 for something else."""
+    """Read hashes, tokens, or extra keys that are empty for every block; return their end, 0 for anything else."""
     count, at = read_array(data, at, end)
     if at == 0:
         return 0
@@ -146,7 +146,7 @@ def _read_field(
         return at
     if field == names.LORA_NAME or field == names.CACHE_SALT:
         return at + 1 if byte_at(data, at) == _EMPTY_STR else 0
-    if field == names.SESSION:  # what is reported anew is not counted as a copy
+    if field == names.SESSION:  # a block that is reported anew is not one more copy
         is_report = names.number_of(data, at + 1, min(byte_at(data, at) - 0xA0, end - at - 1)) == names.REPORT
         return 0 if is_report else _skip_simple(data, at, end)
     if field == names.EXTRA_KEYS or field == names.LOOKAHEAD:
@@ -200,13 +200,13 @@ def _read_positions(
 
 @helper
 def _kind_of(event: Record) -> int:
-    """Say what a fully read event is, from the fields it had; note its tier, and what its verdict depends on."""
+    """Return the kind of an event whose fields are read; set its tier and the key of its verdict."""
     if event.locality == names.REMOTE:
         event.tier = 3
     if event.type == names.BLOCK_REMOVED and event.seen & _OF_ALL == _OF_ALL:
         event.key = event.group << 1 | 1
         return layout.REMOVED
-    # A store without tokens is about blocks that another tier holds.
+    # A store without tokens names blocks that another tier holds.
     if event.seen & _OF_STORED != _OF_STORED or event.num_tokens == 0:
         return layout.UNUSUAL
     window = event.window
@@ -237,10 +237,7 @@ def _check_event(stream: Record, event: Record, data: Bytes, at: int, end: int, 
 def check_message(
     stream: Record, data: Bytes, payload: int, num_bytes: int, events: Records, hashes: Words, tokens: Tokens
 ) -> bool:
-    """Read a whole message into the scratch, which has room for what a message of that size can hold.
-
-    False for one that is not ordinary.
-    """
+    """Parse a whole message into the scratch memory, which is large enough; return False if it is not ordinary."""
     end, num_fields = payload + num_bytes, byte_at(data, payload) - 0x90
     if num_bytes < 11 or num_fields < 2 or num_fields > 3:
         return False

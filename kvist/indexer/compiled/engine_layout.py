@@ -1,8 +1,8 @@
-"""What the engines' fast path keeps in memory, for those who compile it and those who own it.
+"""The memory layout of the engines' fast lane, for the compiled code and for the Python code that owns the memory.
 
-A *verdict* is what the window filter says of all events that have the same key: bit 0 set for a removal; from bit 1 on
-the group plus one, 0 where it is not said; from bit 32 on the window, 0 where it is UNKNOWN. It passes, or is of one of
-the rank's other groups (the verdict is then OTHER_GROUPS plus its number), or does not count.
+A *verdict* is what the window filter decides for all events that have the same key: 1 if they pass, OTHER_GROUPS plus
+a number if they are of one of the rank's other groups, 0 if they are dropped. A key has bit 0 set for a removal; from
+bit 1 on the group plus one, 0 for none; from bit 32 on the window, 0 for UNKNOWN.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SLICE_BLOCKS, NUM_VERDICTS, MIN_EVENT_BYTES = 256, 128, 8
 STREAM = np.dtype(
     [
         ("block_size", "i8"),
-        ("default_rank", "i8"),  # of a batch that names none
-        ("has_block_size", "i8"),  # whether any event had blocks of ours
+        ("default_rank", "i8"),  # of batches that name none
+        ("has_block_size", "i8"),  # whether any event had blocks of our size
         ("field_order", "u1", (2, MAX_FIELDS)),  # of events that are arrays: stored, removed
-        # Where it stands: the message, whether it is checked, the event, and of that the block.
+        # The position: the message, whether it is checked, the event, and the block in the event.
         *integers("message_idx is_checked event_idx block_idx"),
         ("last_block", "u8"),  # hash and depth of the block before
         ("last_depth", "i8"),
-        ("budget", "i8"),  # what it may still do in this call
-        # What it counts in a call: batches, events, events that are never indexed, events with blocks of our size.
-        *integers("num_batches num_events num_ignored num_sized"),
+        ("budget", "i8"),  # work left in this call, in bytes
+        # Counted in a call: batches, events, events that are never indexed.
+        *integers("num_batches num_events num_ignored"),
         ("timestamp_s", "f8"),  # of the last message
-        *integers("stop_start stop_end"),  # the bytes of the event before which it stopped, if for one
-        # The message that was checked: its events, hashes and tokens stand in the scratch.
+        *integers("stop_start stop_end"),  # the bytes of the event at which the call stopped, if UNUSUAL_EVENT
+        # The message that was checked: its events, hashes and tokens are in the scratch memory.
         *integers("num_checked num_hashes num_tokens checked_rank checked_end"),
         ("chain", "u8", SLICE_BLOCKS),  # the canonical hashes of a slice's blocks
     ],
@@ -49,10 +49,10 @@ EVENT = np.dtype(
         ("tier", "i8"),
         ("key", "i8"),  # of its verdict
         *integers("first_hash num_hashes first_token num_tokens block_size"),
-        ("has_lookahead", "i8"),  # whether a token more follows, that of the last block's name
+        ("has_lookahead", "i8"),  # whether one more token follows, which the last block's hash includes
         ("has_parent", "i8"),
         ("parent", "u8"),
-        # While it is read: the fields seen, by bit, and what they say.
+        # While the event is read: the fields seen, one bit each, and their values.
         *integers("seen type spec_kind window group locality"),
     ],
     align=True,
@@ -62,24 +62,24 @@ EVENT = np.dtype(
 RANK = np.dtype(
     [
         ("number", "i8"),
-        ("slot", "i8"),  # -1 of a rank that nobody knows
+        ("slot", "i8"),  # in the index
         ("companion", "i8"),  # slot that holds what all other groups of a kind do; see `kvist.radix.compiled.layout`
-        ("is_offloading", "i8"),  # whether it ever stored anything beside the GPU
-        ("counts_copies", "i8"),  # whether what is held and stored again has one more copy
-        ("num_groups", "i8"),  # others
+        ("is_offloading", "i8"),  # whether it ever stored a block in another tier than the GPU
+        ("counts_copies", "i8"),  # whether a block that is stored again is one more copy
+        ("num_groups", "i8"),  # beside the published one
         ("num_kinds", "i8"),
         ("kinds", "i8", MAX_OTHER_GROUPS),  # of each group
-        ("believed", "i8", MAX_OTHER_GROUPS),  # so many blocks at the end of a report that need not be of new ones
+        ("num_trusted", "i8", MAX_OTHER_GROUPS),  # by group: blocks at the end of a store that count if copies do not
         ("num_verdicts", "i8"),
         ("keys", "i8", NUM_VERDICTS),
         ("passes", "u1", NUM_VERDICTS),
     ],
     align=True,
 )
-"""A rank of a stream, and the verdicts that its filter, as it is, has given."""
+"""A rank of a stream, and the verdicts of its filter in the present state."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, ANOTHER_WAY, OTHER_RANK, TOO_LARGE = range(7)
+DONE, PAUSED, NOT_NEXT, UNUSUAL_MESSAGE, UNUSUAL_EVENT, OTHER_RANK, TOO_LARGE = range(7)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof

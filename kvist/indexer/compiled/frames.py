@@ -19,7 +19,7 @@ _SHORT_HEADER, _LONG_HEADER, _SEQUENCE_FRAME = 2, 9, 10
 
 @helper
 def _body_bytes(data: Bytes, at: int, end: int, flags: int, max_bytes: int) -> int:
-    """Length of the body of a frame with these flags, or minus the reason (less one) why it is none or too long."""
+    """Return the length of the body of a frame with these flags, or `-1 - reason` if it has others or is too long."""
     if at >= end:
         return -1 - _NEED_MORE
     num_bytes = -1

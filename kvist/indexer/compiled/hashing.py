@@ -1,8 +1,8 @@
-"""Block hashes: XXH3-64 with a seed, of any number of bytes, and the chain of a prompt's blocks.
+"""Block hashes: XXH3-64 with a seed, of four bytes or more, and the chain of a prompt's blocks.
 
 XXH3 is written from its part of the xxHash specification (doc/xxhash_spec.md of the xxHash project, version 0.2), and
-equal to the `xxhash` package: short inputs are mixed by their length's own formula; beyond 240 bytes eight lanes take
-64 bytes at a time. The rule of the chain is that of `kvist.events.hashing`.
+equal to the `xxhash` package: there is a formula for each range of lengths up to 240 bytes; beyond that, eight lanes
+take 64 bytes at a time. The rule of the chain is that of `kvist.events.hashing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECRET = bytes.fromhex(
 
 
 def _word(offset: int) -> np.uint64:
-    """Eight bytes of the secret."""
+    """Return eight bytes of the secret."""
     return np.uint64(int.from_bytes(_SECRET[offset : offset + 8], "little"))
 
 
@@ -40,12 +40,10 @@ _FIRST_LANES = np.array(
     np.uint64,
 )
 _MX_1, _MX_2 = np.uint64(0x1656_6791_9E37_79F9), np.uint64(0x9FB2_1C65_1E98_DF25)
-_FOR_0 = _word(56) ^ _word(64)
-_FOR_1_TO_3 = (_word(0) ^ _word(4)) & np.uint64(0xFFFF_FFFF)
 _FOR_4_TO_8 = _word(8) ^ _word(16)
 _FOR_9_TO_16_LOW, _FOR_9_TO_16_HIGH = _word(24) ^ _word(32), _word(40) ^ _word(48)
-_U0, _U8, _U15, _U24, _U28, _U29, _U32, _U33, _U35, _U37, _U40, _U47, _U49, _U64 = (
-    np.uint64(n) for n in (0, 8, 15, 24, 28, 29, 32, 33, 35, 37, 40, 47, 49, 64)
+_U0, _U8, _U15, _U24, _U28, _U32, _U35, _U37, _U40, _U47, _U49, _U64 = (
+    np.uint64(n) for n in (0, 8, 15, 24, 28, 32, 35, 37, 40, 47, 49, 64)
 )
 _LOW = np.uint64(0xFFFF_FFFF)
 _STRIPE_BYTES, _STRIPES_A_BLOCK = 64, 16
@@ -58,22 +56,10 @@ def _avalanche(h: np.uint64) -> np.uint64:
     return h ^ (h >> _U32)
 
 
-@inlined
-def _avalanche_xxh64(h: np.uint64) -> np.uint64:
-    h = (h ^ (h >> _U33)) * _PRIME_2
-    h = (h ^ (h >> _U29)) * _PRIME_3
-    return h ^ (h >> _U32)
-
-
 @helper
 def _hash_to_8(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
-    """Hash 0 to 8 bytes."""
-    if num_bytes == 0:
-        return _avalanche_xxh64(seed ^ _FOR_0)
+    """Hash 4 to 8 bytes."""
     end, length = start + num_bytes, np.uint64(num_bytes)
-    if num_bytes < 4:
-        first, middle, last = byte_at(data, start), byte_at(data, start + (num_bytes >> 1)), byte_at(data, end - 1)
-        return _avalanche_xxh64(np.uint64(first << 16 | middle << 24 | last | num_bytes << 8) ^ (_FOR_1_TO_3 + seed))
     first_half = last_half = _U0
     for index in range(4):
         first_half |= np.uint64(byte_at(data, start + index) << 8 * index)
@@ -122,7 +108,7 @@ def _hash_to_240(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np
 
 @inlined
 def _secret_at(offset: int, seed: np.uint64) -> np.uint64:
-    """Return the word of the seeded secret from a byte on: of the secret's own words every other has the seed added."""
+    """Return the word at an offset of the seeded secret, in which the seed is added to every other word."""
     first, shift = offset & ~7, np.uint64((offset & 7) * 8)
     one: np.uint64 = _WORDS[np.uint64(first)] + (_U0 - seed if first & 8 else seed)
     if shift == _U0:
@@ -140,7 +126,7 @@ def _mix_lane(mixed: np.uint64, lane: int, data: Bytes, at: int, secret: int, se
 
 @helper
 def _hash_long(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
-    """Hash more than 240 bytes: one lane after the other, so that nothing is stored on the way."""
+    """Hash more than 240 bytes, one lane after the other, so that the lanes need no memory."""
     h, before = np.uint64(num_bytes) * _PRIME_1, _U0
     for lane in range(8):
         mixed = _FIRST_LANES[lane]
@@ -159,7 +145,7 @@ def _hash_long(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.u
 
 @helper
 def xxh3_64(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
-    """Return XXH3-64 of some bytes; reads nothing beyond them."""
+    """Return XXH3-64 of four bytes or more; reads nothing beyond them."""
     if num_bytes > 240:
         return _hash_long(data, start, num_bytes, seed)
     if num_bytes > 16:

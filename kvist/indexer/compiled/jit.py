@@ -1,4 +1,4 @@
-"""How the indexer's functions are compiled: those that Python calls at once, others with the first that calls them."""
+"""Decorators of the indexer's compiled functions: `jit` if Python calls them, otherwise `helper` or `inlined`."""
 
 # mypy: disable-error-code="no-untyped-call"
 # Numba has few types.
@@ -27,7 +27,7 @@ jit = jit_for(*INDEXER_SOURCES)
 
 
 def inlined(function: _Function) -> _Function:
-    """Put a small function into each of its callers: an array is seven arguments, of which LLVM would be shy."""
+    """Inline a small function into each caller: LLVM would not, as an array is seven arguments."""
     options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled: Any = numba.njit(forceinline=True, **options)(function)
     return compiled  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from kvist.indexer.compiled.jit import BYTES, U32S, jit
 from kvist.indexer.compiled.words import Bytes, byte_at
 
 MARK = secrets.randbits(31)
-"""What stands in the place of token ids that were read; nobody outside knows it."""
+"""Stands in the place of token ids that were read; a secret, so that no client can send it."""
 _SPACES, _COMMA, _ZERO = tuple(b" \t\r\n"), ord(","), ord("0")
 _LAST = 2**32 - 1
 

@@ -1,6 +1,6 @@
-"""Reading msgpack without trusting it: every length is checked against the end before it is believed.
+"""Reading msgpack from outside: every length is checked against the end before it is used.
 
-Functions return where the value ends, or 0 for what they do not read: their caller then skips it or gives up. Up to
+Functions return where the value ends, or 0 for what they do not read: the caller then skips it or gives up. Up to
 512 bytes beyond the end may be loaded, never used. **Trap:** a byte and a count are int64, a word is a uint64.
 """
 

@@ -1,6 +1,6 @@
 """The words of engines' events, found by a perfect hash: keys, event types, media and kinds of cache.
 
-A word's number says what it stands for; keys are fields, in whatever order an engine sends them.
+Each word has a number. A key is a field, and an engine sends fields in any order.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvist.indexer.compiled.jit import helper, inlined
 from kvist.indexer.compiled.words import Bytes, word_at
 from kvist.radix.compiled.jit import signed
 
-# Fields; 0 is one that nobody needs.
+# Fields; 0 is a field that is not read.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)
 EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY, LOOKAHEAD, SESSION = range(9, 17)
-# Values: types, tiers from `TIERS` on, what a kind of cache says of the window, localities.
+# Values: event types, tiers from `TIERS` on, kinds of cache by their window, localities.
 BLOCK_STORED, BLOCK_REMOVED = 32, 33
 TIERS = 36
 FULL_KIND, OTHER_KIND, STATE_KIND, NEVER_INDEXED = 40, 41, 42, 43
@@ -69,7 +69,7 @@ _U58, _U64_MAX = np.uint64(58), np.uint64((1 << 64) - 1)
 
 
 def _words() -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """The words by place: as four times eight bytes, their lengths, their numbers."""
+    """Return the words by place, each as four times eight bytes, and their lengths and numbers."""
     texts, lengths, numbers = np.zeros((64, 4), np.uint64), np.zeros(64, np.int64), np.zeros(64, np.int64)
     for word, number in (FIELDS | _VALUES).items():
         text = np.frombuffer(word.encode().ljust(32, b"\0"), np.uint64)
@@ -85,7 +85,7 @@ with np.errstate(over="ignore"):
 
 @inlined
 def _first_bytes(num_bytes: int) -> np.uint64:
-    """Mask of the first bytes of a word, 1 to 8 of them."""
+    """Return a mask of the first 1 to 8 bytes of a word."""
     return _U64_MAX >> np.uint64(64 - 8 * num_bytes)
 
 

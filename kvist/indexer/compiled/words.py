@@ -1,4 +1,4 @@
-"""Words out of a buffer of bytes: what is written as eight loads of a byte, LLVM makes one of a word."""
+"""Reading words from a buffer of bytes: LLVM makes one load of the eight that are written here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOW = np.uint64(0xFFFF_FFFF)
 
 @inlined
 def byte_at(data: Bytes, at: int) -> int:
-    """Return a byte; the index, which is not negative, is not looked at as if it might be."""
+    """Return a byte; `at` must not be negative, as nothing checks it."""
     return signed(data[np.uint64(at)])
 
 

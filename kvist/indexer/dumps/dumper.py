@@ -1,4 +1,4 @@
-"""A dump of indexes, each as it is at one moment: at the receiver's pace, in constant memory, while events go on."""
+"""Writing a dump of indexes, each as of one moment: at the receiver's pace, in constant memory, while events go on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.format import VERSION, DumpHead, DumpWriter, NamespaceHead, StreamState
-from kvist.indexer.residency import Names
+from kvist.indexer.engine_rank import Names
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 
 BLOCKS_AT_ONCE, ROWS_PER_FRAME = 4096, 1 << 16
-SETTLE_S = 5.0
-"""How long is waited for answers that are taken just now: their streams would be left out."""
-_LOOK_S = 0.02
+ANSWER_TIMEOUT_S = 5.0
+"""How long to wait for answers that are being applied: their streams' progress would be left out."""
+_POLL_S = 0.02
 
 
 class Namespaced(Protocol):
-    """An index, what it is about, and who feeds it."""
+    """An index with its namespace and the indexer that feeds it."""
 
     @property
     def namespace(self) -> tuple[str, str]:
@@ -35,11 +35,11 @@ class Namespaced(Protocol):
     def indexer(self) -> Indexer: ...
 
     def endpoint_of(self, source: Source) -> str:
-        """Return the URL that was given for a stream that is followed."""
+        """Return the URL as it was given for a stream that is followed."""
 
 
 class Dumper:
-    """Makes dumps, one at a time: each holds on to a moment of an index, of which what changes is kept twice."""
+    """Writes dumps, one at a time: while one is open, each index keeps the changed rows of its moment as well."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -49,12 +49,12 @@ class Dumper:
         return self._turn.locked()
 
     async def dump(self, indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Hand all that the indexes hold to `write`, once no other dump is under way; raises what `write` raises."""
+        """Pass all that the indexes hold to `write`, after any dump that is under way; raises what `write` raises."""
         async with self._turn:
             writer = DumpWriter()
             await write(writer.frame(DumpHead(VERSION)))
             for each in [*indexes]:
-                await _settled(each.indexer)
+                await _wait_for_answers(each.indexer)
                 with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
                     await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
                     for rank, names in _names_of(each.indexer):
@@ -67,21 +67,21 @@ class Dumper:
             await write(writer.end())
 
 
-async def _settled(indexer: Indexer) -> None:
-    """Wait, not for ever, until no answer is taken bit by bit."""
+async def _wait_for_answers(indexer: Indexer) -> None:
+    """Wait until no answer is being applied, for `ANSWER_TIMEOUT_S` at most."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(SETTLE_S):
-            while any(source.is_taking_answer for source in indexer.sources):  # noqa: ASYNC110 - too many to tell
-                await asyncio.sleep(_LOOK_S)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while any(source.is_applying_answer for source in indexer.sources):  # noqa: ASYNC110 - too many for an event each
+                await asyncio.sleep(_POLL_S)
 
 
 def _names_of(indexer: Indexer) -> Iterator[tuple[WorkerRank, Names]]:
-    """Yield what engine hashes name now, which may be later than the snapshot.
+    """Yield the engines' hashes and their blocks as of now, which may be later than the snapshot.
 
-    A block that is without a name by now was removed since: whoever takes over from here will hear so.
+    A block that has lost its name since was removed; whoever loads the dump receives that event, too.
     """
     for source in indexer.sources + indexer.parked:
-        for rank, names in source.engine.names() if source.engine is not None else ():
+        for rank, names in source.engine.dump_names() if source.engine is not None else ():
             yield WorkerRank(source.worker, rank), names
 
 
@@ -93,7 +93,7 @@ def _head_of(each: Namespaced) -> NamespaceHead:
 
 
 def _state_of(source: Source, endpoint: str) -> StreamState | None:
-    """Return a stream as it is kept; one that has told of no blocks yet is not."""
+    """Return a stream's state for the dump, None if its block size is not known yet."""
     if source.block_size is None:
         return None
     has_login = source.url != source.public_url

@@ -1,6 +1,6 @@
-"""The bytes of a dump: frames of msgpack, each behind its length, which end with a count and a checksum.
+"""The bytes of a dump: frames of msgpack, each behind its length; the last has a count and a checksum.
 
-docs/index-service.md specifies them. Reading trusts nothing: what a frame says is checked before compiled code sees it.
+docs/index-service.md specifies them. A dump is not trusted: each frame is checked before compiled code reads it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import Rank, RankOrCompanion, Tier
-from kvist.indexer.progress import Progress
-from kvist.indexer.residency import Names
+from kvist.indexer.engine_rank import Names
+from kvist.indexer.source import Progress
 from kvist.radix import Residencies
 
 FORMAT: Final = "kvist-index-dump"
@@ -35,7 +35,7 @@ class DumpHead(msgspec.Struct, tag=FORMAT, array_like=True, frozen=True):
 
 
 class StreamState(msgspec.Struct, array_like=True, frozen=True):
-    """A stream and, unless nothing of it can be trusted, how far it was followed. URLs are without logins."""
+    """A stream and how far it was followed, None if none of its blocks can be trusted. URLs are without logins."""
 
     worker: str
     rank: Rank
@@ -44,15 +44,15 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     """The URL as it was given, and `url` as it is followed, with a replay port or without."""
     url: str
     has_login: bool
-    """Whether the URLs are not all there is to know to follow it."""
+    """Whether a login is needed as well to follow it."""
     block_size: Annotated[int, Meta(ge=1, le=65536)]
     progress: Progress | None
 
 
 class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=True):
-    """What all frames up to the next of these are about; the blocks are those held at this moment of the streams.
+    """The namespace of all frames up to the next head; its blocks are those held at this moment of the streams.
 
-    A router's one index is of no model and no group.
+    A router's one index has an empty model name and group.
     """
 
     model_name: str
@@ -61,7 +61,7 @@ class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=Tru
 
 
 class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """`Residencies`: little-endian u64 and u32 side by side; a rank, or companion, is its worker and its number."""
+    """`Residencies` as arrays of little-endian u64 and u32; a rank, or companion, is its worker and its number."""
 
     ranks: list[tuple[str, RankOrCompanion]]
     hashes: bytes
@@ -70,7 +70,7 @@ class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
 
 
 class NamesFrame(msgspec.Struct, tag="names", array_like=True, frozen=True):
-    """What hashes of a stock engine's own name in a tier of a rank: little-endian u64 side by side, and blocks."""
+    """A stock engine's hashes in a tier of a rank, and the blocks they name: arrays of little-endian u64."""
 
     worker: str
     rank: Rank
@@ -94,7 +94,7 @@ _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 class DumpWriter:
-    """Makes the frames of one dump, in order."""
+    """Encodes the frames of one dump, in order."""
 
     def __init__(self) -> None:
         self._digest = xxh3_64()
@@ -123,10 +123,10 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Turns pieces of any size back into frames; raises MalformedMessageError for what is no dump, or cut short."""
+    """Decodes pieces of any size into frames; raises MalformedMessageError for what is no dump, or is cut short."""
 
     def __init__(self, source: str) -> None:
-        """`source` stands for where the dump is from in errors."""
+        """`source` names the dump in errors."""
         self._source = source
         self._buffer = bytearray()
         self._digest = xxh3_64()
@@ -135,7 +135,7 @@ class DumpReader:
         self.is_complete = False
 
     def feed(self, piece: bytes) -> list[Frame]:
-        """Return the frames that are whole now."""
+        """Add a piece; return the frames that it completes."""
         self._buffer += piece
         frames, start = [], 0
         while (end := self._frame_end(start)) is not None:
@@ -145,7 +145,7 @@ class DumpReader:
         return frames
 
     def close(self) -> None:
-        """Raise MalformedMessageError unless the last frame was there, with nothing behind it."""
+        """Raise MalformedMessageError unless the dump ended with its last frame and nothing behind it."""
         if not self.is_complete or self._buffer:
             raise self._malformed(f"cut short after {self._num_frames} frames")
 
@@ -187,7 +187,7 @@ class DumpReader:
 
 
 def residencies_of(blocks: Blocks, source: str) -> Residencies:
-    """Return what a frame says is held; raises MalformedMessageError unless its parts fit each other."""
+    """Return a frame's residencies; raises MalformedMessageError unless its parts fit each other."""
     hashes, depths, members = _array(blocks.hashes, _U64), _array(blocks.depths, _U32), _array(blocks.members, _U32)
     if not len(hashes) == len(depths) == len(members) or (members >> 4 >= len(blocks.ranks)).any():
         raise MalformedMessageError(source, "dump: the parts of a frame of blocks do not fit each other")

@@ -1,7 +1,7 @@
-"""A folder in which an index outlives its process: saved now and then, loaded at start, and then to be proven.
+"""Keeping indexes in a folder: saved now and then, loaded at start, counted once their streams prove to continue.
 
-The file is a dump. It is written beside the old one and takes its place when it is whole and on disk, so that a process
-that is killed leaves one or the other. It is read twice: to see that it is whole, and bit by bit into the index.
+The file is a dump. It is written beside the old one and replaces it when it is whole and on disk, so that a process
+that is killed leaves one or the other. It is read twice: to check that it is whole, and piece by piece into the index.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvist.indexer.source import Source
 _logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""How long what was loaded for a stream waits for that stream to be followed again."""
+"""How long a loaded stream waits to be followed again."""
 LAST_SAVE_TIMEOUT_S = 20.0
-"""How long the save of a service that stops may take; beyond it the one before stays."""
+"""How long the last save of a service that stops may take; otherwise the save before it stays."""
 _WATCH_S = 0.25
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StateStatistics:
-    """How keeping goes: what became of what was loaded, and saves; None for what has not happened yet."""
+    """What became of the loaded streams, and how saving goes; None for what has not happened yet."""
 
     is_loaded: bool
     fates: Mapping[str, int]
-    """How many streams were "loaded"; "proven" ones go on from where they were, "cleared" ones did not, or it could not
-    be proven; "waiting" ones are not followed yet, "dropped" ones no longer, or were not for too long."""
+    """How many streams were "loaded"; "proven" ones continued, "cleared" ones did not, or it could not be proven;
+    "waiting" ones are not followed yet; "dropped" ones are no longer followed, or were not within `MAX_WAIT_S`."""
     num_saves: int
     num_failures: int
     failure: str | None
@@ -53,11 +53,12 @@ class StateStatistics:
 
     @property
     def is_proven(self) -> bool:
-        """Return whether nothing of what was loaded is still to be proven."""
+        """Return whether the fate of every loaded stream is known."""
         num_settled = sum(self.fates[fate] for fate in ("proven", "cleared", "dropped"))
         return self.is_loaded and num_settled == self.fates["loaded"]
 
     def described(self) -> dict[str, object]:
+        """Return the statistics as the health page has them."""
         return {
             "is_proven": self.is_proven,
             "streams": self.fates,
@@ -83,7 +84,7 @@ class StateStatistics:
 
 
 class StateKeeper:
-    """Keeps indexes in a folder that it has for itself while its context is open; a failing disk stops nothing."""
+    """Keeps indexes in a folder, which is its own while its context is open; a failing disk stops nothing."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class StateKeeper:
         dumper: Dumper,
         now_s: Callable[[], float],
     ) -> None:
-        """Keep what `indexes` returns in the file `name`.state, and save it every `interval_s` if it has changed."""
+        """Keep the indexes that `indexes` returns in the file `name`.state; save them every `interval_s` if changed."""
         self._folder = folder
         self._path = folder / f"{name}.state"
         self._interval_s = interval_s
@@ -113,7 +114,7 @@ class StateKeeper:
         self._saving = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        """Lock the folder; raises InvalidValueError, naming the process that has it, or why it cannot be used."""
+        """Lock the folder; raises InvalidValueError with the process that has it, or why it cannot be used."""
         async with AsyncExitStack() as exits:
             exits.enter_context(exclusive_folder("state_dir", self._folder))
             group = await exits.enter_async_context(asyncio.TaskGroup())
@@ -123,22 +124,26 @@ class StateKeeper:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Unlock the folder; `stop` comes before, while the indexes are still fed."""
+        """Unlock the folder; call `stop` before, while the indexes are still fed."""
         await self._exits.__aexit__(None, None, None)
 
     async def load(
         self, destination: Destination, follow: Callable[[NamespaceHead], Awaitable[None]] | None = None
     ) -> None:
-        """Put what was saved into indexes, after `follow` for each of them; before `begin`.
+        """Load the saved indexes, after awaiting `follow` for each of them; call it before `start`.
 
-        What is damaged is logged and set aside, and nothing of it loaded.
+        A damaged file is logged and set aside, and nothing of it loaded.
         """
         started_s = self._now_s()
         try:
             for head in await asyncio.to_thread(self._read_heads):
                 if follow is not None:
                     await follow(head)
-            await self._take_over(destination)
+            takeover = Takeover(destination, str(self._path), is_old=True)
+            async with aclosing(self._pieces()) as pieces:
+                await takeover.read(pieces)
+            self._unproven = [source for _, source in takeover.sources]
+            self._fates["loaded"] = len(self._unproven)
         except FileNotFoundError:
             _logger.info("no state to start from path=%s", self._path)
         except (MalformedMessageError, OSError) as error:
@@ -148,15 +153,15 @@ class StateKeeper:
             _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._fates["loaded"], seconds)
         self._saved = self._positions()
 
-    def begin(self) -> None:
-        """Begin to save, and to watch what was loaded."""
+    def start(self) -> None:
+        """Start to save, and to watch the loaded streams."""
         self._tasks = [
-            self._group.create_task(self._watch(), name="kvist-state-watch"),
+            self._group.create_task(self._watch_loaded(), name="kvist-state-watch"),
             self._group.create_task(self._save_regularly(), name="kvist-state-save"),
         ]
 
     async def stop(self) -> None:
-        """Save a last time what has changed, within `LAST_SAVE_TIMEOUT_S`; nothing if nothing was loaded yet."""
+        """Save a last time if anything has changed, within `LAST_SAVE_TIMEOUT_S`; does nothing before `start`."""
         is_loaded = bool(self._tasks)
         self._cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -168,7 +173,7 @@ class StateKeeper:
                 _logger.error("state not saved: no time left path=%s timeout_s=%g", self._path, LAST_SAVE_TIMEOUT_S)
 
     async def save(self) -> None:
-        """Save if anything has changed; what goes wrong is logged and counted, and what was saved before stays."""
+        """Save if anything has changed; a failure is logged and counted, and the save before stays."""
         async with self._saving:
             positions = self._positions()
             if positions == self._saved:
@@ -198,7 +203,7 @@ class StateKeeper:
         )
 
     def _read_heads(self) -> list[NamespaceHead]:
-        """Return what the file is about; raises MalformedMessageError or OSError unless all of it is there."""
+        """Return the heads of the file's namespaces; raises MalformedMessageError or OSError unless it is whole."""
         reader = DumpReader(str(self._path))
         heads = []
         with self._path.open("rb") as file:
@@ -207,27 +212,20 @@ class StateKeeper:
         reader.close()
         return heads
 
-    async def _take_over(self, destination: Destination) -> None:
-        takeover = Takeover(destination, str(self._path), is_old=True)
-        async with aclosing(self._pieces()) as pieces:
-            await takeover.read(pieces)
-        self._unproven = [source for _, source in takeover.sources]
-        self._fates["loaded"] = len(self._unproven)
-
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         with self._path.open("rb") as file:
             while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
                 yield piece
 
-    async def _watch(self) -> None:
-        """Note which streams are proven, and forget those that are not followed within `MAX_WAIT_S`."""
+    async def _watch_loaded(self) -> None:
+        """Record the fate of each loaded stream, and drop those that are not followed within `MAX_WAIT_S`."""
         give_up_s = self._now_s() + MAX_WAIT_S
         while self._unproven:
             await asyncio.sleep(_WATCH_S)
             indexers = [each.indexer for each in self._indexes()]
             if self._now_s() >= give_up_s:
                 for indexer in indexers:
-                    indexer.forget_parked()
+                    indexer.drop_parked()
             parked = {source for indexer in indexers for source in indexer.parked}
             followed = {source for indexer in indexers for source in indexer.sources}
             self._unproven = [each for each in self._unproven if each in parked or not self._is_settled(each, followed)]
@@ -236,7 +234,7 @@ class StateKeeper:
             _logger.info(text, *(self._fates[fate] for fate in ("proven", "cleared", "dropped")))
 
     def _is_settled(self, source: Source, followed: AbstractSet[Source]) -> bool:
-        """Return whether a stream that waits no longer is to be watched no longer; if so, count what became of it."""
+        """Return whether the fate of a stream that no longer waits is known; if so, count it."""
         if source not in followed:
             self._fates["dropped"] += 1
         elif source.has_lost:
@@ -263,7 +261,7 @@ class StateKeeper:
         return file.size_bytes
 
     def _positions(self) -> object:
-        """Return what is another value once a stream came, went, or was followed further."""
+        """Return a value that changes when a stream comes, goes, or is followed further."""
         return [
             (each.namespace, source.worker, source.url, source.positions)
             for each in self._indexes()

@@ -1,4 +1,4 @@
-"""Taking a dump into indexes of our own, frame by frame, no more of it than our streams can go on with."""
+"""Loading a dump into our indexes, frame by frame: only the blocks of streams that can continue here."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from kvist.indexer.dumps.format import (
     names_of,
     residencies_of,
 )
-from kvist.indexer.engine import EngineFollower
-from kvist.indexer.progress import EngineProgress
-from kvist.indexer.residency import Names
+from kvist.indexer.engine import EngineFollower, EngineProgress
+from kvist.indexer.engine_rank import Names
 from kvist.indexer.source import Source
 from kvist.radix import Residencies
 
@@ -36,51 +35,52 @@ class Destination(Protocol):
     """Where a dump goes."""
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
-        """Return where a namespace's blocks go, None for nowhere."""
+        """Return the index that a namespace's blocks go to, None to skip them."""
 
     def resume(self, into: Namespaced, state: StreamState) -> Source | None:
-        """Return who goes on with a stream of a namespace, from its progress on; None for nobody."""
+        """Return the source that continues a stream from its progress, None if there is none."""
 
 
 @dataclass(slots=True)
-class _Part:
-    """The namespace that frames are about: ranks to take over, of stock engines only what has a name."""
+class _NamespaceLoad:
+    """The namespace that the frames belong to, and what to load: of stock engines' ranks only named blocks."""
 
     into: Namespaced
     ranks: set[WorkerRank] = field(default_factory=set)
     engines: dict[WorkerRank, EngineFollower] = field(default_factory=dict)
     frames: defaultdict[tuple[WorkerRank, Tier], list[Names]] = field(default_factory=lambda: defaultdict(list))
     names: dict[tuple[WorkerRank, Tier], Names] = field(default_factory=dict)
-    """Those of `frames`, ordered by block."""
+    """The names in `frames`, sorted by block; moved here when the first blocks come."""
 
 
 class Takeover:
-    """Takes the frames of one dump; `sources` are those that go on with it, to be forgotten if it is cut short."""
+    """Loads the frames of one dump; `sources` are those that continue from it, reset again if it is cut short."""
 
     def __init__(self, destination: Destination, origin: str, *, is_old: bool = False) -> None:
-        """Take what `destination` has a place for; `origin` stands for the dump in errors.
+        """Load what `destination` accepts; `origin` names the dump in errors.
 
-        An old one is of some time ago: only a replay can tell that a stock engine is still the same process.
+        `is_old`: the dump was made some time ago, so that only a replay can tell whether a stock engine is the same
+        process.
         """
         self._destination = destination
         self._origin = origin
         self._is_old = is_old
-        self._part: _Part | None = None
+        self._current: _NamespaceLoad | None = None
         self.sources: list[tuple[Namespaced, Source]] = []
 
-    def take(self, frame: Frame) -> None:
-        """Take the next frame; raises MalformedMessageError."""
+    def load_frame(self, frame: Frame) -> None:
+        """Load the next frame; raises MalformedMessageError."""
         if isinstance(frame, NamespaceHead):
-            self._part = self._begin(frame)
-        elif self._part is not None and isinstance(frame, NamesFrame):
+            self._current = self._open_namespace(frame)
+        elif self._current is not None and isinstance(frame, NamesFrame):
             rank = WorkerRank(frame.worker, frame.rank)
-            if rank in self._part.engines:
-                self._part.frames[rank, frame.tier].append(names_of(frame, self._origin))
-        elif self._part is not None and isinstance(frame, Blocks):
-            self._restore(self._part, residencies_of(frame, self._origin))
+            if rank in self._current.engines:
+                self._current.frames[rank, frame.tier].append(names_of(frame, self._origin))
+        elif self._current is not None and isinstance(frame, Blocks):
+            self._load_blocks(self._current, residencies_of(frame, self._origin))
 
     async def read(self, pieces: AsyncIterable[bytes]) -> None:
-        """Take a dump to its end, giving way after each frame; if that fails, all that was taken is forgotten.
+        """Load a dump to its end, yielding to the event loop after each frame; after a failure nothing stays loaded.
 
         Raises MalformedMessageError, and what the pieces raise.
         """
@@ -88,49 +88,43 @@ class Takeover:
         try:
             async for piece in pieces:
                 for frame in reader.feed(piece):
-                    self.take(frame)
+                    self.load_frame(frame)
                     await asyncio.sleep(0)
             reader.close()
         except BaseException:
-            self.undo()
+            for into, source in self.sources:
+                into.indexer.undo_resume(source.worker)
             raise
 
-    def undo(self) -> None:
-        for into, source in self.sources:
-            into.indexer.forget(source.worker)
-
-    def _begin(self, head: NamespaceHead) -> _Part | None:
+    def _open_namespace(self, head: NamespaceHead) -> _NamespaceLoad | None:
         into = self._destination.find(head)
         if into is None:
             return None
-        part = _Part(into)
-        for state in map(self._aged, head.streams):
+        load = _NamespaceLoad(into)
+        for state in head.streams:
+            if self._is_old and isinstance(state.progress, EngineProgress):
+                state = replace(state, progress=replace(state.progress, is_in_doubt=True))
             source = None if state.progress is None else self._destination.resume(into, state)
             if state.progress is not None and source is not None:
                 self.sources.append((into, source))
                 ranks = [WorkerRank(state.worker, each.rank) for each in state.progress.ranks]
                 if source.engine is None:
-                    part.ranks.update(ranks)
+                    load.ranks.update(ranks)
                 else:
-                    part.engines.update(dict.fromkeys(ranks, source.engine))
-        return part
+                    load.engines.update(dict.fromkeys(ranks, source.engine))
+        return load
 
-    def _aged(self, state: StreamState) -> StreamState:
-        if not self._is_old or not isinstance(state.progress, EngineProgress):
-            return state
-        return replace(state, progress=replace(state.progress, is_in_doubt=True))
-
-    def _restore(self, part: _Part, held: Residencies) -> None:
-        for where in [*part.frames]:
-            part.names[where] = _ordered(part.frames.pop(where))
-        held, named = _select(held, part.ranks, part.names)
-        part.into.index.restore(held)
+    def _load_blocks(self, load: _NamespaceLoad, held: Residencies) -> None:
+        for where in [*load.frames]:
+            load.names[where] = _ordered(load.frames.pop(where))
+        held, named = _select(held, load.ranks, load.names)
+        load.into.index.restore(held)
         for rank, names in named:
-            part.engines[rank].resume_names(rank.rank, names)
+            load.engines[rank].load_names(rank.rank, names)
 
 
 def _ordered(frames: list[Names]) -> Names:
-    """Return names by block, without blocks that have several: one of these may have come after the dump's moment."""
+    """Return the names sorted by block, without blocks that have several: one may be newer than the dump's moment."""
     engine_hashes, blocks = (np.concatenate(part) for part in list(zip(*frames, strict=True))[1:])
     blocks, first, counts = np.unique(blocks, return_index=True, return_counts=True)
     return Names(frames[0].tier, engine_hashes[first[counts == 1]], blocks[counts == 1])
@@ -139,9 +133,9 @@ def _ordered(frames: list[Names]) -> Names:
 def _select(
     held: Residencies, whole: set[WorkerRank], names: dict[tuple[WorkerRank, Tier], Names]
 ) -> tuple[Residencies, list[tuple[WorkerRank, Names]]]:
-    """Return what is held as if nobody but these ranks held anything, some of them no more than their names tell of.
+    """Return what is left of the residencies, and the names of the named blocks that are left.
 
-    With it come the names of what is left.
+    That is all of the ranks in `whole`, and of the ranks in `names` the blocks that have a name.
     """
     is_whole = np.array([rank in whole for rank in held.ranks], bool)
     rank_idx, tiers, named = held.members >> 4, held.members & 15, []
@@ -161,7 +155,7 @@ def _select(
 
 
 def _find(ordered: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return where each wanted number is in ascending ones, -1 where it is not."""
+    """Return the index of each wanted number in ascending ones, -1 where it is not there."""
     if len(ordered) == 0:
         return np.full(len(wanted), -1, np.int64)
     places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)

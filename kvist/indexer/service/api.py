@@ -1,10 +1,10 @@
 """The endpoints, straight on `kvist.http`: a query is read, matched and answered in one step of the event loop.
 
-docs/index-service.md has them. Registering makes the service dial an endpoint, so that and what hands out a whole index
-is for administrators (`--admin-key`, or loopback). Queries and the list of workers need the API key or that of
-administrators, if `--api-key` is set; health, readiness and metrics are open.
+docs/index-service.md has them. Registering makes the service dial an endpoint, so only administrators (`--admin-key`,
+or loopback) may register, unregister, and dump a whole index. Queries and the list of workers need the API key or the
+administrators' key if `--api-key` is set; health, readiness and metrics are open.
 
-This module needs compiled code, so that `service` imports it late.
+This module needs compiled code, so `service` imports it late.
 """
 
 from __future__ import annotations
@@ -27,23 +27,37 @@ from kvist.events import WorkerRank
 from kvist.events.hashing import sequence_hashes
 from kvist.events.transports import public_url
 from kvist.http import Request, Responder, ServerStatistics
-from kvist.indexer import SourceStatistics
+from kvist.indexer import Indexer, SourceStatistics
 from kvist.indexer.compiled.hashing import block_hashes
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.memory import default_max_blocks
-from kvist.indexer.service.bodies import DEFAULT_GROUP, read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.service.bodies import (
+    DEFAULT_GROUP,
+    answer_to,
+    read_hash_query,
+    read_query,
+    read_register,
+    read_unregister,
+)
 from kvist.indexer.service.config import IndexConfig
-from kvist.indexer.service.metrics import SOURCE_COUNTERS, Gauges, RequestCounters
-from kvist.indexer.service.registry import ApiError, EndpointRules, Member, Namespace, Registry, Stream
+from kvist.indexer.service.metrics import SOURCE_COUNTERS, RequestCounters, collect
+from kvist.indexer.service.registry import (
+    ApiError,
+    EndpointRules,
+    Member,
+    Namespace,
+    Registry,
+    Stream,
+    stream_name,
+)
 from kvist.indexer.service.restore import Registrations, Restorer
-from kvist.indexer.service.scores import answer_to, stream_name
 from kvist.metrics_page import MetricsPage
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 
 DUMP_TIMEOUT_S = 600.0
-"""While a dump is under way, its index is kept twice: a client that never ends would cost that memory for ever."""
+"""Limit of a dump: while it is under way, changed rows are kept twice, however slowly the client reads."""
 
 _METHODS = dict.fromkeys(("/query", "/query_by_hash", "/register", "/unregister"), "POST") | dict.fromkeys(
     ("/workers", "/dump", "/health", "/readiness", "/metrics"), "GET"
@@ -73,7 +87,7 @@ class Api:
         self._dumper = dumper
         self._keeper = keeper
         self.cold_start_s = 0.0
-        """Seconds until the index joined, known when it has."""
+        """Seconds from the start until the index joined; set when it has."""
         self._queries: dict[str, Callable[[bytes], bytes]] = {
             "/query": self._query,
             "/query_by_hash": self._query_by_hash,
@@ -89,13 +103,13 @@ class Api:
         }
 
     def _may_query(self, request: Request) -> bool:
-        """Return whether the request bears the API key or that of administrators, if a key is needed."""
+        """Return whether the request has the API key or the administrators' key, if a key is needed."""
         if self._api_key is None:
             return True
         return request.bears(self._api_key) or (self._admin_key is not None and request.bears(self._admin_key))
 
     def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
-        """Answer a query at once, and return what answers any other request."""
+        """Answer a query at once; return a coroutine that answers any other request."""
         query = self._queries.get(request.path)
         if query is None or request.method != "POST" or not self._may_query(request):
             return self._handle(request, responder)
@@ -109,7 +123,7 @@ class Api:
         return None
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request, with `{"error": …}` where it cannot be done."""
+        """Answer a request, with `{"error": …}` if it fails."""
         started_s = perf_counter()
         path = request.path
         try:
@@ -140,10 +154,10 @@ class Api:
             block_hashes, block_size=member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
         )
         hashes = hashes_of(token_ids)
-        # The last token of a prompt is computed in any case, but engines look at the block that it may fill.
+        # The last token of a prompt is always computed, but a hit may depend on the block that it fills.
         num_usable = max(0, len(token_ids) - 1) // member.block_size if query.whole_prompt else len(hashes)
         matches = [member.index.match(hashes, num_usable)]
-        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
+        # Engines with EAGLE hash one token more per block: match all blocks only if some engine holds the first one.
         if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
             matches.append(member.index.match(hashes_of(token_ids, is_eagle=True)))
         return answer_to(matches, member.block_size, member.indexer.resyncing)
@@ -200,7 +214,7 @@ class Api:
 
 
 async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Responder) -> None:
-    """Send every index as it is at one moment, at the client's pace; raises ApiError (503) while another is sent."""
+    """Send every index as of one moment, at the client's pace; raises ApiError (503) while another dump is sent."""
     if dumper.is_busy:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "another dump is under way; try again")
     async with asyncio.timeout(DUMP_TIMEOUT_S):
@@ -214,14 +228,14 @@ def _send_json(responder: Responder, value: object, status: HTTPStatus = HTTPSta
 
 
 def _require_json(request: Request) -> None:
-    """A page in a browser can post to loopback, but not with this content type unless it is allowed to."""
+    """Refuse other content types: a page in a browser can post those to loopback without being allowed to."""
     content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip()
     if content_type.lower() != b"application/json":
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
 
 
 def _instances(member: Member) -> Iterator[dict[str, Any]]:
-    """Yield every instance as the peer's API has it, and beside it how well its blocks are known."""
+    """Yield every instance as Dynamo's API has it, and how well its blocks are known."""
     sources = {source.worker: source for source in member.indexer.statistics()}
     for instance_id, streams in member.instances.items():
         listeners = {
@@ -242,7 +256,7 @@ def _instances(member: Member) -> Iterator[dict[str, Any]]:
 
 
 def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[str, Any]:
-    """Return one stream; `ranks` are those its events came from, which usually is the one registered."""
+    """Return one stream; `ranks` are those its events name, usually only the one registered."""
     listener: dict[str, Any] = {
         "endpoint": public_url(stream.endpoint),
         "url": public_url(stream.url),
@@ -263,20 +277,20 @@ def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[
 
 @asynccontextmanager
 async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) -> AsyncIterator[Api]:
-    """Have the API on indexes that follow what is configured, once they are restored, until the context ends."""
+    """Open the API on indexes that follow the configured streams, once they are restored, until the context ends."""
     rules = EndpointRules(config.allow_endpoints, config.replay)
+    new_indexer = partial(Indexer, num_ranks=config.data_parallel_size, has_full_reports=config.full_reports)
     is_held = bool(config.peers) or config.state_dir is not None
-    registry = Registry(
-        monotonic,
-        max_blocks=config.max_blocks or default_max_blocks(),
-        num_ranks=config.data_parallel_size,
-        has_full_reports=config.full_reports,
-        is_held=is_held,
-    )
+    registry = Registry(new_indexer, max_blocks=config.max_blocks or default_max_blocks(), is_held=is_held)
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(registry)
         dumper = Dumper()
-        keeper = await _open_state(config, exits, registry, dumper)
+        keeper = None
+        if config.state_dir is not None:
+            folder, interval_s = Path(config.state_dir), config.state_interval_s
+            keeper = StateKeeper(folder, "index", interval_s, lambda: registry, dumper, monotonic)
+            await exits.enter_async_context(keeper)
+            exits.push_async_callback(keeper.stop)
         for worker in config.parsed_workers():
             assert config.block_size is not None
             namespace = Namespace(config.model_name, DEFAULT_GROUP)
@@ -288,20 +302,8 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
             if not is_restored:
                 registrations = Registrations(registry, rules)
                 await keeper.load(registrations, registrations.follow_all)
-            keeper.begin()
+            keeper.start()
         registry.release()
         counters = RequestCounters()
-        page = MetricsPage(Gauges(registry, server, keeper).collect, counters.registry)
+        page = MetricsPage(partial(collect, registry, server, keeper), counters.registry)
         yield Api(registry, rules, counters, page, config, dumper, keeper)
-
-
-async def _open_state(
-    config: IndexConfig, exits: AsyncExitStack, registry: Registry, dumper: Dumper
-) -> StateKeeper | None:
-    """Return what keeps the indexes on disk, if anything does; it saves once more at the end."""
-    if config.state_dir is None:
-        return None
-    keeper = StateKeeper(Path(config.state_dir), "index", config.state_interval_s, lambda: registry, dumper, monotonic)
-    await exits.enter_async_context(keeper)
-    exits.push_async_callback(keeper.stop)
-    return keeper

@@ -1,9 +1,11 @@
-"""Request bodies: what the API's JSON must be, and an error that names the field, the value and what was expected."""
+"""The API's JSON: request bodies, with errors that name field, value and what was expected, and answers to queries."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -14,12 +16,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled.hashing import token_array
 from kvist.indexer.compiled.json_tokens import MARK, split_token_ids
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.registry import ApiError, Namespace
+from kvist.radix import Match
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
@@ -41,7 +45,7 @@ _EXPECTED_STRING = f"a string of at most {MAX_NAME_LENGTH} characters"
 
 
 class _Scoped(msgspec.Struct):
-    """What every body may say of the namespace; a tenant is another word for a routing group."""
+    """The namespace, which every body names; a tenant is another word for a routing group."""
 
     model_name: _Name
     routing_group: _Name | None = None
@@ -63,7 +67,7 @@ class RegisterBody(_Scoped, kw_only=True):
 
 
 class UnregisterBody(_Scoped, kw_only=True):
-    """`POST /unregister`; without a rank, all of the instance's."""
+    """`POST /unregister`; without a rank, all ranks of the instance."""
 
     instance_id: _InstanceId
     dp_rank: _Rank | None = None
@@ -82,6 +86,25 @@ class HashQueryBody(_Scoped, kw_only=True):
     """`POST /query_by_hash`."""
 
     block_hashes: list[int]
+
+
+class _Held(msgspec.Struct, gc=False):
+    """The leading tokens of a prompt that an instance holds."""
+
+    longest_matched: int
+    gpu: int
+    dp: dict[int, int]
+    cpu: int
+    disk: int
+
+
+class _Answer(msgspec.Struct, gc=False):
+    """The answer to a query; docs/index-service.md has an example."""
+
+    scores: dict[str, dict[int, int]]
+    instances: dict[str, _Held]
+    frequencies: tuple[()] = ()
+    """Always empty: clients expect the field."""
 
 
 _Body = TypeVar("_Body", bound=_Scoped)
@@ -116,13 +139,41 @@ def read_hash_query(body: bytes) -> tuple[HashQueryBody, NDArray[np.uint64]]:
     wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
     if wrong is not None:
         _refuse_item("block_hashes", query.block_hashes, wrong)
-    return query, np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # clients of the peer: i64
+    return query, np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # Dynamo's clients send i64
+
+
+def answer_to(matches: Iterable[Match], block_size: int, resyncing: AbstractSet[WorkerRank]) -> bytes:
+    """Encode the answer to a query: the tokens that each instance holds, by tier, each tier with the faster ones.
+
+    The matches' workers have names of `stream_name`. Ranks that are `resyncing` are left out.
+    Of several streams with the same rank, and of several matches, the longest overlap counts.
+    """
+    instances: dict[str, _Held] = {}
+    for match in matches:
+        for source, (gpu, cpu, _, longest) in zip(match.ranks, (match.depths * block_size).tolist(), strict=True):
+            if resyncing and source in resyncing:
+                continue
+            name, rank = source.worker.partition(":")[0], source.rank
+            held = instances.get(name)
+            if held is None:
+                instances[name] = _Held(longest, gpu, {rank: gpu}, cpu, longest)
+                continue
+            held.longest_matched = held.disk = max(held.disk, longest)
+            held.gpu, held.cpu = max(held.gpu, gpu), max(held.cpu, cpu)
+            held.dp[rank] = max(held.dp.get(rank, 0), gpu)
+    scores = {
+        name: held.dp if all(held.dp.values()) else {rank: gpu for rank, gpu in held.dp.items() if gpu}
+        for name, held in instances.items()
+        if held.gpu
+    }
+    return _encode(_Answer(scores, instances))
 
 
 _register_decoder = msgspec.json.Decoder(RegisterBody)
 _unregister_decoder = msgspec.json.Decoder(UnregisterBody)
 _query_decoder = msgspec.json.Decoder(QueryBody)
 _hash_query_decoder = msgspec.json.Decoder(HashQueryBody)
+_encode = msgspec.json.Encoder().encode
 
 
 def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

@@ -1,9 +1,8 @@
-"""The service's Prometheus page: requests are counted as they happen, everything else is read when it is asked for."""
+"""The service's Prometheus page: requests are counted as they happen, everything else is read at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -35,7 +34,7 @@ SOURCE_COUNTERS = {
     "refused_events": "Stored events whose parent is not held",
     "refused_ranks": "Batches of ranks beyond those that a stream may name",
 }
-"""Of `SourceStatistics`, whose names begin with `num_`."""
+"""Counters of `SourceStatistics`, there with the prefix `num_`, and their descriptions."""
 
 
 class RequestCounters:
@@ -51,68 +50,65 @@ class RequestCounters:
             buckets=_LATENCY_BOUNDS_S,
             registry=self.registry,
         )
-        self._requests, self._seconds = cache(requests.labels), cache(seconds.labels)  # which takes a lock
+        self._requests, self._seconds = cache(requests.labels), cache(seconds.labels)  # `labels` takes a lock
 
     def count(self, endpoint: str, status: int, seconds: float) -> None:
         self._requests(endpoint, status).inc()
         self._seconds(endpoint).observe(seconds)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gauges:
-    """Reads the running service's values."""
+def collect(
+    registry: Registry, server: Callable[[], ServerStatistics], keeper: StateKeeper | None
+) -> Iterator[Metric | None]:
+    """Yield the running service's metrics, and None wherever others may have a turn."""
+    yield from server_metrics("kvist_index", server())
+    yield from _index_metrics(registry)
+    yield from _stream_metrics(registry)
+    if keeper is not None:
+        yield from keeper.statistics().metrics()
 
-    registry: Registry
-    server: Callable[[], ServerStatistics]
-    keeper: StateKeeper | None
 
-    def collect(self) -> Iterator[Metric | None]:
-        yield from server_metrics("kvist_index", self.server())
-        yield from self._indexes()
-        yield from self._streams()
-        if self.keeper is not None:
-            yield from self.keeper.statistics().metrics()
+def _index_metrics(registry: Registry) -> Iterator[Metric | None]:
+    labels = ["model", "routing_group"]
+    gauges = {
+        "num_blocks": GaugeMetricFamily("kvist_index_blocks", "Distinct blocks", labels=labels),
+        "num_held": GaugeMetricFamily("kvist_index_residencies", "Blocks by rank and tier", labels=labels),
+        "num_ranks": GaugeMetricFamily("kvist_index_ranks", "Ranks that hold blocks", labels=labels),
+        "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
+    }
+    evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
+    for member in [*registry]:
+        statistics = member.index.statistics()
+        for name, gauge in gauges.items():
+            gauge.add_metric([*member.namespace], getattr(statistics, name))
+        evicted.add_metric([*member.namespace], statistics.num_evicted)
+        yield None
+    yield from (*gauges.values(), evicted)
 
-    def _indexes(self) -> Iterator[Metric | None]:
-        labels = ["model", "routing_group"]
-        gauges = {
-            "num_blocks": GaugeMetricFamily("kvist_index_blocks", "Distinct blocks", labels=labels),
-            "num_held": GaugeMetricFamily("kvist_index_residencies", "Blocks by rank and tier", labels=labels),
-            "num_ranks": GaugeMetricFamily("kvist_index_ranks", "Ranks that hold blocks", labels=labels),
-            "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
-        }
-        evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
-        for member in [*self.registry]:
-            statistics = member.index.statistics()
-            for name, gauge in gauges.items():
-                gauge.add_metric([*member.namespace], getattr(statistics, name))
-            evicted.add_metric([*member.namespace], statistics.num_evicted)
-            yield None
-        yield from (*gauges.values(), evicted)
 
-    def _streams(self) -> Iterator[Metric | None]:
-        labels = ["model", "instance", "dp_rank"]
-        sources = ((member, source) for member in [*self.registry] for source in member.indexer.each_statistics())
-        states = GaugeMetricFamily(
-            "kvist_index_stream_ranks", "Its ranks by how well their blocks are known", labels=[*labels, "state"]
-        )
-        ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Since a stream's last event", labels=labels)
-        lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
-        counters = {
-            name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
-            for name, text in SOURCE_COUNTERS.items()
-        }
-        for member, source in sources:
-            names = [member.namespace.model_name, *source.worker.split(":")]
-            for state in SourceState:
-                states.add_metric([*names, state.value], sum(each is state for each in source.states.values()))
-            if source.last_event_age_s is not None:
-                ages.add_metric(names, source.last_event_age_s)
-            if source.lag_s is not None:
-                lags.add_metric(names, source.lag_s)
-            for name, counter in counters.items():
-                counter.add_metric(names, getattr(source, f"num_{name}"))
-            yield None
-        yield from (states, ages, lags, *counters.values())
-        text = "Answers of any stream given up because all that came in took too much memory"
-        yield CounterMetricFamily("kvist_index_answers_refused", text, BUDGET.num_refused)
+def _stream_metrics(registry: Registry) -> Iterator[Metric | None]:
+    labels = ["model", "instance", "dp_rank"]
+    sources = ((member, source) for member in [*registry] for source in member.indexer.each_statistics())
+    states = GaugeMetricFamily(
+        "kvist_index_stream_ranks", "Its ranks by how well their blocks are known", labels=[*labels, "state"]
+    )
+    ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Since a stream's last event", labels=labels)
+    lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
+    counters = {
+        name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
+        for name, text in SOURCE_COUNTERS.items()
+    }
+    for member, source in sources:
+        names = [member.namespace.model_name, *source.worker.split(":")]
+        for state in SourceState:
+            states.add_metric([*names, state.value], sum(each is state for each in source.states.values()))
+        if source.last_event_age_s is not None:
+            ages.add_metric(names, source.last_event_age_s)
+        if source.lag_s is not None:
+            lags.add_metric(names, source.lag_s)
+        for name, counter in counters.items():
+            counter.add_metric(names, getattr(source, f"num_{name}"))
+        yield None
+    yield from (states, ages, lags, *counters.values())
+    text = "Answers of any stream given up because all that came in took too much memory"
+    yield CounterMetricFamily("kvist_index_answers_refused", text, BUDGET.num_refused)

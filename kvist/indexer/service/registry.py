@@ -1,4 +1,4 @@
-"""Which instances feed which index, and which endpoints may: one index a namespace, gone with its last instance."""
+"""Which instances feed which index, and which endpoints may: one index a namespace, dropped with its last instance."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import msgspec
 from kvist.errors import InvalidValueError, KvistError, leave_group
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
-from kvist.indexer.service.scores import parse_stream_name, stream_name
 from kvist.indexer.source import Source
-from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import is_in_networks
 from kvist.radix import RadixIndex
 
@@ -30,7 +28,7 @@ MAX_STREAMS = 8192
 
 
 class ApiError(KvistError):
-    """A request that is not answered with 200 or 201; the message is for the client, who must act on it."""
+    """An error answer: its status, and a message that tells the client what to change."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -41,14 +39,25 @@ class ApiError(KvistError):
         return msgspec.json.encode({"error": self.message})
 
 
+def stream_name(instance_id: int, dp_rank: int) -> str:
+    """Return the index's name for the worker behind one stream of an instance."""
+    return f"{instance_id}:{dp_rank}"
+
+
+def parse_stream_name(name: str) -> tuple[int, int] | None:
+    """Return instance and rank of a name of `stream_name`, None for anything else."""
+    instance_id, _, dp_rank = name.partition(":")
+    return (int(instance_id), int(dp_rank)) if instance_id.isdecimal() and dp_rank.isdecimal() else None
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointRules:
-    """The operator's say about endpoints that come with a registration."""
+    """The operator's rules for endpoints that are registered over HTTP."""
 
     allowed_networks: tuple[str, ...] = ()
-    """Where endpoints must be, as addresses; with none, anywhere."""
+    """Networks where endpoints must be; with none, anywhere."""
     has_replay: bool = True
-    """Whether a stream that names no replay port is asked at the next one."""
+    """Whether the replay port of a stream that names none is the one after the stream's."""
 
     def url(self, endpoint: str, replay_endpoint: str | None = None) -> str:
         """Return the URL to follow for what was registered; raises ApiError (400, 403)."""
@@ -96,7 +105,7 @@ def _replay_port(endpoint: str, replay_endpoint: str) -> str:
 
 
 class Namespace(NamedTuple):
-    """What one index is about: blocks of different namespaces have nothing to do with each other."""
+    """A model in a routing group, which has an index of its own."""
 
     model_name: str
     group: str
@@ -112,13 +121,13 @@ class Stream(NamedTuple):
     url: str
 
     @property
-    def assumed_replay(self) -> str | None:
-        """Return the address that is asked for a replay because nobody named another, if so."""
+    def default_replay_address(self) -> str | None:
+        """Return the replay address if it is the default one, None if the URL names another or there is none."""
         endpoint = Endpoint.parse(self.url)
         return None if "replay_port=" in self.url or endpoint.broker is not None else endpoint.replay_address
 
     def without_replay(self) -> Stream:
-        """Return the stream as one that cannot be asked."""
+        """Return the stream without a replay address."""
         return self._replace(url=f"{self.url}{'&' if '?' in self.url else '?'}replay_port=none")
 
 
@@ -134,7 +143,7 @@ class Member:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stream(self, name: str) -> Stream | None:
-        """Return the stream that the index has this name for."""
+        """Return the stream with this name in the index, None if there is none."""
         parsed = parse_stream_name(name)
         return None if parsed is None else self.instances.get(parsed[0], {}).get(parsed[1])
 
@@ -147,25 +156,14 @@ class Registry:
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
     def __init__(
-        self,
-        now_s: Callable[[], float],
-        *,
-        max_blocks: int | None = None,
-        num_ranks: int = DEFAULT_NUM_RANKS,
-        has_full_reports: bool = False,
-        is_held: bool = False,
+        self, new_indexer: Callable[..., Indexer] = Indexer, *, max_blocks: int | None = None, is_held: bool = False
     ) -> None:
-        """Cap each index at `max_blocks`; streams may name the ranks below `num_ranks` beside their own.
+        """Feed each index with an indexer of `new_indexer`, and cap it at `max_blocks`.
 
         With `is_held`, streams are subscribed to, but not read until `release`.
         """
-        self._max_blocks = max_blocks
-        self._num_ranks = num_ranks
-        self._has_full_reports = has_full_reports
-        self._is_held = is_held
-        self._now_s = now_s
+        self._new_indexer, self._max_blocks, self._is_held = new_indexer, max_blocks, is_held
         self._members: dict[Namespace, Member] = {}
-        self._namespace_of: dict[int, Namespace] = {}
         self._tasks = asyncio.TaskGroup()
         self._registering = asyncio.Lock()
 
@@ -206,25 +204,24 @@ class Registry:
     ) -> None:
         """Follow a stream; raises ApiError (409) for one that is followed, or that does not fit its namespace.
 
-        Where other streams are, nobody answers replays: the ranks of an engine have neighbouring ports, and so have a
-        stream and its replay.
+        A default replay address that is another stream's address is not used: an engine's ranks have neighbouring
+        ports, and so have a stream and its replay.
         """
         async with self._registering:
             self._check_new(namespace, block_size, instance_id, dp_rank)
             member = self._members.get(namespace)
             if member is None:
                 member = self._members[namespace] = await self._open(namespace, block_size)
-            stream = self._apart(stream)
+            stream = self._without_conflicts(stream)
             member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url, rank=dp_rank)
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
-            self._namespace_of[instance_id] = namespace
         _logger.info(
             "registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, public_url(stream.url)
         )
 
     def unregister(self, namespace: Namespace, instance_id: int, dp_rank: int | None) -> None:
-        """Stop following an instance, or one rank of it, and forget its blocks; raises ApiError (404)."""
-        known = self._namespace_of.get(instance_id)
+        """Stop following an instance, or one rank of it, and drop its blocks; raises ApiError (404)."""
+        known = self._namespace_of(instance_id)
         if known is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"instance {instance_id} not found")
         if known != namespace:
@@ -237,11 +234,14 @@ class Registry:
             member.indexer.remove_source(stream_name(instance_id, rank))
             del streams[rank]
         if not streams:
-            del member.instances[instance_id], self._namespace_of[instance_id]
+            del member.instances[instance_id]
         if not member.instances:
             del self._members[namespace]
             member.closed.set()
         _logger.info("unregistered %s instance_id=%d dp_rank=%s", namespace, instance_id, dp_rank)
+
+    def _namespace_of(self, instance_id: int) -> Namespace | None:
+        return next((member.namespace for member in self if instance_id in member.instances), None)
 
     def _streams(self) -> Iterator[tuple[Member, int, int, Stream]]:
         for member in self:
@@ -249,22 +249,25 @@ class Registry:
                 for dp_rank, stream in streams.items():
                     yield member, instance_id, dp_rank, stream
 
-    def _apart(self, new: Stream) -> Stream:
-        """Return the new stream as one that asks no other stream for a replay; those that would ask it no longer do."""
-        address, replay = Endpoint.parse(new.url).address, new.assumed_replay
+    def _without_conflicts(self, new: Stream) -> Stream:
+        """Return the new stream, without its default replay address if that is another stream's.
+
+        Streams whose default replay address is the new stream's lose it likewise.
+        """
+        address, replay = Endpoint.parse(new.url).address, new.default_replay_address
         for member, instance_id, dp_rank, stream in [*self._streams()]:
             if replay is not None and replay == Endpoint.parse(stream.url).address:
                 new, replay = new.without_replay(), None
             name = stream_name(instance_id, dp_rank)
-            if address == stream.assumed_replay and not member.indexer.states(name):
+            if address == stream.default_replay_address and not member.indexer.states(name):
                 member.instances[instance_id][dp_rank] = stream.without_replay()
-                member.indexer.remove_source(name)  # nothing was heard from it yet
+                member.indexer.remove_source(name)  # it has sent nothing yet
                 member.indexer.add_source(name, stream.without_replay().url, rank=dp_rank)
         return new
 
     def _check_new(self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int) -> None:
-        known = self._namespace_of.get(instance_id, namespace)
-        if known != namespace:
+        known = self._namespace_of(instance_id)
+        if known not in (None, namespace):
             raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} is already registered for {known}")
         if len([*self._streams()]) >= MAX_STREAMS:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_STREAMS} streams are followed, and no more")
@@ -287,14 +290,7 @@ class Registry:
     async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
         """Keep one namespace from its first instance to its last."""
         index = RadixIndex(max_blocks=self._max_blocks)
-        async with Indexer(
-            index,
-            block_size=block_size,
-            num_ranks=self._num_ranks,
-            has_full_reports=self._has_full_reports,
-            clock=self._now_s,
-            is_held=self._is_held,
-        ) as indexer:
+        async with self._new_indexer(index, block_size=block_size, is_held=self._is_held) as indexer:
             member = Member(namespace, block_size, index, indexer)
             opened.set_result(member)
             await member.closed.wait()

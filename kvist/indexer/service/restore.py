@@ -1,7 +1,7 @@
-"""Starting from a peer, or from what was saved: subscribe to what it followed, load its blocks, resume the streams.
+"""Starting from a peer, or from saved state: subscribe to the same streams, load the blocks, resume the streams.
 
-Exact, because the order is this one: what happens after the peer's moment waits in our own subscriptions, or a replay
-brings it. A stream that cannot be proven to go on from there is cleared, as after any other gap.
+The order makes it exact: what happens after the dump's moment waits in our subscriptions, or a replay brings it. A
+stream that cannot be proven to continue from there is cleared, as after any other gap.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
 from kvist.indexer.dumps.dumper import Namespaced
 from kvist.indexer.dumps.format import NamespaceHead, StreamState
 from kvist.indexer.dumps.takeover import Takeover
-from kvist.indexer.service.registry import ApiError, EndpointRules, Namespace, Registry, Stream
-from kvist.indexer.service.scores import parse_stream_name
+from kvist.indexer.service.registry import (
+    ApiError,
+    EndpointRules,
+    Namespace,
+    Registry,
+    Stream,
+    parse_stream_name,
+)
 from kvist.indexer.source import Source
 
 _logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-"""How long streams get to be connected before the dump is asked for; one that is not must be proven by a replay."""
+"""How long to wait for connections before the dump is requested; a stream connected later needs a replay as proof."""
 BUSY_TIMEOUT_S = 60.0
-"""How long a peer is asked again that is sending a dump to somebody else."""
+"""How long to retry with a peer that is sending a dump to another client."""
 MAX_WORKERS_BYTES = 64 << 20
 _LIMITS = UpstreamLimits(first_byte_timeout_s=10.0, idle_timeout_s=30.0)
 _BUSY_WAIT_S = 1.0
 
 
 class Registrations:
-    """Registers streams that another service, or an earlier process, had registered, and goes on with them."""
+    """Registers the streams of another service, or of an earlier process, and resumes them."""
 
     def __init__(self, registry: Registry, rules: EndpointRules) -> None:
         self._registry = registry
@@ -47,7 +53,7 @@ class Registrations:
     async def follow(
         self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, endpoint: str, url: str
     ) -> None:
-        """Register a stream unless it is; what may not be followed here is logged."""
+        """Register a stream unless it is registered already; a stream that may not be followed here is logged."""
         try:
             stream = Stream(endpoint, self._rules.url(url))
             await self._registry.register(namespace, block_size, instance_id, dp_rank, stream)
@@ -56,7 +62,7 @@ class Registrations:
                 _logger.warning("not followed as before: %s instance_id=%d", error, instance_id)
 
     async def follow_all(self, head: NamespaceHead) -> None:
-        """Register the streams of a namespace, but for those whose login is not in a dump."""
+        """Register the streams of a namespace, except those that need a login, which is not in a dump."""
         namespace = Namespace(head.model_name, head.group)
         for state in head.streams:
             name = parse_stream_name(state.worker)
@@ -78,7 +84,7 @@ class Registrations:
         return member
 
     def resume(self, into: Namespaced, state: StreamState) -> Source | None:
-        """Go on with a stream that is followed at the same place."""
+        """Resume a stream that is followed at the same endpoint."""
         stream = self._find_stream(Namespace(*into.namespace), state)
         if stream is None or state.progress is None or public_url(stream.endpoint) != state.endpoint:
             return None
@@ -95,7 +101,7 @@ class _Listener(msgspec.Struct):
 
 
 class _Instance(msgspec.Struct):
-    """What is read of an entry of the peer's `GET /workers`."""
+    """The fields used of an entry of the peer's `GET /workers`."""
 
     instance_id: int
     model_name: str
@@ -108,18 +114,18 @@ class Restorer:
     """Fills a registry whose streams are held from the first peer that answers."""
 
     def __init__(self, registry: Registry, rules: EndpointRules, key: str | None) -> None:
-        """`key` is what peers ask for: they are set up as this service is."""
+        """`key` is this service's own key: its peers have the same one."""
         self._registry = registry
         self._registrations = Registrations(registry, rules)
         self._headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     async def restore(self, peers: Sequence[str]) -> bool:
-        """Return whether a peer's dump was taken over whole; without one, nothing of any is left."""
+        """Load the first peer's dump that is whole; return whether there is one. If not, nothing stays loaded."""
         async with UpstreamPool(_LIMITS) as pool:
             for peer in peers:
                 try:
-                    await self._follow_what_it_follows(pool, peer)
-                    await self._take_over(pool, peer)
+                    await self._register_streams_of(pool, peer)
+                    await self._load_dump(pool, peer)
                 except (UpstreamError, MalformedMessageError) as error:
                     _logger.warning("not restored: %s peer=%s", error, peer)
                 else:
@@ -127,8 +133,8 @@ class Restorer:
         _logger.warning("no peer could be restored from, and the index starts empty peers=%s", list(peers))
         return False
 
-    async def _follow_what_it_follows(self, pool: UpstreamPool, peer: str) -> None:
-        """Register the peer's instances that are not registered here, and wait for the connections."""
+    async def _register_streams_of(self, pool: UpstreamPool, peer: str) -> None:
+        """Register the peer's instances that are not registered here, and wait until they are connected."""
         body = b"".join([piece async for piece in self._get(pool, peer, "/workers", MAX_WORKERS_BYTES)])
         try:
             instances = msgspec.json.decode(body, type=list[_Instance])
@@ -144,9 +150,9 @@ class Restorer:
         while not self._registry.are_all_connected and asyncio.get_running_loop().time() < give_up_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # sockets tell how often they connected, not when
         for member in self._registry:
-            member.indexer.note_connects()
+            member.indexer.record_connects()
 
-    async def _take_over(self, pool: UpstreamPool, peer: str) -> None:
+    async def _load_dump(self, pool: UpstreamPool, peer: str) -> None:
         takeover = Takeover(self._registrations, peer)
         async with aclosing(self._get(pool, peer, "/dump")) as pieces:
             await takeover.read(pieces)
@@ -167,7 +173,7 @@ class Restorer:
                             raise MalformedMessageError(f"{peer}{path}", f"more than {max_bytes} bytes")
                         yield piece
                     return
-                # One that only joins says so at the first question, and may be waiting for this service.
+                # A peer that is joining itself is not waited for: it may be waiting for this service.
                 is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE and path == "/dump"
                 if not is_busy or asyncio.get_running_loop().time() > give_up_s:
                     raise UpstreamError(peer, f"GET {path} answered {response.status}")

@@ -3,8 +3,8 @@
     async with IndexService(IndexConfig(workers=("1=tcp://127.0.0.1:5557",), block_size=16)) as service:
         ...  # listens on service.url
 
-The server listens at once. The index joins when it is compiled, or loaded from what was compiled before, and restored:
-until then `/health` and `/readiness` say so, and everything else is answered 503. The server stops first.
+The server listens at once. The index joins when it is compiled, or its machine code loaded, and restored: until then
+`/health` and `/readiness` say so, and every other request is answered with 503. The server stops first.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RETRY_AFTER_S = 1
 class IndexService:
     """Listens from `async with` on until the block ends.
 
-    Where this process has compiled the index before, it has joined on return. If it cannot join, the block is cancelled
-    and the context ends with what it failed of.
+    If this process has compiled the index before, the index has joined when the block begins. If it cannot join, the
+    block is cancelled and the context raises the error.
     """
 
     def __init__(self, config: IndexConfig, started_s: float | None = None) -> None:
-        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows."""
+        """`started_s`, of the monotonic clock, is when the process started, if the caller knows."""
         self._config = config
         self._started_s = time.monotonic() if started_s is None else started_s
         self._tasks = asyncio.TaskGroup()
@@ -64,7 +64,7 @@ class IndexService:
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
         await self._tasks.__aenter__()
-        self._index = self._tasks.create_task(self._keep_index(), name="kvist-index")
+        self._index = self._tasks.create_task(self._run_index(), name="kvist-index")
         logger.info("index listens url=%s", self.url)
         if compilation.is_loaded():
             try:
@@ -96,8 +96,8 @@ class IndexService:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         return f"http://{host}:{self._server.port}"
 
-    async def _keep_index(self) -> None:
-        """Have the index from when it can be had until the server has stopped."""
+    async def _run_index(self) -> None:
+        """Open the index as soon as it is compiled, and keep it until the server has stopped."""
         await compilation.load()
         from kvist.indexer.service.api import open_api
 

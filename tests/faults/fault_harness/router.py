@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fault_harness.engine import BLOCK_SIZE, Held
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
+from kvist.indexer import Indexer
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import DumpReader
@@ -36,7 +38,7 @@ class Router:
         self._folder = folder
         self._interval_s = interval_s
         self._now_s = asyncio.get_running_loop().time
-        self._registry = Registry(self._now_s, is_held=True)
+        self._registry = Registry(partial(Indexer, clock=self._now_s), is_held=True)
         self._registrations = Registrations(self._registry, EndpointRules([]))
         self._keeper: StateKeeper | None = None
 
@@ -52,7 +54,7 @@ class Router:
             self._keeper = await keeper.__aenter__()
             if peer is None:
                 await keeper.load(self._registrations)
-            keeper.begin()
+            keeper.start()
         self._registry.release()
 
     async def kill(self) -> None:
@@ -72,12 +74,12 @@ class Router:
         while not self._registry.are_all_connected and self._now_s() < give_up_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for member in self._registry:
-            member.indexer.note_connects()
+            member.indexer.record_connects()
         reader, takeover = DumpReader("peer"), Takeover(self._registrations, "peer")
 
         async def take(piece: bytes) -> None:
             for frame in reader.feed(piece):
-                takeover.take(frame)
+                takeover.load_frame(frame)
                 await asyncio.sleep(0)
 
         await Dumper().dump([*peer._registry], take)
@@ -110,7 +112,7 @@ class Router:
             session = follower._ranks[rank].session if rank in follower._ranks else None
         elif follower is not None:
             (session,) = follower.sessions
-        if session is None or session.epoch is None or source.is_taking_answer:
+        if session is None or session.epoch is None or source.is_applying_answer:
             return None
         return session.epoch, session.expected_sequence
 

@@ -32,7 +32,7 @@ async def main(folder: str, urls: list[str]) -> None:
             keeper = StateKeeper(Path(folder), "router", SAVE_INTERVAL_S, lambda: [fleet], Dumper(), time.monotonic)
             await exits.enter_async_context(keeper)
             await keeper.load(fleet)
-            keeper.begin()
+            keeper.start()
         for number, url in enumerate(urls):
             indexer.add_source(str(number), url)
         print("ready", flush=True)

@@ -50,7 +50,7 @@ def start_kept(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Kept
             keeper = StateKeeper(tmp_path, "router", interval_s, lambda: [fleet], Dumper(), time.monotonic)
             async with keeper:
                 await keeper.load(fleet)
-                keeper.begin()
+                keeper.start()
                 for worker, url in streams:
                     indexer.add_source(worker, url)
                 yield Kept(index, indexer, keeper)

@@ -351,7 +351,7 @@ async def test_a_save_that_ends_early_leaves_no_trace(start_kept, url, make_trut
     async with start_kept(is_killed=True) as kept:
         kept.keeper._saved = None
         with monkeypatch.context() as patch:
-            patch.setattr("kvist.indexer.dumps.dumper._settled", lambda _: asyncio.Event().wait())
+            patch.setattr("kvist.indexer.dumps.dumper._wait_for_answers", lambda _: asyncio.Event().wait())
             patch.setattr(keeper_module, "LAST_SAVE_TIMEOUT_S", 0.05)
             await kept.keeper.stop()
     assert path.read_bytes() == before
@@ -390,12 +390,12 @@ async def test_a_save_lets_others_have_their_turn_and_waits_for_answers_that_are
     async with start_kept(("w", url)) as kept:
         kept.index.store(WorkerRank("w", 0), Tier.GPU, None, np.arange(1, 100_001, dtype=np.uint64))
         (source,) = kept.indexer.sources
-        source.is_taking_answer = True
+        source.is_applying_answer = True
         kept.keeper._saved = None
         saving, num_turns = asyncio.create_task(kept.keeper.save()), 0
         while not saving.done():
             num_turns += 1
-            source.is_taking_answer = num_turns < 3
+            source.is_applying_answer = num_turns < 3
             await asyncio.sleep(0)
         assert kept.keeper.statistics().num_saves == 1
         assert num_turns > 100_000 / 4096
@@ -409,7 +409,7 @@ from kvist.events import Tier, WorkerRank
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
-from kvist.indexer.progress import CanonicalProgress, RankProgress
+from kvist.indexer.canonical import CanonicalProgress, RankProgress
 from kvist.radix import RadixIndex
 from kvist.router.index import FleetState
 

@@ -182,10 +182,10 @@ class OneIndex:
 
         takeover = Takeover(SimpleNamespace(find=find, resume=resume), "dump", is_old=is_old)
         for frame in DumpReader("dump").feed(dump):
-            takeover.take(frame)
+            takeover.load_frame(frame)
         for source in self.sources:
             if not is_old:
-                source.note_connects()
+                source.record_connects()
             if not source.num_known_connects:
                 source.on_reconnect(now_s)
 

@@ -9,7 +9,7 @@ import pytest
 from kvist.errors import MalformedMessageError
 from kvist.events import Tier, WorkerRank
 from kvist.http import HttpServer
-from kvist.indexer import Indexer, residency
+from kvist.indexer import Indexer, engine_rank
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import Blocks, DumpReader, NamesFrame, names_of, residencies_of
 from kvist.indexer.service.api import send_dump
@@ -86,7 +86,7 @@ async def test_names_of_a_large_engine_come_in_frames_of_bounded_size(
         return await client.scores(tokens[:BLOCK_SIZE])
 
     await eventually(is_heard)
-    monkeypatch.setattr(residency, "_NAMES_AT_ONCE", 500)
+    monkeypatch.setattr(engine_rank, "_NAMES_AT_ONCE", 500)
     reader = DumpReader("peer")
     frames = reader.feed((await client.get("/dump")).content)
     reader.close()

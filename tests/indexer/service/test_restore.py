@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 
 import pytest
 
@@ -294,7 +293,7 @@ async def test_a_dump_gone_wrong_is_dropped_whole(client, publisher, eventually)
     await register(client, publisher)
     await eventually(lambda: fleet.is_known_to(client))
     dump, workers = await read_dump(client), (await client.get("/workers")).content
-    registry = Registry(time.monotonic, is_held=True)
+    registry = Registry(is_held=True)
     async with registry:
         for wrong in dumps_gone_wrong(dump):
             async with FakePeer(wrong, workers) as peer:

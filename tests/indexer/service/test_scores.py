@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvist.events import Tier, WorkerRank
-from kvist.indexer.service.scores import answer_to, stream_name
+from kvist.indexer.service.bodies import answer_to
+from kvist.indexer.service.registry import stream_name
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 16

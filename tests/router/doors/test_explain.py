@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +10,14 @@ from kvist.events import Batch, Heartbeat
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
-from kvist.indexer.statistics import SourceCounters, SourceStatistics
+from kvist.indexer.statistics import SourceStatistics
 from kvist.router.doors.explain import condition_of
 
 TOKENS = list(range(1000, 1160))
 
 
 def source(states: tuple[SourceState, ...] = (), **values: Any) -> SourceStatistics:
-    return replace(SourceCounters().frozen("w", "tcp://w:1", dict(enumerate(states)), (), 0, 0.0), **values)
+    return SourceStatistics("w", "tcp://w:1", dict(enumerate(states)), **values)
 
 
 LIVE, PARTIAL, RESYNCING = SourceState.LIVE, SourceState.PARTIAL, SourceState.RESYNCING
