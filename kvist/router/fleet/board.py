@@ -35,11 +35,19 @@ NUM_QUEUES = 1 << 12
 _WORD, _CELL_WORDS = 8, 8
 _NAMES_AT = 64
 _ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
-_CELLS_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
-_WORK_WORDS = NUM_FIELDS * MAX_COLUMNS
-QUEUES_WORD = _CELLS_WORDS + _WORK_WORDS + NUM_SLOTS * SLOT.itemsize // _WORD
-TENANTS_WORD = QUEUES_WORD + NUM_QUEUES
-_ROW_WORDS = TENANTS_WORD + TENANT_ROW_WORDS
+_ROW = np.dtype(
+    [
+        ("cells", "i8", (1 + MAX_COLUMNS, _CELL_WORDS)),
+        ("work", "f8", (NUM_FIELDS, MAX_COLUMNS)),
+        ("in_flight", SLOT, NUM_SLOTS),
+        ("queues", "i8", NUM_QUEUES),
+        ("tenants", "i8", TENANT_ROW_WORDS),
+    ]
+)
+"""The parts of a row, in the order of the table above; `cells` begins with the front's own."""
+_ROW_WORDS = _ROW.itemsize // _WORD
+TENANTS_WORD = _ROW_WORDS - TENANT_ROW_WORDS
+QUEUES_WORD = TENANTS_WORD - NUM_QUEUES
 
 
 class RankField(IntEnum):
@@ -73,13 +81,13 @@ class FrontField(IntEnum):
 
 def board_bytes(num_rows: int) -> int:
     """Return the size of a board with so many rows; its memory is only taken as it is written to."""
-    return _ROWS_AT + num_rows * _ROW_WORDS * _WORD
+    return _ROWS_AT + num_rows * _ROW.itemsize
 
 
 def clear_row(memory: mmap.mmap, row: int) -> None:
     """Clear the row of a front, or of another router, that is gone."""
-    start, size_bytes = _ROWS_AT + row * _ROW_WORDS * _WORD, _ROW_WORDS * _WORD
-    memory[start : start + size_bytes] = bytes(size_bytes)
+    start = _ROWS_AT + row * _ROW.itemsize
+    memory[start : start + _ROW.itemsize] = bytes(_ROW.itemsize)
 
 
 class LoadBoard:
@@ -102,18 +110,13 @@ class LoadBoard:
         start = _ROWS_AT // _WORD
         self.row_starts = range(start, start + num_rows * _ROW_WORDS, _ROW_WORDS)
         """Where each row begins in `ints` and `floats`, with the front's own cell; other routers' rows come last."""
-        strides, work_at = (_ROW_WORDS * _WORD,), _ROWS_AT + _CELLS_WORDS * _WORD
-        self.work: NDArray[np.float64] = np.ndarray(
-            (num_rows, NUM_FIELDS, MAX_COLUMNS), float, memory, work_at, (*strides, MAX_COLUMNS * _WORD, _WORD)
-        )
-        self.in_flight: NDArray[np.void] = np.ndarray(
-            (num_rows, NUM_SLOTS), SLOT, memory, work_at + _WORK_WORDS * _WORD, (*strides, SLOT.itemsize)
-        )
-        self.cell_ints: NDArray[np.int64] = np.ndarray(
-            (num_rows, 1 + MAX_COLUMNS, _CELL_WORDS), np.int64, memory, _ROWS_AT, (*strides, _CELL_WORDS * _WORD, _WORD)
-        )
-        """All cells, the front's own first; `cell_floats` is the same memory."""
+        rows = np.frombuffer(memory, _ROW, num_rows, _ROWS_AT)
+        self.work: NDArray[np.float64] = rows["work"]
+        self.in_flight: NDArray[np.void] = rows["in_flight"]
+        self.queues: NDArray[np.int64] = rows["queues"]
+        self.cell_ints: NDArray[np.int64] = rows["cells"]
         self.cell_floats = self.cell_ints.view(float)
+        """The same memory as `cell_ints`."""
         self.saved_speeds: dict[WorkerRank, tuple[float, float]] = {}
         """What `learnt_speeds` returns first for a rank that gets a column from now on."""
         self.columns: dict[WorkerRank, int] = {}

@@ -18,8 +18,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from kvist.events import WorkerRank
 from kvist.router.fleet.board import (
     MAX_COLUMNS,
@@ -198,8 +196,7 @@ class LoadTracker:
     @property
     def num_waiting(self) -> int:
         """Return how many requests wait for a worker, for any model, at all fronts."""
-        ends = ((row + QUEUES_WORD, row + QUEUES_WORD + NUM_QUEUES) for row in self.board.row_starts)
-        return sum(int(np.asarray(self.ints[begin:end]).sum()) for begin, end in ends)
+        return int(self.board.queues.sum())
 
     def set_listening(self) -> None:
         """Record that this front listens."""
