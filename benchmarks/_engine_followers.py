@@ -29,7 +29,7 @@ from kvist.events.session import SourceState
 from kvist.router.healing import Healer
 from kvist.router.index import RankStatus
 from kvist.router.metrics import RouterMetrics
-from kvist.router.prompts import CHAT_PATH
+from kvist.router.prompts import ParsedRequest
 from kvist.router.usage import ReportedUsage
 
 KVIST = [sys.executable, "-m", "kvist", "--log-level", "error"]
@@ -181,7 +181,7 @@ class Healing:
 
     def send(self, prompt: Prompt, engine: Engine) -> Prompt:
         """Return the request as it comes to the engine, and learn from what its answer will say was cached."""
-        asking = json.loads(self._healer.body_for(TARGET, CHAT_PATH, b"{}", {}))
+        asking = json.loads(self._healer.body_for(TARGET, ParsedRequest(None, 0), b"{}"))
         if self.status.state is SourceState.PARTIAL:
             size = engine.block_size
             given = self._service.ask(self._model, prompt, size, engine.names_ahead).get(self._rank, [0])[0]

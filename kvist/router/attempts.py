@@ -180,7 +180,7 @@ class PrefillAttempt(_Attempt):
         self.answer += piece
         self._limit_length(len(self.answer))
         if self._dialect.hands_over_early and self.handover is None and self.status == OK:
-            handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer))
+            handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer))
             if handoff is not None:
                 self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self.sent_s)
 
@@ -195,7 +195,7 @@ class PrefillAttempt(_Attempt):
         if self.status >= _SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
             self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
-        handoff = self._dialect.read_handoff(self.owner.request.path, bytes(self.answer)) if is_ok else None
+        handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer)) if is_ok else None
         if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
             self.owner.router.routing.record_computed(self.owner.parsed, self._worker.url)
         now_s = self.owner.router.now_s()
@@ -239,7 +239,7 @@ class AnswerAttempt(_Attempt):
             handover.sent_s = router.now_s()
             body = with_fields(owner.body, handover.handoff.fields)
         elif not chosen.is_exact:
-            body = router.healer.body_for(chosen.target, owner.request.path, body, owner.parsed.fields)
+            body = router.healer.body_for(chosen.target, owner.parsed, body)
         step, is_streamed = "generate" if computes else "decode", computes and owner.is_streamed
         super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
         if computes:
@@ -381,8 +381,8 @@ class AnswerAttempt(_Attempt):
         owner, router, decision = self.owner, self.owner.router, self.decision
         content_types = [value for name, value in self.headers if name == b"content-type"]
         self.is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
-        self._is_stored = owner.request.path == RESPONSES_PATH and owner.parsed.fields.get("store") is not False
-        is_cumulative = self._is_stored or owner.request.path == GENERATE_PATH
+        self._is_stored = owner.parsed.path == RESPONSES_PATH and owner.parsed.fields.get("store") is not False
+        is_cumulative = self._is_stored or owner.parsed.path == GENERATE_PATH
         self._usage = UsageReader(is_event_stream=self.is_event_stream, is_last_event_long=is_cumulative)
         self._load.end_prefill()
         self._worker.unanswered.discard(self)

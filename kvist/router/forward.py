@@ -328,9 +328,9 @@ class Forwarding:
         self.body = without_field(self.request.body, parsed.fields, *REPORT_MODE)
         if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
             self.body = without_field(self.body, parsed.fields, "priority")
-        self.body = with_model(self.request.path, self.body, parsed)
+        self.body = with_model(self.body, parsed)
         self._reading_step.end()
-        api = APIS.get(self.request.path, "other")
+        api = APIS.get(parsed.path, "other")
         router.metrics.counts["readings", api, parsed.outcome, parsed.obstacle or ""] += 1
         self.trace.set(spans.of_prompt, parsed)
         try:
@@ -447,9 +447,8 @@ class Forwarding:
         """
         full = self.router.admission.full_workers(self.parsed.model, self.tried)
         full.pop(self.parsed.worker or "", None)  # it holds what no other worker does
-        routing, path, reason = self.router.routing, self.request.path, self.local_reason
         with self.trace.step("choose") as choice:
-            plan = routing.plan(path, self.parsed, self.prefix, self.tried, full, reason)
+            plan = self.router.routing.plan(self.parsed, self.prefix, self.tried, full, self.local_reason)
             choice.set(spans.of_plan, plan)
         if plan.local_reason is not None and plan.local_reason not in FALLBACKS:
             if not self.tried:
@@ -485,7 +484,7 @@ class Forwarding:
             who = self.tenant, trace, self.is_administrator, self.started_s
             part.request = Forwarding(self.router, request, part, request_id, *who)
             split.parts.append(part)
-        single = single_answer(self.request.path, self.parsed) if self.parsed.num_prompts == 1 else None
+        single = single_answer(self.parsed) if self.parsed.num_prompts == 1 else None
         read_now = partial(self.router.reader.read_now, self.request.path)
         for part in split.parts:
             if part.is_running:  # else one has failed
@@ -581,7 +580,7 @@ class Forwarding:
     def has_alternative(self) -> bool:
         """Return whether another worker may answer."""
         is_allowed = len(self.tried) < self.router.config.max_attempts
-        return is_allowed and self.router.routing.has_alternative(self.request.path, self.parsed, self.tried)
+        return is_allowed and self.router.routing.has_alternative(self.parsed, self.tried)
 
     def may_retry(self) -> bool:
         """Return whether another worker may answer, and count that as a retry."""

@@ -36,7 +36,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.index import Caches
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
 from kvist.router.usage import ReportedUsage
 
 logger = logging.getLogger(__name__)
@@ -115,14 +115,11 @@ class Healer:
         self._metrics = metrics
         self._ranks: dict[WorkerRank, _Healing] = {}
 
-    def body_for(self, target: WorkerRank, path: str, body: bytes, fields: Mapping[str, Any]) -> bytes:
-        """Return the body to send to the rank: the client's, with a request for a full report if that may be of use.
-
-        `fields` is the decoded body.
-        """
-        if path not in _PATHS or not self._needs_report(target):
+    def body_for(self, target: WorkerRank, parsed: ParsedRequest, body: bytes) -> bytes:
+        """Return the body to send to the rank: the client's, with a request for a full report if that may be of use."""
+        if parsed.path not in _PATHS or not self._needs_report(target):
             return body
-        asking = ask_full_report(body, fields)
+        asking = ask_full_report(body, parsed.fields)
         if asking is not body:
             self._ranks[target].num_asked += 1
         return asking

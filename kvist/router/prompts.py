@@ -98,6 +98,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, eq=False):
     """A word for why the tokens are not known, or not all of the prompt's."""
     is_renamed: bool = False
     """Whether the body names an alias of the model."""
+    path: str = COMPLETION_PATH
+    """Of the endpoint."""
     prefill_rank: WorkerRank | None = None
     """The rank that computes the same prompt for another answer."""
 
@@ -180,21 +182,25 @@ class PromptReader:
 
     def _read(self, path: str | None, body: bytes) -> ParsedRequest:
         if path in FORM_PATHS:
-            return self._read_form(body)
+            return self._read_form(path, body)
         tokenized = self._read_tokenized(path, body)
         if tokenized is not None:
             return tokenized
         fields = _client_fields(body)
         is_renamed = self._rename(fields)
+        if path is None and fields.get("token_ids") is not None:
+            return _read_tokens(fields)
+        if path is None:
+            path = COMPLETION_PATH if fields.get("messages") is None else CHAT_PATH
         parsed = self._read_fields(path, fields, len(body))
-        return msgspec.structs.replace(parsed, is_renamed=True) if is_renamed else parsed
+        return msgspec.structs.replace(parsed, path=path, is_renamed=is_renamed)
 
-    def _read_form(self, body: bytes) -> ParsedRequest:
+    def _read_form(self, path: str, body: bytes) -> ParsedRequest:
         named = model_in_form(body)
         model = None if named is None else body[named].decode(errors="replace")
         target = self._models.target({"model": model, "prompt": xxh3_64_hexdigest(body)})  # a conversation of its own
         parsed = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
-        return msgspec.structs.replace(parsed, is_renamed=target is not None)
+        return msgspec.structs.replace(parsed, path=path, is_renamed=target is not None)
 
     def _rename(self, fields: Fields) -> bool:
         """Replace an alias by the model, and return whether there was one."""
@@ -203,11 +209,7 @@ class PromptReader:
             fields["model"] = target
         return target is not None
 
-    def _read_fields(self, path: str | None, fields: Fields, num_bytes: int) -> ParsedRequest:
-        if path is None:
-            if fields.get("token_ids") is not None:
-                return _read_tokens(fields)
-            path = COMPLETION_PATH if fields.get("messages") is None else CHAT_PATH
+    def _read_fields(self, path: str, fields: Fields, num_bytes: int) -> ParsedRequest:
         if path == COMPLETION_PATH:
             return self._read_completion(path, fields, fields)
         if path == GENERATE_PATH:
@@ -294,12 +296,12 @@ class PromptReader:
         return tokenizer
 
 
-def with_model(path: str, body: bytes, parsed: ParsedRequest) -> bytes:
+def with_model(body: bytes, parsed: ParsedRequest) -> bytes:
     """Return the body with an alias replaced by the model itself."""
     if not parsed.is_renamed:
         return body
     assert parsed.model is not None
-    if path in FORM_PATHS:
+    if parsed.path in FORM_PATHS:
         alias = model_in_form(body)
         assert alias is not None
         return body[: alias.start] + parsed.model.encode() + body[alias.stop :]

@@ -193,7 +193,6 @@ class Routing:
 
     def plan(
         self,
-        path: str,
         parsed: ParsedRequest,
         prefix: Prefix,
         excluded: Collection[str] = (),
@@ -213,12 +212,12 @@ class Routing:
             raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model", code="model_missing")
         has_roles, settings = self._fleet.has_roles, self._models.policy(parsed.model)
         can_pull = self._fleet.has_pulls and not has_roles and local_reason is None
-        holder = self._holder(path, parsed, prefix, excluded) if can_pull else None
+        holder = self._holder(parsed, prefix, excluded) if can_pull else None
         room_s: dict[str, float] = {}
         if full:
             is_priced = isinstance(settings.policy, PriceSettings) and not has_roles
             room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
-            if self.has_alternative(path, parsed, (all_excluded := {*excluded, *(full.keys() - room_s.keys())})):
+            if self.has_alternative(parsed, (all_excluded := {*excluded, *(full.keys() - room_s.keys())})):
                 excluded = all_excluded
         everyone = self._fleet.routable(parsed.model, excluded)
         if not everyone:
@@ -229,15 +228,15 @@ class Routing:
         if not has_roles:
             decision = self._decide(parsed, prefix, workers, holder=holder, room_s=room_s)
             return self._plan_pull(parsed, decision, holder)
-        alone = [worker for worker in workers if self.can_do_all(path, worker)]
+        alone = [worker for worker in workers if self.can_do_all(parsed.path, worker)]
         alone = [worker for worker in alone if worker.role is not Role.PREFILL] or alone
         answer = self._decide(parsed, prefix, alone) if alone else None
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        prefill_workers, reason = self._prefill_workers(path, parsed, everyone)
+        prefill_workers, reason = self._prefill_workers(parsed, everyone)
         if reason is LocalReason.SEVERAL_SEQUENCES and local_reason is None:
-            single = single_answer(path, parsed)
-            plan = None if single is None else self.plan(path, single, prefix, excluded)
+            single = single_answer(parsed)
+            plan = None if single is None else self.plan(single, prefix, excluded)
             if plan is not None and plan.prefill is not None:
                 return msgspec.structs.replace(plan, is_split=True)
         if answer is None:
@@ -246,7 +245,7 @@ class Routing:
             obstacle = reason if reason in OBSTACLES else None
             local_reason = obstacle or why_local(answer, settings.max_local_prefill_tokens) or reason
         if local_reason is None:
-            return self._plan_pair(path, parsed, prefix, prefill_workers, everyone)
+            return self._plan_pair(parsed, prefix, prefill_workers, everyone)
         if answer is None:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST if local_reason in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
@@ -256,7 +255,7 @@ class Routing:
         return Plan(answer, None, local_reason)
 
     def _plan_pair(
-        self, path: str, parsed: ParsedRequest, prefix: Prefix, prefill_workers: list[Worker], everyone: list[Worker]
+        self, parsed: ParsedRequest, prefix: Prefix, prefill_workers: list[Worker], everyone: list[Worker]
     ) -> Plan:
         """Return the plan in which one worker computes the prompt for another."""
         prefill = self._decide(parsed, prefix, prefill_workers)
@@ -267,12 +266,12 @@ class Routing:
         decode = self._decide_decode(parsed, prefix, worker, everyone)
         assert decode is not None
         dialect, (_, decode_side) = self._dialect_of(worker), self._side(decode)
-        fields, handoff = dialect.begin(path, parsed, prefill_side, decode_side, self._random)
+        fields, handoff = dialect.begin(parsed, prefill_side, decode_side, self._random)
         return Plan(decode, prefill, None, dialect, fields, handoff)
 
-    def _holder(self, path: str, parsed: ParsedRequest, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
+    def _holder(self, parsed: ParsedRequest, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
         """Return who holds most of the prompt, of those it can be fetched from, however busy; by chance of equals."""
-        if not prefix.overlaps or KVIST.obstacle(path, parsed) is not None:
+        if not prefix.overlaps or KVIST.obstacle(parsed) is not None:
             return None
         workers = [worker for worker in self._fleet.routable(parsed.model, excluded) if worker.identity.tokens_per_s]
         holders = [_candidate(rank, prefix) for worker in workers for rank in self._fleet.ranks(worker)]
@@ -302,12 +301,10 @@ class Routing:
         """Return whether the worker can answer a request of this endpoint without another."""
         return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
 
-    def _prefill_workers(
-        self, path: str, parsed: ParsedRequest, workers: list[Worker]
-    ) -> tuple[list[Worker], LocalReason | None]:
+    def _prefill_workers(self, parsed: ParsedRequest, workers: list[Worker]) -> tuple[list[Worker], LocalReason | None]:
         """Return those that can compute the prompt for another of the workers, or why there are none."""
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
-        obstacles = {each: each.obstacle(path, parsed) for each in set(map(self._dialect_of, prefill_workers))}
+        obstacles = {each: each.obstacle(parsed) for each in set(map(self._dialect_of, prefill_workers))}
         able = [worker for worker in prefill_workers if obstacles[self._dialect_of(worker)] is None]
         if not able:
             return [], next(iter(obstacles.values()), LocalReason.NO_PREFILL_WORKER)
@@ -441,11 +438,11 @@ class Routing:
             ranks = self._ranks[key] = _Ranks(statuses, columns, num_blocks, fetch_token_s, cache_blocks)
         return ranks
 
-    def has_alternative(self, path: str, parsed: ParsedRequest, excluded: Collection[str]) -> bool:
+    def has_alternative(self, parsed: ParsedRequest, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request, or two of them together."""
         workers = self._fleet.routable(parsed.model, excluded)
-        return any(self.can_do_all(path, each) for each in workers) or bool(
-            self._prefill_workers(path, parsed, workers)[0]
+        return any(self.can_do_all(parsed.path, each) for each in workers) or bool(
+            self._prefill_workers(parsed, workers)[0]
         )
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:

@@ -21,6 +21,7 @@ from kvist.router import healing
 from kvist.router.healing import REPORT_MODE, End, Healer, Report, ask_full_report
 from kvist.router.index import RankStatus
 from kvist.router.metrics import RouterMetrics
+from kvist.router.prompts import ParsedRequest
 from kvist.router.usage import ReportedUsage
 
 FULL = {"kv_cache_report_mode": "full"}
@@ -253,7 +254,7 @@ class OneRank:
         return [end.value for end in End if self.counted("healed_total", reason=end)]
 
     def asks(self) -> bool:
-        return self.healer.body_for(self.target, "/v1/completions", b"{}", {}) != b"{}"
+        return self.healer.body_for(self.target, ParsedRequest("m", 1), b"{}") != b"{}"
 
     def answer(self, num_cached_tokens: int | None, num_predicted_tokens: int = 0) -> None:
         prompt = SimpleNamespace(is_tokenized=True, block_size=16)

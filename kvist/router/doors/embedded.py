@@ -170,8 +170,8 @@ class Router(ComposedContext):
         if is_sheddable:
             self._admission.shed(parsed.model, excluded)
         full = dict.fromkeys(self._admission.full_workers(parsed.model, excluded), inf)  # no request waits here
-        plan = self._routing.plan(path, parsed, prefix, excluded, full, local_reason=LocalReason.OTHER_ENDPOINT)
-        body = with_model(path, without_field(body, parsed.fields, *REPORT_MODE), parsed)
+        plan = self._routing.plan(parsed, prefix, excluded, full, local_reason=LocalReason.OTHER_ENDPOINT)
+        body = with_model(without_field(body, parsed.fields, *REPORT_MODE), parsed)
         return Choice(parsed, plan.answer, body, prefix)
 
     def begin(self, choice: Choice, *, is_streamed: bool) -> RoutedRequest:

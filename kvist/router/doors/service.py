@@ -64,7 +64,6 @@ from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
 from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.metrics import PREFIX, RouterMetrics
-from kvist.router.prompts import COMPLETION_PATH
 from kvist.router.recording import Beginning, RequestRecorder
 from kvist.router.reserved import check_request_id
 from kvist.router.routing import Prefix
@@ -317,7 +316,7 @@ class RouterService(ComposedContext):
         routing, admission = self._forwarder.routing, self._forwarder.admission
         parsed = await self._forwarder.reader.read(None, body)
         full = admission.full_workers(parsed.model, ())
-        plan = routing.plan(COMPLETION_PATH, parsed, routing.match(parsed) or Prefix(), full=full)
+        plan = routing.plan(parsed, routing.match(parsed) or Prefix(), full=full)
         explained = explain_plan(plan, parsed, self.known.load, time.monotonic())
         is_queued = admission.would_wait(parsed.model) or plan.answer.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})

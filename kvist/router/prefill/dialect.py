@@ -81,12 +81,12 @@ class Dialect:
     hands_over_early = False
     """Whether a prefill worker's answer is a stream whose beginning has the handoff."""
 
-    def obstacle(self, path: str, parsed: ParsedRequest) -> LocalReason | None:
+    def obstacle(self, parsed: ParsedRequest) -> LocalReason | None:
         """Return why no pair can do the request, None if one can.
 
         A prefill worker frees the blocks once one sequence has fetched them, so several sequences are not safe.
         """
-        if path not in (CHAT_PATH, COMPLETION_PATH):
+        if parsed.path not in (CHAT_PATH, COMPLETION_PATH):
             return LocalReason.OTHER_ENDPOINT
         get = parsed.fields.get
         is_several = get("n") not in (None, 1) or get("best_of") not in (None, 1) or get("use_beam_search")
@@ -96,12 +96,12 @@ class Dialect:
         return LocalReason.LOGPROBS if is_lost else None
 
     def begin(
-        self, path: str, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
+        self, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
     ) -> tuple[Fields, Handoff | None]:
         """Return what is set in the prefill worker's body, and the handoff if both workers are asked at once."""
         raise NotImplementedError
 
-    def read_handoff(self, path: str, answer: bytes) -> Handoff | None:  # noqa: ARG002
+    def read_handoff(self, parsed: ParsedRequest, answer: bytes) -> Handoff | None:  # noqa: ARG002
         """Return the handoff in a prefill worker's answer, or the beginning of it; None where there is none."""
         return None
 

@@ -32,14 +32,14 @@ MAX_ANSWERS = 128
 _decode = msgspec.json.Decoder(Fields).decode
 
 
-def single_answer(path: str, parsed: ParsedRequest) -> ParsedRequest | None:
+def single_answer(parsed: ParsedRequest) -> ParsedRequest | None:
     """Return the one of the split requests that has the longest prompt; None where a request cannot be split.
 
     With beams or `best_of` one worker has to choose among the answers; `continuous_usage_stats` wants the usage of all
     answers in each chunk; and what a seed that is no integer means is the worker's to say.
     """
     fields, num_answers = parsed.fields, parsed.fields.get("n") or 1
-    if path not in (CHAT_PATH, COMPLETION_PATH) or fields.get("best_of") not in (None, 1):
+    if parsed.path not in (CHAT_PATH, COMPLETION_PATH) or fields.get("best_of") not in (None, 1):
         return None
     if type(num_answers) is not int or not 1 < num_answers * parsed.num_prompts <= MAX_ANSWERS:
         return None

@@ -32,8 +32,9 @@ class SglangDialect(Dialect):
 
     works_alone = False
 
-    def obstacle(self, path: str, parsed: ParsedRequest) -> LocalReason | None:
+    def obstacle(self, parsed: ParsedRequest) -> LocalReason | None:
         """Return why no pair can do the request: several answers, or log probabilities that cannot be merged."""
+        path = parsed.path
         if path not in APIS:
             return LocalReason.OTHER_ENDPOINT
         sampling = parsed.fields.get("sampling_params") if path == GENERATE_PATH else parsed.fields
@@ -43,7 +44,7 @@ class SglangDialect(Dialect):
         return LocalReason.LOGPROBS if is_echoed and wants_logprobs(parsed) else None
 
     def begin(
-        self, path: str, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
+        self, parsed: ParsedRequest, prefill: Side, decode: Side, random: Random
     ) -> tuple[Fields, Handoff | None]:
         """Choose new rooms; in a prefill worker of several ranks the room's number selects the rank."""
         host = urlsplit(prefill.url).hostname or ""
@@ -51,7 +52,7 @@ class SglangDialect(Dialect):
         rooms = (random.randrange(_NUM_ROOMS // num_ranks) * num_ranks for _ in range(parsed.num_prompts))
         places = [(host, prefill.bootstrap_port, room + (prefill.rank or 0)) for room in rooms]
         place: Fields = dict(zip(_PLACE, zip(*places, strict=True) if len(places) > 1 else places[0], strict=True))
-        is_merged = path == GENERATE_PATH and bool(parsed.fields.get("return_logprob"))
+        is_merged = parsed.path == GENERATE_PATH and bool(parsed.fields.get("return_logprob"))
         is_merged = is_merged and parsed.fields.get("logprob_start_len") not in (None, -1)
         prefill_fields = place | _rank_field("data_parallel_rank", prefill) | ({"stream": False} if is_merged else {})
         decode_fields = (

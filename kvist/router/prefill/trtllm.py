@@ -34,14 +34,14 @@ class TrtllmDialect(Dialect):
     """Hands the first token over; its log probabilities only in some releases."""
 
     def begin(
-        self, _path: str, parsed: ParsedRequest, _p: Side, _d: Side, random: Random
+        self, parsed: ParsedRequest, _prefill: Side, _decode: Side, random: Random
     ) -> tuple[Fields, Handoff | None]:
         """Ask for the context only, under a random number by which the two workers know the request."""
         params = {"request_type": "context_only", "disagg_request_id": random.randint(_FIRST_ID, _LAST_ID)}
         fields: Fields = {"stream": False, "disaggregated_params": params}
         return fields | ({"stream_options": None} if "stream_options" in parsed.fields else {}), None
 
-    def read_handoff(self, path: str, answer: bytes) -> Handoff | None:
+    def read_handoff(self, parsed: ParsedRequest, answer: bytes) -> Handoff | None:
         """Return the params and the prompt's tokens; None for an answer that already ended with its first token."""
         try:
             read = msgspec.json.decode(answer, type=_Answer)
@@ -51,5 +51,5 @@ class TrtllmDialect(Dialect):
             return None
         fields: Fields = {"disaggregated_params": read.choices[0].disaggregated_params | _GENERATION}
         if bytes(read.prompt_token_ids) != b"null":
-            fields["prompt_token_ids" if path == CHAT_PATH else "prompt"] = read.prompt_token_ids
+            fields["prompt_token_ids" if parsed.path == CHAT_PATH else "prompt"] = read.prompt_token_ids
         return Handoff(fields)

@@ -37,13 +37,13 @@ class VllmDialect(Dialect):
 
     hands_logprobs = True
 
-    def begin(self, _path: str, parsed: ParsedRequest, *_: object) -> tuple[Fields, Handoff | None]:
+    def begin(self, parsed: ParsedRequest, *_: object) -> tuple[Fields, Handoff | None]:
         """Ask for one token, not as a stream, and for the blocks to be kept."""
         fields: Fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
         overridden = {"max_completion_tokens": 1, "min_tokens": 1, "stream_options": None}
         return fields | {name: value for name, value in overridden.items() if parsed.fields.get(name)}, None
 
-    def read_handoff(self, _path: str, answer: bytes) -> Handoff | None:
+    def read_handoff(self, _parsed: ParsedRequest, answer: bytes) -> Handoff | None:
         """Return the params unchanged."""
         try:
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
@@ -62,17 +62,17 @@ class KvistDialect(VllmDialect):
     hands_logprobs = False
     hands_over_early = True
 
-    def begin(self, path: str, parsed: ParsedRequest, *others: object) -> tuple[Fields, Handoff | None]:
+    def begin(self, parsed: ParsedRequest, *others: object) -> tuple[Fields, Handoff | None]:
         """Ask for one token, as a stream."""
-        fields, handoff = super().begin(path, parsed, *others)
+        fields, handoff = super().begin(parsed, *others)
         return fields | {"stream": True}, handoff
 
     def ask_for_prefix(self, parsed: ParsedRequest, num_tokens: int) -> Fields:
         """Return what is set in the body for the worker that holds so many tokens, and is to compute nothing."""
         asked = {"do_remote_decode": True, "max_cached_tokens": num_tokens}
-        return {**self.begin("", parsed)[0], "kv_transfer_params": asked}
+        return {**self.begin(parsed)[0], "kv_transfer_params": asked}
 
-    def read_handoff(self, path: str, answer: bytes) -> Handoff | None:
+    def read_handoff(self, parsed: ParsedRequest, answer: bytes) -> Handoff | None:
         """Return the params in the first event of the stream, once that is complete."""
         event, end, _ = answer.partition(b"\n\n")
-        return super().read_handoff(path, event.removeprefix(b"data: ")) if end else None
+        return super().read_handoff(parsed, event.removeprefix(b"data: ")) if end else None

@@ -27,7 +27,7 @@ from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Capacity, CircuitBreaker, CircuitState, HealthGauge, Worker
 from kvist.router.index import Overlaps, RankStatus
-from kvist.router.prompts import COMPLETION_PATH, ParsedRequest
+from kvist.router.prompts import ParsedRequest
 from kvist.router.routing import Routing
 
 LIVES = seeds(12)
@@ -36,7 +36,6 @@ BLOCK, STRIDE, LONGEST = 16, 16, 6000
 ALPHA, CREDITS = 2.9e-5, (1.0, 0.75, 0.25, 0.0)
 FAMILIES = [np.arange(LONGEST, dtype=np.uint32) + 10_000 * number for number in range(4)]
 CHAINS = [block_hashes(tokens, BLOCK) for tokens in FAMILIES]
-PATH = COMPLETION_PATH
 
 
 class Caches:
@@ -233,7 +232,7 @@ class Life:
         full = self.admission.full_workers(ask.model, excluded)
         able, room_s = self.able(ask.model, excluded)
         try:
-            plan = self.routing.plan(PATH, ask, prefix, excluded, full)
+            plan = self.routing.plan(ask, prefix, excluded, full)
         except RequestError:
             assert not able
             return

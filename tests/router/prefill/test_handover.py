@@ -625,7 +625,7 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(
 def test_the_two_bodies_say_what_the_client_said() -> None:
     def sent(body: bytes) -> Any:
         ask = ParsedRequest("m", 2, fields=json.loads(body))
-        fields, handoff = DIALECTS["kvist"].begin(COMPLETION_PATH, ask, SIDE, SIDE, Random(0))
+        fields, handoff = DIALECTS["kvist"].begin(ask, SIDE, SIDE, Random(0))
         assert handoff is None
         return json.loads(with_fields(body, fields))
 
@@ -656,7 +656,7 @@ def test_the_two_bodies_say_what_the_client_said() -> None:
     "answer", [b"", b"{}", b"[]", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"do_remote_prefill":false}}']
 )
 def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
-    assert DIALECTS["vllm"].read_handoff(COMPLETION_PATH, answer) is None
+    assert DIALECTS["vllm"].read_handoff(ParsedRequest("m", 2), answer) is None
 
 
 def test_what_is_left_to_compute_decides() -> None:
@@ -673,17 +673,14 @@ def test_what_is_left_to_compute_decides() -> None:
 
 def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
     def found(path: str, **fields: Any) -> LocalReason | None:
-        return DIALECTS["kvist"].obstacle(path, ParsedRequest("m", 400, fields=fields))
+        return DIALECTS["kvist"].obstacle(ParsedRequest("m", 400, fields=fields, path=path))
 
     assert found(CHAT_PATH, n=1, logprobs=False) is None
     assert found("/v1/embeddings") is LocalReason.OTHER_ENDPOINT
     assert found(CHAT_PATH, logprobs=True) is LocalReason.LOGPROBS
     assert found(COMPLETION_PATH, logprobs=0) is LocalReason.LOGPROBS
     assert found(COMPLETION_PATH, best_of=3) is LocalReason.SEVERAL_SEQUENCES
-    assert (
-        DIALECTS["kvist"].obstacle(COMPLETION_PATH, ParsedRequest("m", 9, num_prompts=2))
-        is LocalReason.SEVERAL_SEQUENCES
-    )
+    assert DIALECTS["kvist"].obstacle(ParsedRequest("m", 9, num_prompts=2)) is LocalReason.SEVERAL_SEQUENCES
 
 
 def test_a_worker_has_one_role() -> None:

@@ -201,7 +201,7 @@ def test_each_answers_seed_is_one_that_whoever_takes_the_clients_takes(seed: int
     ],
 )
 def test_answers_that_need_each_other_are_one_request(path: str, fields: dict[str, Any], *, is_one: bool) -> None:
-    one = single_answer(path, ParsedRequest("m", 800, num_prompts=2, fields=fields))
+    one = single_answer(ParsedRequest("m", 800, num_prompts=2, fields=fields, path=path))
     assert (one is not None) == is_one
     if one is not None:
         assert (one.num_tokens, one.num_prompts, one.fields["n"]) == (400, 1, 1)

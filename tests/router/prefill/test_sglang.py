@@ -446,7 +446,7 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, rooms,
 
 def test_the_prefill_workers_address_is_one_that_decode_workers_can_use() -> None:
     side = Side("http://[::1]:30000", 8998)
-    fields, handoff = SglangDialect().begin(COMPLETION_PATH, ParsedRequest("m", 2), side, side, Random(1))
+    fields, handoff = SglangDialect().begin(ParsedRequest("m", 2), side, side, Random(1))
     assert handoff is not None
     assert fields == handoff.fields
     assert fields["bootstrap_host"] == "[::1]"
@@ -454,7 +454,7 @@ def test_the_prefill_workers_address_is_one_that_decode_workers_can_use() -> Non
 
 def test_obstacles_are_in_the_request() -> None:
     def found(path: str, **fields: Any) -> LocalReason | None:
-        return SglangDialect().obstacle(path, ParsedRequest("m", 400, fields=fields))
+        return SglangDialect().obstacle(ParsedRequest("m", 400, fields=fields, path=path))
 
     assert found(CHAT_PATH, logprobs=True, n=1) is None
     assert found(COMPLETION_PATH, logprobs=1, echo=False) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvist.router.prefill.trtllm import TrtllmDialect
-from kvist.router.prompts import COMPLETION_PATH
+from kvist.router.prompts import ParsedRequest
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "tensorrt_llm"}]
@@ -131,4 +131,4 @@ async def test_a_context_is_fetched_from_the_rank_that_was_chosen_for_it(worker,
     ],
 )
 def test_an_answer_without_params_hands_nothing_over(answer: bytes) -> None:
-    assert TrtllmDialect().read_handoff(COMPLETION_PATH, answer) is None
+    assert TrtllmDialect().read_handoff(ParsedRequest("m", 2), answer) is None

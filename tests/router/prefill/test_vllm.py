@@ -12,7 +12,7 @@ import pytest
 
 from kvist.router.prefill.dialect import Side
 from kvist.router.prefill.handover import DIALECTS
-from kvist.router.prompts import COMPLETION_PATH, ParsedRequest
+from kvist.router.prompts import ParsedRequest
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "vllm"}]
@@ -168,6 +168,6 @@ async def test_workers_that_do_not_say_their_engine_have_the_configured_dialect(
 
 def test_a_prompt_that_its_first_token_ends_hands_nothing_over() -> None:
     answer = json.dumps({"choices": [{"finish_reason": "stop"}], "kv_transfer_params": None}).encode()
-    assert DIALECTS["vllm"].read_handoff(COMPLETION_PATH, answer) is None
+    assert DIALECTS["vllm"].read_handoff(ParsedRequest("m", 2), answer) is None
     side = Side("http://a:1", 8998)
-    assert DIALECTS["vllm"].begin(COMPLETION_PATH, ParsedRequest("m", 2), side, side, Random(0))[1] is None
+    assert DIALECTS["vllm"].begin(ParsedRequest("m", 2), side, side, Random(0))[1] is None
