@@ -389,37 +389,37 @@ class Routing:
         holder: Candidate | None = None,
         room_s: Mapping[str, float] | None = None,
     ) -> Decision:
-        prompt = Prompt(
-            parsed.num_tokens, self._fleet.block_sizes(parsed.model).unit, is_tokenized=parsed.token_ids is not None
-        )
-        policy, now_s = self._models.policy(parsed.model).policy, self._now_s()
+        block_size, settings = self._fleet.block_sizes(parsed.model).unit, self._models.policy(parsed.model)
+        prompt = Prompt(parsed.num_tokens, block_size, is_tokenized=parsed.token_ids is not None)
+        policy, now_s = settings.policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
-        if isinstance(policy, PriceSettings):
-            pricing = self._pricing.get((policy, prompt.block_size))
-            if pricing is None:
-                pricing = self._load.pricing(policy, prompt.block_size)
-                self._pricing[policy, prompt.block_size] = pricing
-            by_tier = [prefix.overlaps.get(rank.target, _NO_BLOCKS) for rank in ranks.statuses]
-            on_gpus = [each[0] for each in by_tier]
-            depths = on_gpus if on_gpus == [each[-1] for each in by_tier] else by_tier
-            columns, hashes = ranks.columns, prefix.block_hashes
-            pull = None
-            if holder is not None and holder.overlap_blocks:
-                min_tokens = self._models.policy(parsed.model).max_local_prefill_tokens
-                source = self._fleet.get(holder.target.worker)
-                assert source is not None
-                has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
-                token_s = np.where(has_same_blocks, ranks.fetch_token_s, inf)
-                pull = Pull(holder.overlap_blocks[0], token_s, min_tokens)
-            waits_s = np.array([room_s.get(rank.target.worker, 0.0) for rank in ranks.statuses]) if room_s else 0.0
-            prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull, waits_s)
-            chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
-            chosen = _candidate(ranks.statuses[chosen_idx], prefix)
-            overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
-            weighed = partial(_weighed, ranks, prefix, prices)
-            return Decision(policy.name, prompt, chosen, chosen_idx, overlap_tokens, weighed, prices)
-        candidates = [_candidate(rank, prefix, self._load.load(rank.target, now_s)) for rank in ranks.statuses]
-        return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
+        if not isinstance(policy, PriceSettings):
+            candidates = [_candidate(rank, prefix, self._load.load(rank.target, now_s)) for rank in ranks.statuses]
+            return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
+        pricing = self._pricing.get((policy, block_size))
+        if pricing is None:
+            pricing = self._pricing[policy, block_size] = self._load.pricing(policy, block_size)
+        by_tier = [prefix.overlaps.get(rank.target, _NO_BLOCKS) for rank in ranks.statuses]
+        on_gpus = [each[0] for each in by_tier]
+        depths = on_gpus if on_gpus == [each[-1] for each in by_tier] else by_tier
+        columns, hashes = ranks.columns, prefix.block_hashes
+        pull = None if holder is None else self._pull_from(holder, ranks, settings.max_local_prefill_tokens)
+        waits_s = np.array([room_s.get(rank.target.worker, 0.0) for rank in ranks.statuses]) if room_s else 0.0
+        prices = pricing.weigh(now_s, prompt.num_tokens, hashes, depths, columns, compute_scale, pull, waits_s)
+        chosen_idx = pricing.choose(prices, ranks.num_blocks, self._random)
+        chosen = _candidate(ranks.statuses[chosen_idx], prefix)
+        overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
+        weighed = partial(_weighed, ranks, prefix, prices)
+        return Decision(policy.name, prompt, chosen, chosen_idx, overlap_tokens, weighed, prices)
+
+    def _pull_from(self, holder: Candidate, ranks: _Ranks, min_tokens: int) -> Pull | None:
+        """Return what the ranks can fetch from the holder, those with the same kind of blocks."""
+        if not holder.overlap_blocks:
+            return None
+        source = self._fleet.get(holder.target.worker)
+        assert source is not None
+        has_same_blocks = [each == source.identity.cache_block for each in ranks.cache_blocks]
+        return Pull(holder.overlap_blocks[0], np.where(has_same_blocks, ranks.fetch_token_s, inf), min_tokens)
 
     def _ranks_of(self, workers: list[Worker], now_s: float) -> _Ranks:
         if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import quote
 
 import msgspec
@@ -105,7 +106,7 @@ class Releases:
             return
         self._num_waiting += 1
         target = "/kv_transfer/" + quote(remote_request_id, safe="")
-        self._pool.send(_Release(worker, self._on_ended), worker, "DELETE", target, headers)
+        self._pool.send(_Release(partial(self._on_ended, worker)), worker, "DELETE", target, headers)
 
     def _on_ended(self, worker: str, status: int) -> None:
         self._num_waiting -= 1
@@ -120,8 +121,7 @@ class _Release(ResponseReceiver):
 
     status = 0
 
-    def __init__(self, worker: str, on_ended: Callable[[str, int], None]) -> None:
-        self._worker = worker
+    def __init__(self, on_ended: Callable[[int], None]) -> None:
         self._on_ended = on_ended
 
     def on_head(self, status: int, _headers: Headers) -> None:
@@ -131,7 +131,7 @@ class _Release(ResponseReceiver):
         """Ignore the body."""
 
     def on_end(self) -> None:
-        self._on_ended(self._worker, self.status)
+        self._on_ended(self.status)
 
     def on_failure(self, _: UpstreamError) -> None:
-        self._on_ended(self._worker, 0)
+        self._on_ended(0)
