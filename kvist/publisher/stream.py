@@ -31,6 +31,7 @@ MAX_BATCH_HASH_BYTES = 64 << 10
 """Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
 
 _HASH_BYTES = 8
+_HAS_HASHES = (Stored, Removed)
 
 
 class StreamOptions(TypedDict, total=False):
@@ -387,8 +388,9 @@ def _check(event: EngineEvent) -> None:
     """
     if not isinstance(event, EngineStored | EngineRemoved):
         return
-    if not all(issubclass(each, _HASH_TYPES) for each in set(map(type, event.block_hashes))):
-        raise TypeError("a block hash is neither an integer nor bytes")
+    for each in set(map(type, event.block_hashes)):
+        if not issubclass(each, _HASH_TYPES):
+            raise TypeError("a block hash is neither an integer nor bytes")
     if event.tier.__class__ is not Tier and event.tier.__class__ is not int and event.tier is not None:
         raise TypeError(f"tier {event.tier!r} is none")
 
@@ -422,12 +424,14 @@ class Coalescer:
         self._size_bytes = 0  # of the hashes in the last batch
 
     def add(self, event: Event) -> None:
-        for piece in _cut(event):
-            size_bytes = len(piece.hashes) if isinstance(piece, Stored | Removed) else 0
-            self._size_bytes += size_bytes
+        if not isinstance(event, _HAS_HASHES):
+            self._batches[-1].append([event])
+            return
+        for piece in (event,) if len(event.hashes) <= MAX_BATCH_HASH_BYTES else _cut(event):
+            self._size_bytes += len(piece.hashes)
             if self._size_bytes > MAX_BATCH_HASH_BYTES:
                 self._batches.append([])
-                self._size_bytes = size_bytes
+                self._size_bytes = len(piece.hashes)
             runs = self._batches[-1]
             if runs and _continues(piece, runs[-1][-1]):
                 runs[-1].append(piece)
@@ -440,10 +444,8 @@ class Coalescer:
         return [tuple(map(_joined, runs)) for runs in batches if runs]
 
 
-def _cut(event: Event) -> Iterable[Event]:
+def _cut(event: Stored | Removed) -> list[Stored | Removed]:
     """Return events of at most a batch's hashes each that amount to this one."""
-    if not isinstance(event, Stored | Removed) or len(event.hashes) <= MAX_BATCH_HASH_BYTES:
-        return (event,)
     starts = range(0, len(event.hashes), MAX_BATCH_HASH_BYTES)
     pieces = [event.hashes[start : start + MAX_BATCH_HASH_BYTES] for start in starts]
     if isinstance(event, Removed):
@@ -452,21 +454,21 @@ def _cut(event: Event) -> Iterable[Event]:
     return [Stored(piece, parent, event.tier) for piece, parent in zip(pieces, parents, strict=False)]
 
 
-def _continues(event: Event, previous: Event) -> bool:
-    """Return whether an event and the one before it can be said as one."""
-    if isinstance(event, Removed) and isinstance(previous, Removed):
-        return event.tier == previous.tier
-    if not isinstance(event, Stored) or not isinstance(previous, Stored) or event.tier != previous.tier:
+def _continues(event: Stored | Removed, previous: Event) -> bool:
+    """Return whether an event can be joined to the one before it."""
+    if isinstance(event, Removed):
+        return isinstance(previous, Removed) and event.tier == previous.tier
+    if event.parent is None or not isinstance(previous, Stored) or event.tier != previous.tier:
         return False
-    return event.parent is not None and event.parent == _last_hash(previous.hashes)
+    return event.parent == _last_hash(previous.hashes)
 
 
 def _joined(run: Sequence[Event]) -> Event:
-    first = run[0]
-    if len(run) == 1 or not isinstance(first, Stored | Removed):
-        return first
-    hashes = b"".join(event.hashes for event in run if isinstance(event, Stored | Removed))
-    return msgspec.structs.replace(first, hashes=hashes)
+    """Return the event that a run of events amounts to."""
+    if len(run) == 1:
+        return run[0]
+    hashes = b"".join(event.hashes for event in run if isinstance(event, _HAS_HASHES))
+    return msgspec.structs.replace(run[0], hashes=hashes)
 
 
 def _last_hash(hashes: bytes) -> int:
