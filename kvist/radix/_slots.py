@@ -67,14 +67,8 @@ class SlotTable:
         self._core["num_grouped"] = len(grouped)
         self._core["num_companions"] = np.count_nonzero(rules["role"] == COMPANION)
 
-    def free_swept(self, slots: list[int]) -> None:
-        """Make retired slots usable again; no block may refer to them any more."""
-        self._core["num_retired"] -= len(slots)
-        for slot in slots:
-            self.free(slot)
-
     def free(self, slot: int) -> None:
-        """Put a slot back on the list of free ones, or off the end of all."""
+        """Make a slot usable again; no block may refer to it any more."""
         self.table[slot] = (0, 0, 0, 0, 0)
         if slot == len(self.ranks) - 1:
             self.ranks = self.ranks[:-1]

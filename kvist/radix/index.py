@@ -29,7 +29,7 @@ from kvist.radix.memory import (
     segment_bits_for,
 )
 from kvist.radix.snapshot import Snapshot
-from kvist.radix.values import NUM_TIERS, ApplyResult, Match, Residencies, Statistics
+from kvist.radix.values import ApplyResult, Match, Residencies, Statistics
 
 _U64_END = 1 << 64
 _OPERATION = struct.Struct("=4Q")
@@ -339,8 +339,8 @@ def _encode(event: Stored | Removed, operations: list[bytes], parts: list[bytes]
         raise InvalidValueError("events", event, "an event")
     if len(event.hashes) % 8:
         raise InvalidValueError("hashes", event.hashes, "a multiple of 8 bytes")
-    if not 0 <= event.tier < NUM_TIERS:
-        raise InvalidValueError("events", event, f"a tier below {NUM_TIERS}")
+    if not 0 <= event.tier < len(Tier):
+        raise InvalidValueError("events", event, f"a tier below {len(Tier)}")
     try:
         operations.append(_OPERATION.pack(kind, event.tier, parent, len(event.hashes) // 8))
     except struct.error:

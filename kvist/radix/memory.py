@@ -157,7 +157,9 @@ class Sweeper:
         num_rows = 1 + int(self._segments["room"][self._next_segment])
         self._next_segment += 1
         if self._next_segment == len(self._segments):
-            self._slots.free_swept(self._sweeping)
+            self._core["num_retired"] -= len(self._sweeping)
+            for slot in self._sweeping:
+                self._slots.free(slot)
             self._sweeping = []
         return num_rows
 

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events import Tier, WorkerRank
-
-NUM_TIERS = len(Tier)
+from kvist.events import WorkerRank
 
 
 class ApplyResult(NamedTuple):
