@@ -18,7 +18,7 @@ from kvist.events.restarts import RestartDetector
 from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, identity
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import SnapshotPart
-from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, read_envelope
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -177,7 +177,7 @@ class SentBuffer:
         if envelope is None:
             return True
         with self._lock:
-            if isinstance(envelope, SnapshotEnvelope):
+            if isinstance(envelope, SnapshotPart):
                 if (recorded := self._snapshots.add(message, envelope.worker)) is not None:
                     self._restore(recorded)
                 return False

@@ -1,4 +1,4 @@
-"""Message envelopes, decoded without the events or blocks inside, and the gaps that their sequence numbers show."""
+"""Message envelopes, decoded without the events inside, and the gaps that their sequence numbers show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvist.events.codec import DECODE_ERRORS, RawBatch, is_canonical, is_snapsho
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
-from kvist.events.types import NonNegative, Positive, RankEnvelope
+from kvist.events.types import SnapshotPart
 
 _HEARTBEAT_START = b"\xa9heartbeat"
 
@@ -31,29 +31,15 @@ class CanonicalEnvelope(RawBatch, tag="kvist1", array_like=True, frozen=True, gc
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
 
 
-class SnapshotEnvelope(RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
-    """A snapshot part without its blocks; the snapshot is the rank's state before the batch `sequence`."""
-
-    part_idx: NonNegative
-    num_parts: Positive
-    num_blocks: NonNegative
-    digest: NonNegative
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether this is the snapshot's last part, which a recording that was cut off may lack."""
-        return self.part_idx == self.num_parts - 1
-
-
-Envelope: TypeAlias = CanonicalEnvelope | SnapshotEnvelope | EngineEnvelope
+Envelope: TypeAlias = CanonicalEnvelope | SnapshotPart | EngineEnvelope
 
 _canonical_decoder = msgspec.msgpack.Decoder(CanonicalEnvelope)
-_snapshot_decoder = msgspec.msgpack.Decoder(SnapshotEnvelope)
+_snapshot_decoder = msgspec.msgpack.Decoder(SnapshotPart)
 _engine_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 
 
 def read_envelope(payload: bytes) -> Envelope | None:
-    """Return the envelope of a batch or of a snapshot part; None when the payload is neither."""
+    """Return the envelope of a batch, or a snapshot part; None when the payload is neither."""
     try:
         if is_canonical(payload):
             return _canonical_decoder.decode(payload)
@@ -155,8 +141,8 @@ class SourceTracker:
         rank = self.ranks.setdefault(rank_of(envelope), SequenceTracker())
         if isinstance(envelope, EngineEnvelope):
             return rank.on_message(self.restarts.observe(message.sequence, message.payload), message.sequence)
-        if isinstance(envelope, SnapshotEnvelope):
-            if envelope.is_last:
+        if isinstance(envelope, SnapshotPart):
+            if envelope.part_idx == envelope.num_parts - 1:  # a recording that was cut off may lack the last one
                 rank.on_snapshot(envelope.epoch, envelope.sequence)
             return False
         if envelope.is_heartbeat:

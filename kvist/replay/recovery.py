@@ -20,9 +20,9 @@ from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MESSAGE_BYTES
-from kvist.events.types import MAX_RANKS, Holding
+from kvist.events.types import MAX_RANKS, Holding, SnapshotPart
 from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector, empty_snapshot
-from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceTracker, rank_of, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, SourceTracker, rank_of, read_envelope
 
 MAX_HELD_BYTES = 64 << 20
 """The most that is held back of one source; if more arrives before the answer, it is written without the answer."""
@@ -239,7 +239,7 @@ class SourceRecovery:
         for message in messages:
             envelope, timed = read_envelope(message.payload), TimedMessage(message, mono_ns)
             self.live.on_message(envelope, message)
-            if envelope is None or isinstance(envelope, SnapshotEnvelope):
+            if envelope is None or isinstance(envelope, SnapshotPart):
                 ready.append(timed)
                 continue
             key = rank_of(envelope)

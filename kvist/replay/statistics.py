@@ -20,9 +20,10 @@ from kvist.events import Cleared, EngineStored, Event, Heartbeat, Removed, Store
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
 from kvist.events.snapshot import Snapshot
+from kvist.events.types import SnapshotPart
 from kvist.publisher.stream import RankStream
 from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector
-from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceTracker, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, SourceTracker, read_envelope
 from kvist.replay.recording import Record, RecordedSource
 
 MAX_SPANS = 512
@@ -191,7 +192,7 @@ class StatisticsCollector:
         try:
             if isinstance(envelope, CanonicalEnvelope):
                 self._add_canonical(source, record, envelope, is_new)
-            elif isinstance(envelope, SnapshotEnvelope):
+            elif isinstance(envelope, SnapshotPart):
                 self._add_snapshot(source, record)
             elif is_new:
                 self._add_engine(source, record)

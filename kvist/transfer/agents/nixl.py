@@ -109,12 +109,10 @@ class NixlAgent(base.TransferAgent):
                 raise WriteFailedError(f"NIXL reports {state} for a write to {peer!r}")
             self._agent.release_xfer_handle(handle)
         except (WriteFailedError, *_NIXL_ERRORS) as error:
-            _logger.warning("kv write is late or has failed: agent=%s reason=%s", self.name, self._reason(peer, error))
+            reason = str(error) if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
+            _logger.warning("kv write is late or has failed: agent=%s reason=%s", self.name, reason)
             is_over = handle is None or (yield from self._drain(handle))
-            raise WriteFailedError(self._reason(peer, error), is_quiescent=is_over) from error
-
-    def _reason(self, peer: PeerId, error: Exception) -> str:
-        return str(error) if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
+            raise WriteFailedError(reason, is_quiescent=is_over) from error
 
     def _drain(self, handle: object) -> Generator[bool, None, bool]:
         """Wait until a failed write is over, or the agent has been closing for a while; return whether it is over.
