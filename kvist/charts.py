@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
@@ -15,7 +12,7 @@ _WIDTH_INCHES, _HEIGHT_INCHES = 7.2, 4.2
 _MOST_DOTS = 50
 _COLOURS = ("#1f5fa8", "#a3540e", "#356b1f", "#7c3aa8")
 _DASHES = ((), (6, 3), (2, 3), (8, 3, 2, 3))
-"""As the live page draws its lines."""
+"""The line styles of the live page."""
 
 
 class Chart(NamedTuple):
@@ -29,8 +26,9 @@ class Chart(NamedTuple):
     log_y: bool = False
 
 
-def draw(*charts: Chart) -> Figure:
-    """Return the charts, one below the other."""
+def svg_document(*charts: Chart) -> str:
+    """Return the charts, one below the other, as an SVG file."""
+    import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -50,15 +48,8 @@ def draw(*charts: Chart) -> Figure:
             axis.set_major_formatter("{x:,.12g}")
             axis.set_minor_formatter(NullFormatter())
         axes.legend(fontsize="small")
-    return figure
-
-
-def svg_document(*charts: Chart) -> str:
-    """Return the charts as a file has them."""
-    import matplotlib as mpl
-
     svg = StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvist", "text.parse_math": False}):
-        draw(*charts).savefig(svg, format="svg", metadata={"Date": None})
+        figure.savefig(svg, format="svg", metadata={"Date": None})
     text = svg.getvalue()
     return text[text.index("<svg") :]

@@ -9,20 +9,23 @@ import asyncio
 
 
 def only_cause(error: BaseException) -> BaseException:
-    """Return what a group of tasks ended with, out of all groups that have nothing else in them."""
+    """Return the one error inside exception groups that each have a single error; any other error as it is."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 async def leave_group(group: asyncio.TaskGroup, error: BaseException | None) -> None:
-    """Wait for a group's tasks; of what ends the body, it sees its own cancellation alone: errors it would wrap."""
+    """Exit a task group whose body `error` ended: wait for its tasks, or cancel them if it is a cancellation.
+
+    The group is told of no other error, as it would wrap that in an exception group.
+    """
     cancelled = error if isinstance(error, asyncio.CancelledError) else None
     await group.__aexit__(None if cancelled is None else type(cancelled), cancelled, None)
 
 
 class KvistError(Exception):
-    """The root of every error that Kvist raises on purpose."""
+    """The base class of every error that Kvist raises on purpose."""
 
 
 class InvalidValueError(KvistError, ValueError):
@@ -36,7 +39,7 @@ class InvalidValueError(KvistError, ValueError):
 
 
 class MalformedMessageError(KvistError):
-    """Bytes from a peer are not what its protocol says: count it, log it once a source, skip it."""
+    """Bytes from a peer violate its protocol: count it, log it once a source, skip it."""
 
     def __init__(self, source: str, reason: str) -> None:
         super().__init__(f"malformed message from {source}: {reason}")

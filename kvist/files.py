@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders that one process has for itself."""
+"""Files that are replaced atomically, and folders that one process locks for itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from kvist.errors import InvalidValueError
 
@@ -19,53 +19,47 @@ Stamp: TypeAlias = tuple[int, int, int] | None
 
 
 class AtomicFile:
-    """A file that has all its pieces when it appears, also after a crash; what was there stays until then.
+    """A file that is complete when it appears, even after a crash; an earlier one stays in place until then.
 
-    Ends with `commit`, or with `discard` where something failed. All methods block; they raise OSError. One file at a
-    time: what is begun has a name beside that of the file.
+    End with `commit`, or with `discard` where something failed. All methods block, and raise OSError. Only one writer
+    at a time: the unfinished file has a fixed name beside the file's.
     """
 
     def __init__(self, path: Path) -> None:
+        """Begin an empty file."""
         self._path = path
         self._temporary = path.with_name(f"{path.name}.new")
-        self._file: BinaryIO | None = None
+        self._file = self._temporary.open("wb")
         self.size_bytes = 0
 
     def write(self, piece: bytes) -> None:
-        """Add a piece."""
-        self.size_bytes += self._opened().write(piece)
+        """Append a piece."""
+        self.size_bytes += self._file.write(piece)
 
     def commit(self) -> None:
-        """Let the file appear."""
-        with self._opened() as file:
-            file.flush()
-            os.fsync(file.fileno())
+        """Make the file appear, with all its pieces."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._temporary.replace(self._path)
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)  # or the new name itself may be lost
+            os.fsync(folder)  # or a crash may lose the new name
         finally:
             os.close(folder)
 
     def discard(self) -> None:
-        """Give up what was written, and leave no trace of it if the disk allows; raises nothing."""
-        if self._file is None:
-            return
+        """Remove what was written, if the disk allows; raises nothing."""
         with suppress(OSError):
-            self._file.close()  # which may write what is buffered, and fail as before
+            self._file.close()  # which may write buffered pieces, and fail again
         with suppress(OSError):
             self._temporary.unlink()
 
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            self._file = self._temporary.open("wb")
-        return self._file
-
 
 def write_atomically(path: Path, data: bytes) -> int:
-    """Write a file that is whole when it appears, also after a crash; return its size in bytes.
+    """Replace a file's contents at once, safe against a crash; return its size in bytes.
 
-    What was there stays until then. Raises OSError; what was begun is removed.
+    Raises OSError, with the earlier file in place.
     """
     file = AtomicFile(path)
     try:
@@ -78,7 +72,7 @@ def write_atomically(path: Path, data: bytes) -> int:
 
 
 def set_aside(path: Path, aside: Path, why: Exception) -> None:
-    """Rename a state that cannot be used, so that nothing overwrites it; logs why, and raises nothing."""
+    """Rename a state file that cannot be used, so that it is not overwritten; logs why, and raises nothing."""
     _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", why, path, aside)
     try:
         path.replace(aside)
@@ -87,7 +81,7 @@ def set_aside(path: Path, aside: Path, why: Exception) -> None:
 
 
 def file_stamp(path: Path | None) -> Stamp:
-    """Return what changes when the file does; None where there is none, or it cannot be looked at."""
+    """Return a value that changes whenever the file does; None where it does not exist or cannot be read."""
     try:
         status = None if path is None else path.stat()
     except OSError:
@@ -96,7 +90,7 @@ def file_stamp(path: Path | None) -> Stamp:
 
 
 async def in_thread(write: Callable[..., object], *arguments: object) -> None:
-    """Write in a thread, to the end however often this is cancelled: or it would go on beside the next to write."""
+    """Run a write in a thread, and wait for its end even if cancelled, so that it never overlaps the next one."""
     writing = asyncio.create_task(asyncio.to_thread(write, *arguments), name="kvist-write")
     cancelled: asyncio.CancelledError | None = None
     while not writing.done():
@@ -114,10 +108,10 @@ async def in_thread(write: Callable[..., object], *arguments: object) -> None:
 
 @contextmanager
 def exclusive_folder(field: str, folder: Path, name: str = "lock", user: str = "process") -> Iterator[None]:
-    """Have a folder, made if it is not there, for this process alone until the context ends.
+    """Lock a folder for this process until the context ends; it is created if missing.
 
-    That holds among those who lock a file of this name in it. Raises InvalidValueError, about `field`, if the folder
-    cannot be written, or naming the process that has it.
+    The lock is a file of this `name` in it. Raises InvalidValueError, about `field`, if the folder cannot be written,
+    or another process has locked it, which the error names.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

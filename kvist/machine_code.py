@@ -1,9 +1,10 @@
-"""Where the machine code of the compiled modules lies, and whether all of it is there; asking imports no Numba.
+"""The cache of the compiled modules' machine code: where it is, and whether it is complete. Imports no Numba.
 
 It is cached per user and per version of its source: a directory's name has a hash of the sources, so stale machine code
-is never loaded, whatever a package manager did to the files' times. A stamp beside it says what was written when all
-modules had been compiled, for one version of Python and Numba and one kind of CPU, or for all of an architecture where
-`NUMBA_CPU_NAME` is `generic`. Directories of other versions that nobody has used for a month are removed.
+is never loaded, even where a package manager changed the files' times. A stamp beside it lists the files that were
+written when all modules had been compiled, for one version of Python and Numba and one kind of CPU, or for all of an
+architecture where `NUMBA_CPU_NAME` is `generic`. Directories of other versions that were not used for a month are
+removed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PACKAGES = ("kvist.radix.compiled", "kvist.indexer.compiled", "kvist.router.comp
 _RADIX, _INDEXER, _ROUTER = (Path(__file__).parent.parent.joinpath(*package.split(".")) for package in PACKAGES)
 RADIX_SOURCES = (_RADIX,)
 INDEXER_SOURCES = (_INDEXER, _RADIX)
-"""Functions of the index are inlined into the indexer's: an edit there makes its machine code stale, too."""
+"""Functions of the index are inlined into the indexer's, so a change there makes its machine code stale, too."""
 ROUTER_SOURCES = (_ROUTER, _ROUTER.parent / "policy")
 
 _MAX_UNUSED_S = 30 * 24 * 3600
@@ -37,7 +38,7 @@ _MAX_UNUSED_S = 30 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A cache that has the machine code of all modules."""
+    """A cache with the machine code of all modules."""
 
     directory: Path
     num_files: int
@@ -47,9 +48,9 @@ class Filled:
 def cache_directory(*sources: Path) -> Path | None:
     """Return a directory for the machine code of `sources`, or None where none can be written.
 
-    A source is a file, or a folder with all its modules; the directory bears the name of the first, and of its folder.
-    `NUMBA_CACHE_DIR` is honoured; otherwise it lies in `XDG_CACHE_HOME`, or in `.cache` of the home directory. One that
-    cannot be written is returned if nothing has to be, as in a container whose file system is read-only.
+    A source is a file, or a folder with all its modules; the directory is named after the first, and its folder. It is
+    in `NUMBA_CACHE_DIR`, else in `XDG_CACHE_HOME`, else in `.cache` of the home directory. A read-only directory, as in
+    a container, is returned only if its cache is complete.
     """
     try:
         directory = _directory(*sources)
@@ -65,9 +66,9 @@ def cache_directory(*sources: Path) -> Path | None:
 
 
 def find_filled() -> Filled | None:
-    """Return the cache if it has all that was written when every module had been compiled for such a process as this.
+    """Return the cache if it is complete for this Python, Numba and CPU, else None.
 
-    Raises MissingExtraError where nothing can be compiled.
+    Raises MissingExtraError without Numba.
     """
     try:
         stamp = _stamp()
@@ -81,7 +82,7 @@ def find_filled() -> Filled | None:
 
 
 def mark_filled() -> Filled | None:
-    """Take note that every module is compiled; None where that, or the machine code, cannot be written."""
+    """Record that every module is compiled, and return the cache; None where it cannot be written."""
     directories = [cache_directory(*sources) for sources in (RADIX_SOURCES, INDEXER_SOURCES, ROUTER_SOURCES)]
     try:
         stamp = _stamp()
@@ -98,7 +99,7 @@ def mark_filled() -> Filled | None:
 
 @contextmanager
 def only_one_compiles() -> Iterator[None]:
-    """Wait for other processes that compile the same; the lock of one that was killed is free. Raises OSError."""
+    """Hold a lock while compiling, so that one process at a time does; a killed one's is released. Raises OSError."""
     with (_directory(*INDEXER_SOURCES) / "lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -112,7 +113,7 @@ def _directory(*sources: Path) -> Path:
 
 
 def _stamp() -> Path:
-    """Return the file that says what all machine code is; its name has what Numba keys that by, beside the sources."""
+    """Return the file that lists all machine code; its name has a hash of all that Numba keys its cache by."""
     try:
         from llvmlite import binding
     except ModuleNotFoundError:
@@ -123,8 +124,8 @@ def _stamp() -> Path:
     host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     target = binding.get_process_triple() if is_generic else host
     others = _directory(*ROUTER_SOURCES).name
-    means = sys.version, version("numba"), version("llvmlite"), target, settings, others
-    name = hashlib.sha256(repr(means).encode()).hexdigest()[:16]
+    key = sys.version, version("numba"), version("llvmlite"), target, settings, others
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     return _directory(*INDEXER_SOURCES) / f"{name}.json"
 
 

@@ -1,8 +1,9 @@
-"""A Prometheus page that costs the event loop little, however large it is and however many ask for it."""
+"""A Prometheus page that costs the event loop little, however large it is and however often it is scraped."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from time import monotonic
 
@@ -13,13 +14,13 @@ from prometheus_client.registry import Collector
 from kvist.http import ServerStatistics
 
 SLICE_S = 0.0005
-"""How long values are read before others on the loop get a turn."""
+"""How long values are read before other tasks on the loop get a turn."""
 PAUSE = 4
-"""Pages are not begun for so many times as the last one took: scrapes take a fifth of a core at most."""
+"""The pause between two pages, in multiples of the time the last one took: scrapes take a fifth of a core at most."""
 
 
 def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
-    """Yield what a server says of its clients, and of the event loop it runs on."""
+    """Yield the metrics of an HTTP server's clients, and of the event loop it runs on."""
     yield GaugeMetricFamily(f"{prefix}_connections", "Open client connections", server.num_connections)
     for name, text, number in (
         ("http_refused", "Requests refused before they were read", server.num_refused),
@@ -37,25 +38,23 @@ class MetricsPage:
     def __init__(
         self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | Collector | None = None
     ) -> None:
-        """Show what `collect` yields, which may pause at each None, and what `registry` has, read in the thread."""
+        """Show what `collect` yields, which may be interrupted at each None, and `registry`, read in the thread."""
         self._collect = collect
         self._registry = registry
-        self._turn = asyncio.Lock()
-        self._num_begun = self._number = 0
-        self._may_begin_s = 0.0
-        self._page = b""
+        self._lock = asyncio.Lock()
+        self._page, self._read_at_s = b"", -math.inf
+        self._not_before_s = 0.0
 
     async def text(self) -> bytes:
-        """Return the page, no value older than this call; who calls while one is rendered shares the next one."""
-        num_begun = self._num_begun
-        async with self._turn:
-            if self._number <= num_begun:
-                await asyncio.sleep(self._may_begin_s - monotonic())
-                number = self._num_begun = self._num_begun + 1
+        """Return the page, with no value older than this call; calls while one is rendered share the next one."""
+        called_at_s = monotonic()
+        async with self._lock:
+            if self._read_at_s <= called_at_s:
+                await asyncio.sleep(self._not_before_s - monotonic())
                 began_s = monotonic()
                 self._page = await asyncio.to_thread(self._render, await self._read())
-                self._number, now_s = number, monotonic()
-                self._may_begin_s = now_s + PAUSE * (now_s - began_s)
+                self._read_at_s, now_s = began_s, monotonic()
+                self._not_before_s = now_s + PAUSE * (now_s - began_s)
             return self._page
 
     async def _read(self) -> list[Metric]:
@@ -74,7 +73,7 @@ class MetricsPage:
 
 
 class _Metrics(list[Metric], Collector):
-    """Metrics that were read."""
+    """Metrics in the form that `generate_latest` takes."""
 
     def collect(self) -> list[Metric]:
         return self

@@ -1,4 +1,4 @@
-"""Which hosts a service may dial or be administered from: loopback, and networks given as CIDR."""
+"""Checks of which hosts a service may dial or be administered from: loopback, and networks given as CIDR."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_networks(name: str, networks: Sequence[str]) -> None:
 
 
 def is_in_networks(host: str, networks: Sequence[str]) -> bool:
-    """Return whether the host is an address in one of the networks; a name never is, for it may resolve anew."""
+    """Return whether the host is an address in one of the networks; a name never is, as it may resolve otherwise."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

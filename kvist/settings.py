@@ -1,7 +1,7 @@
-"""A service's one configuration: a frozen dataclass whose annotations are types and ranges at once.
+"""A service's configuration: a frozen dataclass whose annotations have each field's type and allowed range.
 
-The class, the TOML file and the command line share them, so they cannot disagree, as they share the text behind each
-field, which is its help. `check_fields` belongs in `__post_init__`.
+The class, the TOML file and the command line share them, and the docstring of each field, which is its help: so they
+cannot disagree. Call `check_fields` in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvist.errors import InvalidValueError
 T = TypeVar("T")
 
 Secret = Annotated[str, Meta(min_length=1, pattern=r"^[\x21-\x7e]*$")]
-"""A key, which may stand in a header. No error shows the value of a field that has it in its type."""
+"""A key that can be sent in a header. Errors never show the value of a field with this in its type."""
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -33,13 +33,13 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 def check_fields(config: Any) -> None:
-    """Put each field of a frozen configuration into its type; raises InvalidValueError naming the first wrong one."""
+    """Convert each field of a frozen configuration to its type; raises InvalidValueError naming the first bad one."""
     for name, annotation in _annotations(type(config)).items():
         object.__setattr__(config, name, _checked(name, getattr(config, name), annotation, strict=True))
 
 
 def parse_values(kind: type, values: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
-    """Return the values in their keys' types, each checked; with `strict` false, numbers may be given as text."""
+    """Return the values, checked and converted to their keys' types; with `strict` false, numbers may be text."""
     annotations = _annotations(kind)
     for name in values:
         if name not in annotations:
@@ -59,7 +59,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a model's directory; raises InvalidValueError."""
+    """Return the JSON object in a file of a model's directory; raises InvalidValueError."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
@@ -72,13 +72,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_struct(path: Path, kind: type[T]) -> T:
-    """Return what a file of JSON, or of TOML if it is called so, says; raises OSError and ValueError."""
+    """Return a file's contents, in TOML if its name ends so, else in JSON; raises OSError and ValueError."""
     decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     return decode(path.read_bytes(), type=kind)
 
 
 def option_help(kind: type) -> dict[str, str]:
-    """Return what each key means, by name, in order: the text that stands behind it in its class."""
+    """Return the help of each key, by name, in order: the docstring below it in its class."""
     texts = {}
     for each in reversed(kind.__mro__[:-1]):
         definition: Any = ast.parse(inspect.getsource(each)).body[0]

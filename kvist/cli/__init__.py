@@ -34,7 +34,7 @@ _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() fo
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as commands do, and not what hundred flags there are."""
+    """Reports an error in one line, without the usage of a hundred flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
     argv = sys.argv[1:] if argv is None else argv
-    if os.getpid() == 1:  # of a container: the kernel spares such a process what it does not handle
+    if os.getpid() == 1:  # of a container: the kernel sends such a process no signal that it does not handle
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     anywhere = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = ("debug", "info", "warning", "error")
@@ -66,28 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = int(args.run(args))
         if sys.stdout is not None:
-            sys.stdout.flush()  # or what cannot be written would be found at the interpreter's end
+            sys.stdout.flush()  # or a failure to write would show only when the interpreter ends
         return code
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        return _failure(args.command, MissingExtraError(extra, str(error.name)), code=2)
-    except (InvalidValueError, MissingExtraError) as error:
-        return _failure(args.command, error, code=2)
+        return _fail(args.command, MissingExtraError(extra, str(error.name)))
     except (KvistError, OSError) as error:
-        return _failure(args.command, error, code=1)
+        return _fail(args.command, error)
     except KeyboardInterrupt:
         return 130
 
 
-def _failure(command: str, error: Exception, code: int) -> int:
+def _fail(command: str, error: Exception) -> int:
+    """Print the error and return the exit code."""
+    code = 2 if isinstance(error, InvalidValueError | MissingExtraError) else 1
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left can be written nowhere
-        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest cannot be written
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
             return code
     print(f"kvist {command}: error: {error}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""How commands ask services over HTTP."""
+"""HTTP requests of commands to services."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from http.client import HTTPException, HTTPResponse
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from kvist.cli._settings import PLACES, secret
+from kvist.cli._settings import SECRET_PLACES, resolve_secret
 from kvist.errors import InvalidValueError, KvistError
 
 _TIMEOUT_S = 30.0
 
 
 def add_admin_key(parser: argparse.ArgumentParser) -> None:
-    """Declare the key with which a router is asked."""
-    text = f"the router's{PLACES} (default: the variable KVIST_ADMIN_KEY)"
+    """Declare the flag for the router's administration key."""
+    text = f"the router's{SECRET_PLACES} (default: the variable KVIST_ADMIN_KEY)"
     parser.add_argument("--admin-key", metavar="KEY", help=text)
 
 
-def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """Return what a router tells administrators; raises KvistError where it refuses, or is away."""
+def ask_router(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
+    """Return what a router answers to administrators; raises KvistError where it refuses or cannot be reached."""
     if not url.startswith(("http://", "https://")):
         raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
-    key = os.environ.get("KVIST_ADMIN_KEY") if key is None else secret("admin_key", key)
+    key = os.environ.get("KVIST_ADMIN_KEY") if key is None else resolve_secret("admin_key", key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return fetch(url.rstrip("/"), path, headers, timeout_s)
 
@@ -33,7 +33,7 @@ def ask(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> 
 def fetch(
     url: str, path: str, headers: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S, *, method: str = "GET"
 ) -> bytes:
-    """Return the body of an answer; raises KvistError where there is none, or a refusal."""
+    """Return the body of an answer; raises KvistError where the request fails or is refused."""
     try:
         with open_url(Request(f"{url}{path}", headers=headers or {}, method=method), timeout_s) as answer:
             return answer.read()
@@ -42,12 +42,12 @@ def fetch(
 
 
 def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
-    """Return the answer to a request, or a file, without any proxy; raises KvistError that says where there is none."""
+    """Return the answer to a request, or an opened file, without any proxy; raises KvistError that names the URL."""
     try:
         answer: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=timeout_s)
     except HTTPError as error:
-        said = error.read(4096).decode("utf-8", "replace")
-        raise KvistError(f"{request.full_url} answered {error.code}: {said}") from None
-    except OSError as error:  # while it waits for an answer, urllib lets what sockets raise pass as it is
+        body = error.read(4096).decode("utf-8", "replace")
+        raise KvistError(f"{request.full_url} answered {error.code}: {body}") from None
+    except OSError as error:  # urllib does not wrap what sockets raise while it waits for an answer
         raise KvistError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None
     return answer

@@ -1,4 +1,4 @@
-"""The demo of `kvist up`: conversations that share system prompts, through two routers, and what came of them.
+"""The demo of `kvist up`: conversations that share system prompts, through two routers, and how each served them.
 
 Each run starts on flushed caches and the order alternates, so that neither policy profits from the other's blocks or
 from a warm machine.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LOCAL_TOKENS = "64"
-"""Conversations grow by some hundred tokens a turn: what a prefill worker computes then is most of them."""
+"""Turns add some hundred tokens each, so that prefill workers compute most of them."""
 _NUM_ROUNDS = 2
 _NUM_CLIENTS = 4
 _MAX_TOKENS = 24
@@ -59,9 +59,10 @@ _CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request as its client saw it, by the function it asks about; `error` tells why it did not complete."""
+    """One request as its client saw it; `error` says why it did not complete."""
 
     title: str
+    """The function that it asks about."""
     worker: str = ""
     prefill_worker: str = ""
     prompt_tokens: int = 0
@@ -74,9 +75,9 @@ class Served:
 async def run_demo(
     front_url: str, router_url: str, baseline_url: str, worker_urls: list[str], progress: Callable[[Served], None]
 ) -> tuple[list[Served], list[Served]]:
-    """Send every conversation to the front and to the baseline, `_NUM_ROUNDS` times each; return what either served.
+    """Send every conversation to the front and to the baseline, `_NUM_ROUNDS` times each; return what each served.
 
-    The router is told of all that workers have, as the front is. `progress` hears of each request.
+    The router has the same workers as the front. `progress` is called with each request.
     """
     routed: list[Served] = []
     baseline: list[Served] = []
@@ -94,7 +95,10 @@ async def run_demo(
 def summary(
     routed: list[Served], baseline: list[Served], worker_urls: list[str], handing_over: list[str]
 ) -> dict[str, Any]:
-    """Return the facts of the demo under the names that `--json` prints; some of routers that have prompts moved."""
+    """Return the facts of the demo under the names that `--json` prints.
+
+    `handing_over` are the routers that have prompts moved between workers, if any.
+    """
     facts: dict[str, Any] = {}
     for prefix, requests in (("", routed), ("baseline_", baseline)):
         completed = [served for served in requests if served.error is None]
@@ -122,7 +126,7 @@ def summary(
 async def converse(
     url: str, model: str, random: Random, served: list[Served], progress: Callable[[Served], None]
 ) -> None:
-    """Let four clients go on with whatever conversation waits, one turn at a time: users do not queue up in order."""
+    """Have four clients send the next turn of any conversation that waits for one, in random order, as users do."""
     waiting = [
         ([{"role": "system", "content": system_prompt}], list(functions)) for system_prompt, functions in _CONVERSATIONS
     ]
@@ -200,7 +204,7 @@ def _read_stream(title: str, response: http.client.HTTPResponse, start: float) -
 
 
 def _flush(worker_urls: list[str], router_url: str) -> None:
-    """Empty every worker's cache, and wait until the router's index has heard of it."""
+    """Empty every worker's cache, and wait until the router's index is empty, too."""
     for url in worker_urls:
         fetch(url, "/flush_cache", method="POST")
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
@@ -214,8 +218,8 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
 
 
-def shown(routed: list[Served], facts: dict[str, Any], names: dict[str, str]) -> Iterator[RenderableType]:
-    """Yield where each request went, and what either policy came to."""
+def render(routed: list[Served], facts: dict[str, Any], names: dict[str, str]) -> Iterator[RenderableType]:
+    """Yield a table of each request's worker, and one that compares the policies."""
     yield "Routed by prefix:"
     rows = []
     for one in routed:

@@ -55,9 +55,7 @@ def envoy_config(
         "name": "all",
         "domains": ["*"],
         "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "workers", "timeout": "0s"}}],
-        "response_headers_to_add": [
-            {"header": {"key": "x-kvist-worker", "value": "http://%UPSTREAM_REMOTE_ADDRESS%"}},
-        ],
+        "response_headers_to_add": [{"header": {"key": "x-kvist-worker", "value": "http://%UPSTREAM_REMOTE_ADDRESS%"}}],
     }
     manager = {
         "stat_prefix": "http",

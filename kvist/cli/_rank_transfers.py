@@ -1,4 +1,4 @@
-"""How each rank of `kvist serve` lets other workers reach its KV memory; rank 0 decides what is the same for all."""
+"""How each rank of `kvist serve` makes its KV memory reachable for other workers; rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class RankTransfers:
     """One rank's agent, the memory that it gives the engine, and the service that others ask: a `MemoryServer`."""
 
     def __init__(self, config: ServeConfig, endpoint: str, worker: str, rank: int) -> None:
-        """Listen at `endpoint`, if it is rank 0; `worker` is a name that no other process has, for the agents' names.
+        """Create the rank's agent, named after `worker`, which must be unique; rank 0 will listen at `endpoint`.
 
-        Raises InvalidValueError, or MissingExtraError, where there cannot be such an agent.
+        Raises InvalidValueError or MissingExtraError where this kind of agent cannot be created.
         """
         self._config = config
         self._endpoint = endpoint
@@ -49,11 +49,11 @@ class RankTransfers:
 
     @property
     def allocate(self) -> Callable[[int], torch.Tensor] | None:
-        """Return what gives the engine its memory, None for torch."""
+        """Return the function that allocates the engine's KV memory; None if torch does."""
         return None if self._config.kv_transfer_agent == "nixl" else self._allocate
 
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
-        """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
+        """Return all ranks' transfers, attached to the engine but not started; for rank 0. Raises RankLostError."""
         bounce_bytes = self._bounce_bytes(loaded.tensors.device)
         open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, bounce_bytes)
         channels = [] if loaded.followers is None else loaded.followers.side_channels
@@ -71,12 +71,12 @@ class RankTransfers:
         return transfers
 
     def close(self) -> None:
-        """Give the agent back, which nobody else does as long as no transfers are open."""
+        """Close the agent; for an engine that could not be loaded, as open transfers close their own."""
         self._agent.close()
 
     @contextmanager
     def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:
-        """Be reached as a follower, told the size of its bounce regions and then commands by rank 0."""
+        """Serve transfers as a follower, which gets its bounce regions' size and then commands from rank 0."""
         bounce_bytes: int = channel.recv()
         link = FollowerLink(channel)
         service = self._open_service(whole_plan, tensors, bounce_bytes, link.report, link)
@@ -88,10 +88,10 @@ class RankTransfers:
             service.close(_CLOSE_S)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return memory of the agent's: pages come when they are written to, and end a process if none is left."""
-        there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-        if size_bytes > there_is:
-            raise RuntimeError(f"the host has {there_is >> 20} MiB of memory")
+        """Return memory of the agent; its pages are allocated on write, and a process that gets none is killed."""
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+        if size_bytes > host_bytes:
+            raise RuntimeError(f"the host has {host_bytes >> 20} MiB of memory")
         return torch.from_numpy(self._agent.allocate(size_bytes))
 
     def _open_bounce(self, tensors: KvTensors, size_bytes: int) -> Bounce | None:
@@ -113,7 +113,7 @@ class RankTransfers:
         report: Callable[[Report], None],
         link: FollowerLink | None = None,
     ) -> KvTransferService:
-        """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
+        """Register the tensors, and return the service, bound but not started; only rank 0 has the configured port."""
         config, pools = self._config, []
         bounce = self._open_bounce(tensors, bounce_bytes)
         for pool in tensors.pools:
@@ -128,11 +128,11 @@ class RankTransfers:
         return KvTransferService(endpoint, self._agent, hello, report, limits, bounce, link)
 
     def _bounce_bytes(self, device: torch.device) -> int:
-        """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""
+        """Return the size of each rank's two regions, 0 for none: as configured, or as large as memory allows."""
         size_mib = self._config.kv_transfer_bounce_mib
         if not size_mib:
             return 0
-        if device.type == "cuda":  # each rank has one of its own
+        if device.type == "cuda":  # each rank has its own
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") // self._part.num_ranks

@@ -1,4 +1,4 @@
-"""What `kvist replay` can do with a recording."""
+"""The actions of `kvist replay`: each does one thing with a recording."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from kvist.cli._client import open_url
 from kvist.cli._terminal import (
     SHOW_INTERVAL_S,
     display,
-    finish,
     make_table,
-    on_signal,
     progress_line,
+    run_until_signalled,
     serve,
     write_output,
 )
@@ -34,7 +33,7 @@ from kvist.replay.script import Line, Pace, Script
 from kvist.replay.statistics import StatisticsCollector, charts, iso_time, statistics_json, statistics_tables
 
 if TYPE_CHECKING:
-    from kvist.replay.indexing import IndexPlayer
+    from kvist.replay.indexing import IndexPlayer, IndexReport
 
 _PIECE_BYTES = 1 << 20
 
@@ -49,10 +48,17 @@ def publish(args: argparse.Namespace, script: Script) -> None:
             engine = "" if source.engine == "vllm" else f"&engine={source.engine}"
             print(f"kvist replay: ready at {publication.endpoint}{engine} source={source.name}", flush=True)
         player = Player(script, publications, pace=pace)
-        asyncio.run(_play(args, script, player))
+
+        def progress() -> tuple[str, float, float | None]:
+            rate = player.num_sent / max(time.monotonic() - started_s, SHOW_INTERVAL_S)
+            late = f", {player.lag_s:.1f} s late" if player.lag_s > SHOW_INTERVAL_S else ""
+            return f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress
+
+        started_s = time.monotonic()
+        asyncio.run(run_until_signalled(_play_and_linger(args, player), progress=progress))
     finally:
         close_publications(publications)
-    _print_end(args.file, script)
+    _print_warnings(args.file, script)
     print(
         f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
         f"{player.num_replays} replay requests answered",
@@ -61,9 +67,9 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 
 
 def index(args: argparse.Namespace, script: Script) -> None:
+    """Play into an index, and print what it holds in the end."""
     started_s = time.monotonic()
-    with _indexed(args.file, script) as player:
-        report = player.report()
+    with _play_into_index(args.file, script) as (_, report):
         seconds = time.monotonic() - started_s
         if args.json:
             print(json.dumps({**report.to_json(), "seconds": seconds}))
@@ -73,7 +79,7 @@ def index(args: argparse.Namespace, script: Script) -> None:
 
 
 def print_holders(args: argparse.Namespace, script: Script) -> None:
-    """Print who held a prompt, and how much of it."""
+    """Print which ranks held a prompt, and how many of its tokens."""
     from kvist.events.hashing import block_hashes
     from kvist.openai.tokenization import ChatTokenizer
     from kvist.router.prompts import OneModel, PromptReader
@@ -87,8 +93,7 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
         hint = ": --model-path" if args.model_path is None else ""
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason}{hint})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
-    with _indexed(args.file, script) as player:
-        player.report()
+    with _play_into_index(args.file, script) as (player, _):
         sizes = player.block_sizes
         held = {
             rank: {tier: depth * size for tier, depth in depths._asdict().items()}
@@ -109,11 +114,10 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
 
 
 def compare(args: argparse.Namespace, script: Script) -> int:
-    """Print how what is held in the end differs from what another recording or index has; return 1 if it does."""
+    """Print how the blocks held in the end differ from another recording's or index's; return 1 if they do."""
     from kvist.replay.indexing import chunks_of_dump, differences, holdings_of
 
-    with _indexed(args.file, script) as player:
-        player.report()
+    with _play_into_index(args.file, script) as (player, _):
         ours = holdings_of(player.index.snapshot())
     is_url = args.diff.startswith(("http://", "https://"))
     if is_url or args.diff.endswith(".state"):
@@ -122,8 +126,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
             theirs = holdings_of(chunks_of_dump(iter(partial(dump.read, _PIECE_BYTES), b""), args.diff))
     else:
         other = Path(args.diff)
-        with _indexed(other, Script(partial(RecordingReader, other), selection=script.selection)) as player:
-            player.report()
+        with _play_into_index(other, _script_of(other, script)) as (player, _):
             theirs = holdings_of(player.index.snapshot())
     found = differences(ours, theirs)
     for each in found:
@@ -133,9 +136,14 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     return int(any(each.only_first or each.only_second for each in found))
 
 
+def _script_of(other: Path, script: Script) -> Script:
+    """Return a script of another recording with the same selection."""
+    return Script(partial(RecordingReader, other), selection=script.selection)
+
+
 @contextmanager
-def _indexed(file: Path, script: Script) -> Iterator[IndexPlayer]:
-    """Yield what plays into an index, with all of the script, which is this recording's, played."""
+def _play_into_index(file: Path, script: Script) -> Iterator[tuple[IndexPlayer, IndexReport]]:
+    """Play the script, which is of this recording, into an index; yield the player and its report."""
     from kvist.indexer import compilation
 
     asyncio.run(compilation.load())
@@ -144,11 +152,11 @@ def _indexed(file: Path, script: Script) -> Iterator[IndexPlayer]:
 
     player = IndexPlayer(RadixIndex())
     with _read_all(file, script, player.apply):
-        yield player
+        yield player, player.report()
 
 
 def print_statistics(args: argparse.Namespace, script: Script) -> None:
-    """Print statistics, and write the plot to a file if that is wanted."""
+    """Print statistics, and write the plot if there is a file for it."""
     collector = StatisticsCollector()
     with _read_all(args.file, script, partial(_count, collector)):
         statistics = collector.result()
@@ -161,19 +169,19 @@ def print_statistics(args: argparse.Namespace, script: Script) -> None:
 
 
 def show_page(args: argparse.Namespace, script: Script) -> None:
-    """Serve the live page over the recording, and another one beside it, until SIGINT or SIGTERM."""
+    """Serve the live page over the recording, with another one beside it if asked, until SIGINT or SIGTERM."""
     from kvist.cli._replay_page import RecordingPage
     from kvist.http import HttpServer
     from kvist.replay.history import HistoryCollector
 
     scripts = {str(args.file): script}
     if args.beside is not None:
-        scripts[str(args.beside)] = Script(partial(RecordingReader, args.beside), selection=script.selection)
+        scripts[str(args.beside)] = _script_of(args.beside, script)
     collectors = {name: HistoryCollector() for name in scripts}
     with ExitStack() as damages:
         for name, each in scripts.items():
             damage = damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))
-            if damage is not None:  # it is raised in the end
+            if damage is not None:  # it is raised at the end
                 print(f"kvist replay: {damage}", file=sys.stderr)
         server = HttpServer(RecordingPage(collectors).handle, port=args.port)
         asyncio.run(serve(server, lambda server: f"kvist replay: http://127.0.0.1:{server.port}/ui"))
@@ -186,8 +194,8 @@ def _count(collector: StatisticsCollector, lines: list[Line]) -> None:
 
 
 @contextmanager
-def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -> Iterator[RecordingError | None]:
-    """Read the script to its end, with a line of progress; yield damage, raised once what came before it was used."""
+def _read_all(file: Path, script: Script, apply: Callable[[list[Line]], object]) -> Iterator[RecordingError | None]:
+    """Apply all lines of the script, and show progress; yield damage to the recording, and raise it at the end."""
     show_at_s = 0.0
     damage: RecordingError | None = None
     with progress_line() as show:
@@ -196,7 +204,7 @@ def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -
                 if lines is None:
                     time.sleep(SHOW_INTERVAL_S)
                     continue
-                use(lines)
+                apply(lines)
                 if (now_s := time.monotonic()) >= show_at_s:
                     show_at_s = now_s + SHOW_INTERVAL_S
                     show(f"{script.num_recorded} messages", *script.progress)
@@ -204,14 +212,14 @@ def _read_all(file: Path, script: Script, use: Callable[[list[Line]], object]) -
             if script.num_recorded == 0:
                 raise
             damage = error
-    _print_end(file, script)
+    _print_warnings(file, script)
     yield damage
     if damage is not None:
         raise damage
 
 
-def _print_end(file: Path, script: Script) -> None:
-    """Say what is torn off the recording's end, or missing there, and that nothing in it is meant."""
+def _print_warnings(file: Path, script: Script) -> None:
+    """Print on stderr where the recording is torn or may be incomplete, and whether nothing in it was selected."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.missing is not None:
@@ -222,26 +230,12 @@ def _print_end(file: Path, script: Script) -> None:
         print(f"kvist replay: {file}: no message in it{began}", file=sys.stderr)
 
 
-async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(_play_and_linger(args, player), name="kvist-replay")
-    on_signal(task.cancel)
-    started_s = loop.time()
-    with progress_line() as show:
-        while not task.done():
-            await asyncio.wait([task], timeout=SHOW_INTERVAL_S)
-            rate = player.num_sent / max(loop.time() - started_s, SHOW_INTERVAL_S)
-            late = f", {player.lag_s:.1f} s late" if player.lag_s > SHOW_INTERVAL_S else ""
-            show(f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress)
-    await finish(task)
-
-
 async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:
     await asyncio.sleep(args.delay)
     await player.play()
     print(f"kvist replay: all {player.num_sent} messages are sent", flush=True)
     num_replays = -1
-    while num_replays < player.num_replays:  # who asked may not have all yet: an index that is just starting
+    while num_replays < player.num_replays:  # a subscriber that asked, as one that has just started, may need more
         num_replays = player.num_replays
         with suppress(TimeoutError):
             async with asyncio.timeout(args.linger):

@@ -21,16 +21,16 @@ from kvist.router.doors.page import EVENTS_PATH, show_file, stream
 
 
 class RecordingPage:
-    """Answers who looks at the page from this machine."""
+    """The handler of the page's requests, which must come from this machine."""
 
     def __init__(self, recordings: Mapping[str, HistoryCollector]) -> None:
-        """Show recordings, each from its own beginning, under these names."""
+        """Show recordings under these names, each from its own beginning."""
         self._started_ms = int(time.time() * 1000)
         self._recordings = [(name, collector.result(), collector.history()) for name, collector in recordings.items()]
         self._end_ms = max(int(statistics.duration_s * 1000) for _, statistics, _ in self._recordings)
 
     def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
-        """Answer a request, as `HttpServer` wants it."""
+        """Answer a request, as a handler of `HttpServer`."""
         check = partial(require_administrator, request, None)
         try:
             if request.path == EVENTS_PATH:
@@ -42,24 +42,24 @@ class RecordingPage:
         return None
 
     async def _answer(self, question: Question) -> Answer:
-        """Return what a view (`view=`) shows of a moment (`at=`, in milliseconds), unless it is known (`since=`)."""
-        asked = {name: values[-1] for name, values in parse_qs(question.query).items()}
-        at = asked.get("at", str(self._end_ms))
+        """Return the state at a moment (`at=`, in milliseconds) for a view (`view=`), if it is not known (`since=`)."""
+        query = {name: values[-1] for name, values in parse_qs(question.query).items()}
+        at = query.get("at", str(self._end_ms))
         if not at.isdecimal():
             error = InvalidValueError("at", at, "milliseconds after the beginning")
             return error_answer(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
-        number = self._started_ms + int(at)  # not that of another process's
-        told: dict[str, Any] = {"number": number, "now": int(at) / 1000, "workers": []}
-        if asked.get("since") == str(number):
-            return json_answer(told | {"is_whole": False})
-        recordings = [_described(*each, int(at)) for each in self._recordings]
-        told |= {"is_whole": True, "fleet": {"problems": [], "recordings": recordings, "end_ms": self._end_ms}}
-        if asked.get("view") == "prefixes":
-            told["prefixes"] = [history.tree(int(at)) for *_, history in self._recordings]
-        return json_answer(told)
+        number = self._started_ms + int(at)  # which no other process gives a state
+        state: dict[str, Any] = {"number": number, "now": int(at) / 1000, "workers": []}
+        if query.get("since") == str(number):
+            return json_answer(state | {"is_whole": False})
+        recordings = [_describe(*each, int(at)) for each in self._recordings]
+        state |= {"is_whole": True, "fleet": {"problems": [], "recordings": recordings, "end_ms": self._end_ms}}
+        if query.get("view") == "prefixes":
+            state["prefixes"] = [history.tree(int(at)) for *_, history in self._recordings]
+        return json_answer(state)
 
 
-def _described(name: str, statistics: RecordingStatistics, history: History, at_ms: int) -> dict[str, Any]:
+def _describe(name: str, statistics: RecordingStatistics, history: History, at_ms: int) -> dict[str, Any]:
     counts, num_distinct, num_placed = history.blocks(at_ms)
     tiers = [tier.name.lower() for tier in Tier]
     return {

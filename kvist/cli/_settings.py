@@ -14,7 +14,7 @@ from kvist.settings import option_help, parse_values, read_toml, secret_names
 
 T = TypeVar("T")
 
-PLACES = "; env:NAME or file:PATH says where it is"
+SECRET_PLACES = "; env:NAME or file:PATH says where it is"
 
 
 def add_settings(
@@ -24,10 +24,11 @@ def add_settings(
     groups: Mapping[str, str] = MappingProxyType({}),
     has_file: bool = True,
 ) -> None:
-    """Declare a flag for each key of the configuration `kind`; `special` has what argparse is told beside for a key.
+    """Declare a flag for each key of the configuration `kind`; `special` has more options for argparse, by key.
 
-    A `flag` there replaces the key's name. Keys that are tuples take several values; those that are mappings are for
-    the file alone, if nothing is said of them there. `groups` has titles for the help, which hold from a key on.
+    A `flag` there replaces the key's name. Keys that are tuples take several values; keys that are mappings have no
+    flag, only a place in the file, unless `special` has them. `groups` has titles for the help: each holds from its key
+    on.
     """
     if has_file:
         text = "TOML file with the same keys (underscores for dashes); flags win"
@@ -40,7 +41,7 @@ def add_settings(
         if get_origin(hints[name]) is dict and name not in special:
             continue
         default = kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        text += f"{PLACES if name in secrets else ''} (default: {_shown(default)})"
+        text += f"{SECRET_PLACES if name in secrets else ''} (default: {_format(default)})"
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if get_origin(hints[name]) is Literal:
             options |= {"type": str.lower, "choices": get_args(hints[name])}
@@ -54,24 +55,22 @@ def add_settings(
         group.add_argument(options.pop("flag", "--" + name.replace("_", "-")), dest=name, **options)
 
 
-def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Callable[[Any], Any]]) -> T:
-    """Return the file's values overridden by flags, whose texts `read` makes values of; raises InvalidValueError."""
+def read_config(args: argparse.Namespace, kind: type[T], parsers: Mapping[str, Callable[[Any], Any]]) -> T:
+    """Return the file's values overridden by flags, whose texts `parsers` convert; raises InvalidValueError."""
     given = {name: value for name, value in vars(args).items() if name in get_type_hints(kind)}
-    given |= {name: of_text(given[name]) for name, of_text in read.items() if name in given}
+    given |= {name: parse(given[name]) for name, parse in parsers.items() if name in given}
     from_file = read_toml(args.config) if getattr(args, "config", None) is not None else {}
     secrets = secret_names(kind)
-    from_file, given = (
-        {name: secret(name, value) if name in secrets else value for name, value in values.items()}
-        for values in (from_file, given)
-    )
+    for values in (from_file, given):
+        values |= {name: resolve_secret(name, value) for name, value in values.items() if name in secrets}
     # A file has types, so its values are checked as they are; flags are text.
     return kind(**parse_values(kind, from_file) | parse_values(kind, given, strict=False))
 
 
-def secret(name: str, value: Any) -> Any:
-    """Return a key, or a mapping of keys, from where it says it is; raises InvalidValueError that shows no key."""
+def resolve_secret(name: str, value: Any) -> Any:
+    """Return a key, or a mapping of keys, from the variable or file that it names; InvalidValueError shows no key."""
     if isinstance(value, dict):
-        return {each: secret(f"{name}.{each}", inner) for each, inner in value.items()}
+        return {each: resolve_secret(f"{name}.{each}", inner) for each, inner in value.items()}
     place, found, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
     if found and place == "env":
         if rest not in os.environ:
@@ -85,7 +84,7 @@ def secret(name: str, value: Any) -> Any:
     return value
 
 
-def _shown(default: object) -> str:
+def _format(default: object) -> str:
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or "none"
     return str(default) if isinstance(default, str | int | float) else "none"

@@ -1,4 +1,4 @@
-"""How commands behave in a terminal: SIGINT and SIGTERM end them in order, and a line shows how far they are."""
+"""How commands behave in a terminal: signals end them in order, a line shows progress, and tables fit the screen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
 _SWITCH_INTERVAL_S = 0.0005
-"""For how long a thread, as that which renders metrics, keeps the interpreter from the event loop: Python's is 5 ms."""
-_WIDTH_OF_FILES = 4096
+"""How long another thread, such as the one that renders metrics, delays the event loop at most; Python's is 5 ms."""
+_FILE_WIDTH = 4096
 
 ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
-"""Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""
+"""Shows a text, with a bar and the remaining time: how much is done, and of how much, or None if that is unknown."""
 
 
-def on_signal(do: Callable[[], object]) -> None:
-    """Have the running loop call `do` at SIGINT, SIGTERM and SIGHUP, instead of what they do by themselves."""
+def on_signal(callback: Callable[[], object]) -> None:
+    """Have the running loop call `callback` at SIGINT, SIGTERM and SIGHUP, in place of their default actions."""
     loop = asyncio.get_running_loop()
-    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as after nohup
-    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
-        loop.add_signal_handler(number, do)
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as after nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_ignored else (signal.SIGHUP,))):
+        loop.add_signal_handler(number, callback)
 
 
 async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T], str]) -> int:
-    """Run a service, and say when it is ready, until SIGINT or SIGTERM; a second one hurries its end. Return 0.
+    """Run a service until SIGINT or SIGTERM, and return 0; a second signal cancels what it still does to end.
 
-    A ready line that is empty is not said.
+    `ready_line` is printed when it is ready, unless it is empty.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     task, stopped = asyncio.current_task(), asyncio.Event()
@@ -53,8 +53,27 @@ async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T
     return 0
 
 
-async def finish(task: asyncio.Task[None]) -> None:
-    """Wait for a task's end and raise what it failed of; having been cancelled, by a signal, is no failure of it."""
+async def run_until_signalled(
+    work: Coroutine[Any, Any, None],
+    ready_line: str = "",
+    progress: Callable[[], tuple[str, float, float | None]] | None = None,
+    duration_s: float | None = None,
+) -> None:
+    """Run `work` until it ends, or until a signal or the end of its duration cancels it, which is no failure.
+
+    Prints the line, if there is one, and shows what `progress` returns four times a second.
+    """
+    task = asyncio.create_task(work, name="kvist-command")
+    on_signal(task.cancel)
+    if ready_line:
+        print(ready_line, flush=True)
+    if duration_s is not None:
+        asyncio.get_running_loop().call_later(duration_s, task.cancel)
+    if progress is not None:
+        with progress_line() as show:
+            while not task.done():
+                await asyncio.wait([task], timeout=SHOW_INTERVAL_S)
+                show(*progress())
     try:
         await task
     except asyncio.CancelledError:
@@ -63,7 +82,7 @@ async def finish(task: asyncio.Task[None]) -> None:
 
 
 def write_output(flag: str, path: Path, text: str | None) -> None:
-    """Write a file that a flag names, or with None only see that it can be written; raises InvalidValueError."""
+    """Write the file that a flag names, or with None only check that it can be written; raises InvalidValueError."""
     try:
         with path.open("a" if text is None else "w") as file:
             file.write(text or "")
@@ -73,7 +92,7 @@ def write_output(flag: str, path: Path, text: str | None) -> None:
 
 @contextmanager
 def progress_line() -> Iterator[ShowProgress]:
-    """Yield what shows progress on stderr until the context ends; silent if that is no terminal, or without rich."""
+    """Yield a function that shows progress on stderr; it does nothing where that is no terminal, or without rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -91,14 +110,14 @@ def progress_line() -> Iterator[ShowProgress]:
 
 
 def display(*parts: RenderableType, on_stderr: bool = False) -> None:
-    """Print tables, a line apart, and texts, as wide as the terminal is; where there is none, each row in one line."""
+    """Print texts and tables, which fit the terminal's width; without a terminal each row has one line."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(stderr=on_stderr, highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    boundless = console.options.update(width=_WIDTH_OF_FILES)
+        console.width = _FILE_WIDTH
+    boundless = console.options.update(width=_FILE_WIDTH)
     for part in parts:
         if isinstance(part, Table) and (excess := console.measure(part, options=boundless).maximum - console.width) > 0:
             part.padding = 0
@@ -109,7 +128,7 @@ def display(*parts: RenderableType, on_stderr: bool = False) -> None:
 
 
 def _narrow(table: Table, excess: int) -> None:
-    """Have a table's columns give way by so much, the widest first; words are broken where nothing else is left."""
+    """Narrow a table's columns by `excess` characters in all, the widest first; words are broken as a last resort."""
     texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
     wanted = [max(map(len, cells)) for cells in texts]
     words = [max((len(word) for cell in cells for word in cell.split()), default=1) for cells in texts]
@@ -120,9 +139,9 @@ def _narrow(table: Table, excess: int) -> None:
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, breaks: bool = True) -> Table:
-    """Return rows as every command shows them; columns of numbers stand to the right.
+    """Return rows as every command shows them; columns of numbers are right-aligned.
 
-    Unless it `breaks` lines, what is too long for the screen is cut off.
+    Cells that are too long for the screen are broken into lines, or cut off unless `breaks`.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -140,5 +159,5 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, breaks:
 
 
 def printable(text: str) -> str:
-    """Return a text that says nothing to a terminal but what it reads."""
+    """Return a text with all its control characters replaced, so that it cannot change the terminal."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

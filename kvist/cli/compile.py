@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:  # noqa: ARG001
-    """Print where the index's is, how much and how long it took; exit code 1 where it cannot be kept."""
+    """Print where the index's machine code is, its size, and how long it took; raises KvistError if nowhere."""
     from kvist.indexer.compilation import fill
 
     started_s = time.monotonic()

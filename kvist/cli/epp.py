@@ -8,13 +8,11 @@ import asyncio
 from kvist.cli import route
 from kvist.cli._terminal import serve
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "pick endpoints for a gateway of Kubernetes' Gateway API (Envoy's ext_proc)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `kvist route` has, and where operators look."""
+    """Declare the flags of `kvist route`, and the port of operators' endpoints."""
     route.add_arguments(parser)
     text = "HTTP port of /metrics, /readiness and the rest of what operators ask `kvist route` (default: none)"
     parser.add_argument("--metrics-port", type=int, help=text)

@@ -14,12 +14,12 @@ from kvist.indexer.service.config import IndexConfig
 
 HELP = "index a fleet's KV events and answer who holds a prefix"
 
-# A comma may also part the hosts of a broker's URL.
-_JOINT = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_endpoints": ","}
+# A comma may also separate the hosts of a broker's URL.
+_SEPARATORS = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_endpoints": ","}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, IndexConfig, {name: {"nargs": None} for name in _JOINT})
+    add_settings(parser, IndexConfig, {name: {"nargs": None} for name in _SEPARATORS})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_config(args: argparse.Namespace) -> IndexConfig:
-    return read_config(args, IndexConfig, {name: partial(_parts, joint) for name, joint in _JOINT.items()})
+    return read_config(args, IndexConfig, {name: partial(_split, pattern) for name, pattern in _SEPARATORS.items()})
 
 
-def _parts(joint: str, text: str) -> list[str]:
-    return [part.strip() for part in re.split(joint, text) if part.strip()]
+def _split(pattern: str, text: str) -> list[str]:
+    return [part.strip() for part in re.split(pattern, text) if part.strip()]

@@ -14,13 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cli._terminal import finish, on_signal
+from kvist.cli._terminal import run_until_signalled
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint
 
 if TYPE_CHECKING:
     from kvist.publisher.engine_config import EngineProcess
-    from kvist.publisher.sidecar import Sidecar
 
 _logger = logging.getLogger(__name__)
 
@@ -28,18 +27,6 @@ HELP = "publish an engine's KV events as canonical batches"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_engine(parser)
-    add, host = parser.add_argument, socket.gethostname()
-    text = "where to publish (default %(default)s; port 0 takes a free one)"
-    add("--to", default="tcp://127.0.0.1:5567", metavar="URL", help=text)
-    add("--worker", default=host, metavar="NAME", help="the worker's name in the batches (default: host)")
-    _add_facts(parser)
-    text = "where to keep what is known, so that a restart of this command loses nothing (default: nowhere)"
-    add("--state-dir", type=Path, metavar="DIR", help=text)
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that say where the engine's streams are."""
     add = parser.add_argument
     text = "what the engine was given under this name: endpoint, ranks and replay socket follow from it"
     add("--kv-events-config", metavar="JSON", help=text)
@@ -54,11 +41,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "?bind=1 for an engine that connects to it); again for each data-parallel rank"
     )
     add("--endpoint", action="append", metavar="URL", help=text)
-
-
-def _add_facts(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that say of the engine what its events do not."""
-    add = parser.add_argument
+    text = "where to publish (default %(default)s; port 0 takes a free one)"
+    add("--to", default="tcp://127.0.0.1:5567", metavar="URL", help=text)
+    host = socket.gethostname()
+    add("--worker", default=host, metavar="NAME", help="the worker's name in the batches (default: host)")
     text = "the engine's block size (default: learnt from its first event)"
     add("--block-size", type=int, metavar="TOKENS", help=text)
     text = (
@@ -70,6 +56,8 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
     add("--lora-name", action="append", default=[], metavar="ID=NAME", help=text)
     text = "others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"
     add("--full-reports", action="store_true", help=text)
+    text = "where to keep what is known, so that a restart of this command loses nothing (default: nowhere)"
+    add("--state-dir", type=Path, metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         has_full_reports=args.full_reports,
         has_all_groups=args.groups == "all",
     ) as sidecar:
-        asyncio.run(_run_until_signalled(sidecar, args))
+        block_size = sidecar.block_size or "learnt from the first event"
+        ready_line = f"kvist publish: ready at {sidecar.endpoint} worker={args.worker} block_size={block_size}"
+        asyncio.run(run_until_signalled(sidecar.run(), ready_line))
     statistics = sidecar.statistics()
     published = statistics.published
     print(
@@ -98,15 +88,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> None:
-    """Run the sidecar until it fails or a signal asks it to end."""
-    task = asyncio.get_running_loop().create_task(sidecar.run(), name="kvist-publish")
-    on_signal(task.cancel)
-    block_size = sidecar.block_size or "learnt from the first event"
-    print(f"kvist publish: ready at {sidecar.endpoint} worker={args.worker} block_size={block_size}", flush=True)
-    await finish(task)
-
-
 def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     from kvist.publisher.engine_config import engine_endpoints
 
@@ -115,11 +96,17 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
             raise InvalidValueError("--kv-events-config", args.kv_events_config, "no --endpoint beside it")
         ranks = {"num_ranks": args.data_parallel_size, "first_rank": args.data_parallel_start_rank}
         endpoints = engine_endpoints(args.kv_events_config, engine=args.engine, **ranks)
-    elif args.endpoint is not None or (running := _running_engine(args.engine)) is None:
-        return _named_endpoints(args)
-    else:
+    elif args.endpoint is None and (running := _running_engine(args.engine)) is not None:
         ranks = {"num_ranks": running.num_ranks, "first_rank": running.first_rank}
         endpoints = engine_endpoints(running.config_json, engine=running.engine, **ranks)
+    elif args.engine is not None:
+        urls = args.endpoint or ["tcp://127.0.0.1:5557"]
+        return [replace(Endpoint.parse(url), engine=args.engine) for url in urls]
+    elif args.endpoint is not None:
+        raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")
+    else:
+        expected = "what the engine was given, or --engine: no vllm or sglang with this flag is seen to run here"
+        raise InvalidValueError("--kv-events-config", None, expected)
     for endpoint in endpoints:
         does = "binding" if endpoint.is_bound else "connecting to"
         replay = endpoint.replay_address or "none: what is missed cannot be asked for again"
@@ -128,7 +115,7 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
 
 
 def _running_engine(engine: str | None) -> EngineProcess | None:
-    """Return the engine whose command line says where its events are, None if there is none that does."""
+    """Return the engine that runs here with KV events in its command line, None if there is none."""
     from kvist.publisher.engine_config import find_engines
 
     found = [each for each in find_engines() if engine in (None, each.engine)]
@@ -139,16 +126,6 @@ def _running_engine(engine: str | None) -> EngineProcess | None:
     for each in found:
         _logger.info("found an engine pid=%d engine=%s kv_events_config=%s", each.pid, each.engine, each.config_json)
     return found[0] if found else None
-
-
-def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
-    if args.engine is None:
-        if args.endpoint is not None:
-            raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")
-        expected = "what the engine was given, or --engine: no vllm or sglang with this flag is seen to run here"
-        raise InvalidValueError("--kv-events-config", None, expected)
-    urls = args.endpoint or ["tcp://127.0.0.1:5557"]
-    return [replace(Endpoint.parse(url), engine=args.engine) for url in urls]
 
 
 def _lora_names(texts: list[str]) -> dict[int, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
+from kvist.cli._terminal import run_until_signalled
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -43,8 +43,13 @@ def run(args: argparse.Namespace) -> int:
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         recorder = Recorder(specs, writer)
         if writer.earlier is not None:
-            _skip(recorder, writer.earlier)
-        asyncio.run(_record(recorder, writer, args))
+            _skip_recorded(recorder, writer.earlier)
+
+        def progress() -> tuple[str, float, None]:
+            return f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps", 0, None
+
+        ready_line = f"kvist record: recording {len(args.sources)} sources to {args.to}"
+        asyncio.run(run_until_signalled(recorder.run(), ready_line, progress, args.duration))
     for report in recorder.reports():
         print(
             f"kvist record: {report.name}: {report.num_messages} messages, {report.num_connects} connections, "
@@ -58,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _skip(recorder: Recorder, earlier: Path) -> None:
-    """Let the recorder go on behind what is there, as far as that can be read."""
+def _skip_recorded(recorder: Recorder, earlier: Path) -> None:
+    """Have the recorder skip the messages that an earlier recording has, as far as it can be read."""
     from kvist.replay import RecordingError, RecordingReader
 
     with RecordingReader(earlier) as reader:
@@ -67,22 +72,6 @@ def _skip(recorder: Recorder, earlier: Path) -> None:
             recorder.skip(reader)
         except RecordingError as error:
             print(f"kvist record: what follows is recorded anew: {error}", flush=True)
-
-
-async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:
-    """Record until it fails, a signal asks it to end, or its time is up."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(recorder.run(), name="kvist-record")
-    on_signal(task.cancel)
-    print(f"kvist record: recording {len(args.sources)} sources to {args.to}", flush=True)
-    ends_at_s = float("inf") if args.duration is None else loop.time() + args.duration
-    with progress_line() as show:
-        while not task.done():
-            await asyncio.wait([task], timeout=min(SHOW_INTERVAL_S, max(0.0, ends_at_s - loop.time())))
-            show(f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps", 0, None)
-            if loop.time() >= ends_at_s:
-                task.cancel()
-    await finish(task)
 
 
 def _totals(writer: RecordingWriter) -> str:

@@ -11,7 +11,6 @@ from kvist.errors import InvalidValueError
 
 HELP = "play a recording of event streams, or say what is in it"
 
-
 _ACTIONS_OF = {
     **dict.fromkeys(("speed", "as-fast-as-possible", "delay", "linger"), "to"),
     **dict.fromkeys(("beside", "port"), "ui"),
@@ -20,7 +19,7 @@ _ACTIONS_OF = {
     "plot": "stats",
     "json": "into_index stats at diff",
 }
-"""What flags are of, each of which nothing else heeds."""
+"""The actions that each of these flags belongs to; the others ignore it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`kvist index` that runs; exit code 1 if they do",
     )
     actions.add_argument("--ui", action="store_true", help="show it on a page in a browser: who held what when")
-    _add_selection(parser.add_argument_group("what is meant"))
-    _add_pace(parser.add_argument_group("how it is played"))
+    add_selection = parser.add_argument_group("what is meant").add_argument
+    text = "only this worker; may be repeated"
+    add_selection("--worker", action="append", default=[], metavar="NAME", help=text)
+    add_selection("--since", metavar="TIME", help="seconds from the beginning, Unix time or ISO 8601")
+    add_selection("--until", metavar="TIME", help="likewise; messages from there on are left out")
+    pace = parser.add_argument_group("how it is played")
+    speeds = pace.add_mutually_exclusive_group()
+    speeds.add_argument("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
+    speeds.add_argument("--as-fast-as-possible", action="store_true", help="without waiting")
+    pace.add_argument("--loop", type=int, default=1, metavar="N", help="play it N times over")
+    pace.add_argument("--follow", action="store_true", help="go on while the recording is being written")
+    text = "wait for subscribers first (default %(default)s)"
+    pace.add_argument("--delay", type=float, default=1.0, metavar="SECONDS", help=text)
+    text = "answer replay requests for so long after the end, and after the last of them (default %(default)s)"
+    pace.add_argument("--linger", type=float, default=10.0, metavar="SECONDS", help=text)
     add("--beside", type=Path, metavar="OTHER", help="of --ui: another recording to show beside it")
     add(
         "--port", type=int, default=0, metavar="PORT", help="of --ui: on this machine alone (default: any that is free)"
@@ -49,24 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model-path", metavar="DIR", help="of --at: the model's, for prompts that are text")
     add("--plot", type=Path, metavar="FILE.svg", help="write a plot beside --stats")
     add("--json", action="store_true", help="print in lines of JSON what is printed")
-
-
-def _add_selection(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--worker", action="append", default=[], metavar="NAME", help="only this worker; may be repeated")
-    add("--since", metavar="TIME", help="seconds from the beginning, Unix time or ISO 8601")
-    add("--until", metavar="TIME", help="likewise; messages from there on are left out")
-
-
-def _add_pace(group: argparse._ArgumentGroup) -> None:
-    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    one_of("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
-    one_of("--as-fast-as-possible", action="store_true", help="without waiting")
-    add("--loop", type=int, default=1, metavar="N", help="play it N times over")
-    add("--follow", action="store_true", help="go on while the recording is being written")
-    add("--delay", type=float, default=1.0, metavar="SECONDS", help="wait for subscribers first (default %(default)s)")
-    text = "answer replay requests for so long after the end, and after the last of them (default %(default)s)"
-    add("--linger", type=float, default=10.0, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +82,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise InvalidValueError where flags do not go together."""
+    """Raise InvalidValueError for flags that cannot be combined, and for values that are not allowed."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for flag, actions in _ACTIONS_OF.items():
-        name, value = flag.replace("-", "_"), getattr(args, flag.replace("-", "_"))
+        name = flag.replace("-", "_")
+        value = getattr(args, name)
         if value != parser.get_default(name) and not any(getattr(args, each) for each in actions.split()):
             expected = f"one of {', '.join(f'--{each}'.replace('_', '-') for each in actions.split())} with it"
             raise InvalidValueError(f"--{flag}", value if isinstance(value, int | float) else str(value), expected)

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 HELP = "route OpenAI requests to the worker that holds their prefix"
 
-_LOOK_S = 1.0
-"""How often the file is looked at."""
+_POLL_INTERVAL_S = 1.0
+"""How often the file is checked for changes."""
 
 _GC_THRESHOLD = 10_000
-"""A request leaves no cycles behind: at Python's 700 looking for some takes 2 to 6 % of the CPU, 50 ms at a time."""
+"""Requests make no reference cycles: at Python's 700 the collector takes 2 to 6 % of the CPU, 50 ms at a time."""
 
 _EVENT_SOURCES = "kv_event_sources"
 _GROUPS = {
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = {"flag": "--model", "action": "append", "metavar": "NAME=DIRECTORY"}
     alias = {"flag": "--alias", "action": "append", "metavar": "NAME=MODEL[@SHARE]"}
     add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources, "models": model, "aliases": alias}, _GROUPS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a supervisor tells the processes it starts
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # from a supervisor to the processes it starts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,22 +107,24 @@ class _Reloadable(AbstractAsyncContextManager[Any], Protocol):
 
 @asynccontextmanager
 async def _reloading(service: _Reloadable, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[None]:
-    asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    """Run a service that reloads its settings at SIGHUP, and when its file is not the one that had this stamp."""
+    requested = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)
     async with service, asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_reload(service, args, stamp, asked), name="kvist-settings")
+        watching = tasks.create_task(_watch_settings(service, args, stamp, requested), name="kvist-settings")
         yield
         watching.cancel()
 
 
-async def _reload(service: _Reloadable, args: argparse.Namespace, stamp: Stamp, asked: asyncio.Event) -> None:
-    """Reload whenever asked to, and whenever the file is not the one that had this stamp."""
+async def _watch_settings(
+    service: _Reloadable, args: argparse.Namespace, stamp: Stamp, requested: asyncio.Event
+) -> None:
     while True:
         with suppress(TimeoutError):
-            await asyncio.wait_for(asked.wait(), None if args.config is None else _LOOK_S)
+            await asyncio.wait_for(requested.wait(), None if args.config is None else _POLL_INTERVAL_S)
         last, stamp = stamp, file_stamp(args.config)
-        if asked.is_set() or stamp != last:
-            asked.clear()
+        if requested.is_set() or stamp != last:
+            requested.clear()
             try:
                 service.reload(make_config(args))
             except InvalidValueError as error:
@@ -131,29 +133,30 @@ async def _reload(service: _Reloadable, args: argparse.Namespace, stamp: Stamp, 
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
-    return read_config(args, RouterConfig, {_EVENT_SOURCES: _event_sources, "models": _models, "aliases": _aliases})
+    parsers = {_EVENT_SOURCES: _parse_event_sources, "models": _parse_models, "aliases": _parse_aliases}
+    return read_config(args, RouterConfig, parsers)
 
 
-def _event_sources(texts: list[str]) -> dict[str, list[str]]:
+def _parse_event_sources(texts: list[str]) -> dict[str, list[str]]:
     sources: dict[str, list[str]] = {}
-    for url, endpoint in _pairs("kv-event-source", "URL=ENDPOINT", texts):
+    for url, endpoint in _parse_pairs("kv-event-source", "URL=ENDPOINT", texts):
         sources.setdefault(url, []).append(endpoint)
     return sources
 
 
-def _models(texts: list[str]) -> dict[str, dict[str, str]]:
-    return {name: {"path": path} for name, path in _pairs("model", "NAME=DIRECTORY", texts)}
+def _parse_models(texts: list[str]) -> dict[str, dict[str, str]]:
+    return {name: {"path": path} for name, path in _parse_pairs("model", "NAME=DIRECTORY", texts)}
 
 
-def _aliases(texts: list[str]) -> dict[str, dict[str, str]]:
+def _parse_aliases(texts: list[str]) -> dict[str, dict[str, str]]:
     aliases: dict[str, dict[str, str]] = {}
-    for name, text in _pairs("alias", "NAME=MODEL[@SHARE]", texts):
+    for name, text in _parse_pairs("alias", "NAME=MODEL[@SHARE]", texts):
         model, _, share = text.rpartition("@") if "@" in text else (text, "", "1")
         aliases.setdefault(name, {})[model] = share
     return aliases
 
 
-def _pairs(flag: str, expected: str, texts: list[str]) -> list[tuple[str, str]]:
+def _parse_pairs(flag: str, expected: str, texts: list[str]) -> list[tuple[str, str]]:
     pairs = [text.partition("=") for text in texts]
     for text, (name, found, value) in zip(texts, pairs, strict=True):
         if not (name and found and value):

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _MAX_PORT = 65_535
 HELP = "serve a model with the bundled engine"
-_DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
-_RANK_LOSS_EXIT_S = 10.0  # longer than closing in order takes: a GPU may wait for a lost rank for ever
+_DRAIN_S = 1.5  # for running requests to finish; then each gets an error, while HTTP can still send it
+_RANK_LOSS_EXIT_S = 10.0  # longer than an orderly end takes: a GPU may wait for a lost rank for ever
 _SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvist-decode"}
-"""What traces call the worker, by its role."""
+"""The worker's name in traces, by its role."""
 _SWITCHES = ("prefix_cache", "swa_scratch", "cuda_graphs")
 _GROUPS = {"model_dir": "engine", "served_model_name": "service", "kv_transfer": "transfers between workers"}
-"""Titles of the help, from these keys on."""
+"""Titles of the help, each from its key on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,22 +99,22 @@ class ServeConfig(EngineConfig):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return what requests may call the model."""
+        """Return the names that requests may use for the model."""
         return self.served_model_name or (str(self.model_dir),)
 
     @property
     def model_path(self) -> str:
-        """Return where the model's files are, for whoever reads prompts on this machine."""
+        """Return the folder of the model's files, for routers on this machine, which tokenize prompts."""
         return str(self.model_dir.absolute())
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Raise InvalidValueError for an address that cannot be bound, or that no other worker could reach."""
+    """Raise InvalidValueError for an address that cannot be bound, or that other workers cannot reach."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_tcp = endpoint.startswith("tcp://") and re.fullmatch(r"[0-9]{1,5}", port) is not None
     if not is_tcp or not host or host in _WILDCARDS:
         raise InvalidValueError("kv_transfer", endpoint, "tcp://host:port that other workers can reach")
-    if int(port) > _MAX_PORT:  # getaddrinfo takes it for another one
+    if int(port) > _MAX_PORT:  # getaddrinfo wraps it around
         raise InvalidValueError("kv_transfer", endpoint, f"a port of at most {_MAX_PORT}")
     try:
         socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
@@ -122,7 +122,7 @@ def _check_endpoint(endpoint: str) -> None:
         raise InvalidValueError("kv_transfer", endpoint, f"a host with an IPv4 address ({error})") from None
 
 
-# Together below the 5 s that whoever sends SIGTERM should have to wait.
+# Together below 5 s, within which a process should end after SIGTERM.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
 
 
@@ -150,21 +150,21 @@ def run(args: argparse.Namespace) -> int:
             open_server = partial(RankTransfers, config, config.kv_transfer, f"{worker}/{uuid.uuid4().hex}")
             transfers = open_server(0)
             allocate = transfers.allocate
-        with _publisher(config, worker) as publisher:
-            with ExitStack() as where_it_fails:
+        with _open_publisher(config, worker) as publisher:
+            with ExitStack() as on_failure:
                 if transfers is not None:
-                    where_it_fails.callback(transfers.close)
+                    on_failure.callback(transfers.close)
                 loaded = load_engine(config, publisher, allocate, open_server)
-                where_it_fails.pop_all()
+                on_failure.pop_all()
             return asyncio.run(_serve(config, listener, loaded, publisher, transfers, tracing))
 
 
 def worker_name(host: str, port: int) -> str:
-    """Return what a worker is called in its stream: one that listens on all addresses by its machine's name."""
+    """Return the worker's name in its event stream; one that listens on all addresses has its machine's name."""
     return f"{socket.gethostname() if host in _WILDCARDS else host}:{port}"
 
 
-def _publisher(config: ServeConfig, worker: str) -> AbstractContextManager[KvEventPublisher | None]:
+def _open_publisher(config: ServeConfig, worker: str) -> AbstractContextManager[KvEventPublisher | None]:
     from kvist.publisher import KvEventPublisher, PublisherLimits
 
     if config.kv_events == "none":
@@ -179,13 +179,13 @@ def _publisher(config: ServeConfig, worker: str) -> AbstractContextManager[KvEve
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, and delays nothing that is written; raises InvalidValueError."""
+    """Return a listening socket whose connections send small writes at once; raises InvalidValueError."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise InvalidValueError("host and port", f"{host}:{port}", f"an address to listen on ({error})") from None
-    # asyncio leaves it on for a socket that does not name its protocol: a token waits 40 ms for who acknowledges late
+    # asyncio leaves Nagle's algorithm on for this socket: a token would wait 40 ms for a delayed acknowledgement
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -244,7 +244,7 @@ async def _serve(
             tensor_parallel_size=config.tensor_parallel_size,
         )
         app = create_app(engine, tokenizer, model, collectors=collectors, spans=spans, api_key=config.api_key)
-        server = _server(app, engine, ready_line=f"kvist serve: {config.names[0]} on {url}, {events}")
+        server = _make_server(app, engine, ready_line=f"kvist serve: {config.names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         if followers is not None:
@@ -256,7 +256,7 @@ async def _serve(
 
 
 def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:
-    """Have the server end when a rank is lost, in order if it can; from the event loop that it runs in."""
+    """Have the server shut down when a rank is lost, or the process exit; called in the server's event loop."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -268,13 +268,13 @@ def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:
     followers.on_loss(end)
 
 
-def _server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
+def _make_server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Says when it is ready, and ends requests in order, where uvicorn would cut them off.
+        """Prints when it is ready, and ends requests with an error where uvicorn would cut them off.
 
-        Leaves signals to this command: uvicorn would end the process by them.
+        Leaves signals to this command, as uvicorn would raise them again and so end the process.
         """
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import import_module
 from itertools import cycle, islice, product
 from math import lcm
@@ -51,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
     add("--rates", type=Path, metavar="FILE", help="of workers, in turn, as `fit` prints them (default: 8B on an H100)")
-    add(
-        "--accelerator",
-        metavar="NAME[xN]",
-        help="instead: a100, h100x2 and the like, with a model of --model-path",
-    )
+    add("--accelerator", metavar="NAME[xN]", help="instead: a100, h100x2 and the like, with a model of --model-path")
     add("--model-path", type=Path, metavar="DIR", help="a folder with the model's config.json: windows, --accelerator")
     add("--prefill-rate", type=float, metavar="N", help="tokens/s of a worker (default 25000, or as in --rates)")
     add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
@@ -96,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     with suppress(ModuleNotFoundError):
         import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
     for module in ("rich", *(("matplotlib",) if args.report is not None else ())):
-        import_module(module)  # or it would be missed when all is simulated
+        import_module(module)  # or its absence would show only after the simulation
     args.machines, args.memory = _machines(args), _memory(args)
     if args.trace == "fit":
         return _fit(args)
@@ -118,7 +115,10 @@ def run(args: argparse.Namespace) -> int:
     if args.closed_loop:
         trace = trace.in_sessions()
     with progress_line() as show:
-        rows = list((_smallest if args.max_ttft_p99 else _cells)(args, trace, show))
+        if args.max_ttft_p99:
+            rows = [_find_smallest_fleet(args, trace, policy, show) for policy in args.policy.split(",")]
+        else:
+            rows = list(_compare_fleets(args, trace, show))
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if args.report is not None:
@@ -127,13 +127,13 @@ def run(args: argparse.Namespace) -> int:
         left_out = ("run", "json", "report", "rates", "model_path", "memory")
         given = {name: value for name, value in vars(args).items() if name not in left_out}
         given["machines"] = [asdict(machine) for machine in args.machines]
-        told = {"given": given, "requests": len(trace.requests), "results": rows}
-        write_output("--json", args.json, json.dumps(told) + "\n")
+        results = {"given": given, "requests": len(trace.requests), "results": rows}
+        write_output("--json", args.json, json.dumps(results) + "\n")
     return 0
 
 
-def _cells(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
-    """Yield a row for each load, fleet size and policy, and for what else is asked about the fleet."""
+def _compare_fleets(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
+    """Yield a row for each load, fleet size and policy, and for each change of the fleet that is asked about."""
     loads = [None] if args.speedup else _numbers("--load", args.load)
     cells = list(product(loads, _sizes(args.workers), args.policy.split(",")))
     for number, (load, size, policy) in enumerate(cells):
@@ -144,29 +144,30 @@ def _cells(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterat
             fleets.append((f"{size} (all with events)", size, 0))
         for fleet, num_workers, num_silent in fleets:
             show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
-            runs = _runs(args, trace, policy, load, size, num_workers, num_silent)
+            runs = _run_seeds(args, trace, policy, load, size, num_workers, num_silent)
             pace = load or f"{args.speedup:g}x pace"
             yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
 
 
-def _smallest(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
-    """Yield a row for each policy, with the fewest workers whose median p99 is within the limit; more are no worse."""
+def _find_smallest_fleet(args: argparse.Namespace, trace: Trace, policy: str, show: ShowProgress) -> dict[str, Any]:
+    """Return the row of the fewest workers whose median p99 is within the limit; more workers are taken as no worse."""
     sizes = range(min(_sizes(args.workers)), max(_sizes(args.workers)) + 1)
-    for policy in args.policy.split(","):
-        tried: dict[int, list[dict[str, float]]] = {}
 
-        def is_enough(size: int, policy: str = policy, tried: dict[int, list[dict[str, float]]] = tried) -> bool:
-            show(f"{policy}, {size} workers", 0, None)
-            tried[size] = _runs(args, trace, policy, None, size, size, args.silent)
-            return bool(median(each["ttft_p99_s"] for each in tried[size]) <= args.max_ttft_p99)
+    @cache
+    def runs_of(size: int) -> list[dict[str, float]]:
+        show(f"{policy}, {size} workers", 0, None)
+        return _run_seeds(args, trace, policy, None, size, size, args.silent)
 
-        at = bisect_left(sizes, True, key=is_enough)
-        size = sizes[at] if at < len(sizes) else None
-        row = {"load": f"{args.speedup or 1:g}x pace", "workers": size, "fleet": str(size or "none is enough")}
-        yield {**row, "policy": policy, "runs": tried[size or sizes[-1]]}
+    def is_enough(size: int) -> bool:
+        return bool(median(each["ttft_p99_s"] for each in runs_of(size)) <= args.max_ttft_p99)
+
+    at = bisect_left(sizes, True, key=is_enough)
+    size = sizes[at] if at < len(sizes) else None
+    row = {"load": f"{args.speedup or 1:g}x pace", "workers": size, "fleet": str(size or "none is enough")}
+    return {**row, "policy": policy, "runs": runs_of(size or sizes[-1])}
 
 
-def _runs(
+def _run_seeds(
     args: argparse.Namespace,
     trace: Trace,
     policy: str,
@@ -175,7 +176,7 @@ def _runs(
     num_workers: int,
     num_silent: int,
 ) -> list[dict[str, float]]:
-    """Return each seed's figures for so many workers, at a load of `size` workers or at the trace's own pace."""
+    """Return each seed's outcome for so many workers, at a `load` of `size` workers, or at the trace's own pace."""
     from kvist.simulate.fleet import Conditions, at_load, measure
     from kvist.simulate.peers import POLICIES
 
@@ -186,13 +187,13 @@ def _runs(
         if load:
             paced = at_load(trace, machines[: size + num_more], load, seed, args.burstiness, memory)
         else:
-            paced = trace.spread(seed, 1 / (args.speedup or 1.0), args.burstiness)
+            paced = trace.redraw_arrivals(seed, 1 / (args.speedup or 1.0), args.burstiness)
         runs.append(asdict(measure(paced, POLICIES[policy], machines[: num_workers + num_more], seed, conditions)))
     return runs
 
 
 def _machines(args: argparse.Namespace) -> list[Machine]:
-    """Return the kinds of workers, which a fleet has in turn."""
+    """Return the kinds of machines, which a fleet's workers have in turn."""
     from kvist.simulate.hardware import machine_of
     from kvist.simulate.rates import read_rates
     from kvist.simulate.worker import Machine
@@ -212,7 +213,7 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
 
 
 def _memory(args: argparse.Namespace) -> Memory:
-    """Return how workers keep what they cache."""
+    """Return the memory of every worker."""
     from kvist.simulate.hardware import memory_of
     from kvist.simulate.memory import Memory
 
@@ -226,7 +227,7 @@ def _memory(args: argparse.Namespace) -> Memory:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    """Print the rates of a recording's workers, as `--rates` reads them."""
+    """Print the rates of a recording's workers, in the form that `--rates` reads."""
     from kvist.simulate.rates import fit
     from kvist.simulate.trace import read_lines
 

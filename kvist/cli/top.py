@@ -1,4 +1,4 @@
-"""`kvist top`: a router's fleet in a terminal, by what the live page is told and what `/metrics` has counted."""
+"""`kvist top`: a router's fleet in a terminal, from the live page's state and the counters of `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvist.cli._client import add_admin_key, ask
+from kvist.cli._client import add_admin_key, ask_router
 from kvist.cli._terminal import display, make_table, printable
 from kvist.cli.why import LOSSES, loss_row, percent
 from kvist.errors import InvalidValueError, KvistError
@@ -28,8 +28,10 @@ HELP = "show a router's fleet in the terminal: workers, rates, lost hits, and wh
 
 _TIMEOUT_S = 5.0
 _NUM_SAMPLES = 10
-"""Rates and times are those since so many looks ago."""
-_NUM_TOLD, _GAP = 5, 2
+"""Rates and times are those since so many updates ago."""
+_MAX_LINES = 5
+"""Of lost hits, and of problems."""
+_COLUMN_GAP = 2
 _TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
 _TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
 _COLUMNS = ("worker", "state", "runs", "to do", "full", "hits", "found", "events", "speed", "model")
@@ -49,31 +51,31 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0.1 <= args.interval <= 60:
         raise InvalidValueError("--interval", args.interval, "seconds from 0.1 to 60")
-    console, watched = Console(), _Watched(args.source, args.admin_key)
-    watched.look()
+    console, fleet = Console(), _Fleet(args.source, args.admin_key)
+    fleet.update()
     if not (console.is_terminal and sys.stdin.isatty()):
         time.sleep(args.interval)
-        watched.look()
-        display(watched.shown(sys.maxsize, sys.maxsize))
+        fleet.update()
+        display(fleet.render(sys.maxsize, sys.maxsize))
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(watched.shown(console.width, console.height), refresh=True)
+            live.update(fleet.render(console.width, console.height), refresh=True)
             is_pressed = bool(select.select([sys.stdin], [], [], args.interval)[0])
             if is_pressed and b"q" in (os.read(sys.stdin.fileno(), 64) or b"q"):
                 break
             try:
-                watched.look()
+                fleet.update()
             except (KvistError, OSError) as error:
-                watched.trouble = f"as last told, since then: {error}"
+                fleet.problem = f"as last told, since then: {error}"
     return 0
 
 
 @contextmanager
 def _cbreak() -> Iterator[None]:
-    """Have keys read as they are pressed, and not shown."""
+    """Read keys as soon as they are pressed, and do not echo them."""
     import termios
     import tty
 
@@ -85,52 +87,53 @@ def _cbreak() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-class _Watched:
-    """What a router has told so far: of the page's state all that is new is added to what was."""
+class _Fleet:
+    """The state of a router's fleet; an update gets only what has changed."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url, self._key = url, key
         self._number = 0
         self._workers: dict[str, dict[str, Any]] = {}
-        self._told: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
         self._samples: deque[tuple[float, Counter[str]]] = deque(maxlen=_NUM_SAMPLES)
-        self.trouble = ""
+        self.problem = ""
 
-    def look(self) -> None:
-        """Take over what is new; raises KvistError or OSError, with nothing taken over."""
-        news = json.loads(ask(self._url, f"/ui/state?view=regret&since={self._number}", self._key, _TIMEOUT_S))
-        page = ask(self._url, "/metrics", self._key, _TIMEOUT_S).decode()
-        if news["is_whole"]:
+    def update(self) -> None:
+        """Get what has changed from the router; raises KvistError or OSError, with nothing updated."""
+        path = f"/ui/state?view=regret&since={self._number}"
+        changes = json.loads(ask_router(self._url, path, self._key, _TIMEOUT_S))
+        page = ask_router(self._url, "/metrics", self._key, _TIMEOUT_S).decode()
+        if changes["is_whole"]:
             self._workers.clear()
-        self._workers |= {worker["url"]: worker for worker in news["workers"]}
-        self._told |= {name: news[name] for name in ("fleet", "regret") if name in news}
-        self._number, self.trouble = news["number"], ""
-        counts = _counts(page)
-        counts["requests"] = self._told["fleet"]["dispatched"]
+        self._workers |= {worker["url"]: worker for worker in changes["workers"]}
+        self._state |= {name: changes[name] for name in ("fleet", "regret") if name in changes}
+        self._number, self.problem = changes["number"], ""
+        counts = _parse_counts(page)
+        counts["requests"] = self._state["fleet"]["dispatched"]
         if self._samples and any(counts[name] < number for name, number in self._samples[-1][1].items()):
-            self._samples.clear()  # it was started anew, or a worker has left with its series
+            self._samples.clear()  # the router was restarted, or a worker has left with its series
         self._samples.append((time.monotonic(), counts))
 
-    def shown(self, width: int, height: int) -> RenderableType:
-        """Return what fits such a screen: of the columns those that do, and of workers and losses a line each."""
+    def render(self, width: int, height: int) -> RenderableType:
+        """Return what fits a screen of this size: the first columns, with a line for each worker, loss and problem."""
         from rich.console import Group
         from rich.text import Text
 
-        fleet, regret = self._told["fleet"], self._told["regret"]
-        problems = [each for each in fleet["problems"] if each["until"] is None][:_NUM_TOLD]
-        lost = [loss_row(loss, regret["total"]["prompt_tokens"]) for loss in regret["losses"][:_NUM_TOLD]]
+        fleet, regret = self._state["fleet"], self._state["regret"]
+        problems = [each for each in fleet["problems"] if each["until"] is None][:_MAX_LINES]
+        lost = [loss_row(loss, regret["total"]["prompt_tokens"]) for loss in regret["losses"][:_MAX_LINES]]
         room = max(1, height - 12 - len(problems) - len(lost))
         workers = sorted(
             self._workers.values(), key=lambda one: (one["shown"]["state"][0] == "healthy", -one["running_requests"])
         )
-        is_well = fleet["ready"] and not self.trouble
+        is_well = fleet["ready"] and not self.problem
         head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not well", "green" if is_well else "red")
         head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
-        if why := self.trouble or fleet["reason"]:
+        if why := self.problem or fleet["reason"]:
             head.append(f"\n{printable(why)}", "red")
         columns = [*zip(_COLUMNS, *(_row(worker) for worker in workers[:room]), strict=True)]
-        ends = accumulate(max(map(len, column)) + _GAP for column in columns)
-        names, *rows = zip(*columns[: max(1, sum(end <= width + _GAP for end in ends))], strict=True)
+        ends = accumulate(max(map(len, column)) + _COLUMN_GAP for column in columns)
+        names, *rows = zip(*columns[: max(1, sum(end <= width + _COLUMN_GAP for end in ends))], strict=True)
         parts: list[RenderableType] = [head, Text(self._rates(fleet)), Text(), make_table(names, rows, breaks=False)]
         if len(workers) > room:
             parts.append(Text(f"and {len(workers) - room:,} more", "dim"))
@@ -146,14 +149,14 @@ class _Watched:
         seconds, grown = max(1e-9, ended_s - began_s), after - before
         prompts, answers = (grown[name] / seconds for name in _TOKENS)
         times = ", ".join(f"p{100 * part:.0f} {_quantile(grown, part)}" for part in (0.5, 0.99))
-        asked = (
+        return (
             f"{fleet['running']:,} running, {fleet['queued']:,} waiting, {grown['requests'] / seconds:,.1f} requests/s"
+            f"; tokens/s: {prompts:,.0f} of prompts, {answers:,.0f} of answers; first byte: {times}"
         )
-        return f"{asked}; tokens/s: {prompts:,.0f} of prompts, {answers:,.0f} of answers; first byte: {times}"
 
 
-def _counts(page: str) -> Counter[str]:
-    """Return what is counted of tokens, and of times to the first byte by their bounds, for all workers and models."""
+def _parse_counts(page: str) -> Counter[str]:
+    """Return the sums over workers and models of token counters, by name, and of first-byte times, by bucket."""
     from prometheus_client.parser import text_string_to_metric_families
 
     counts = Counter[str]()
@@ -165,7 +168,7 @@ def _counts(page: str) -> Counter[str]:
 
 
 def _quantile(grown: Counter[str], part: float) -> str:
-    """Return where so large a part of the times is below, as Prometheus reads a histogram."""
+    """Return the quantile of the times to the first byte, as Prometheus estimates it from a histogram."""
     bounds = sorted((float(name), number) for name, number in grown.items() if name[0].isdigit() or name == "+Inf")
     low_s, below = 0.0, 0
     for bound_s, number in bounds:
@@ -177,13 +180,13 @@ def _quantile(grown: Counter[str], part: float) -> str:
 
 
 def _row(worker: dict[str, Any]) -> tuple[str, ...]:
-    hits, most, models = worker["hits"] or Counter(), worker["max_requests"], worker["models"]
+    hits, max_requests, models = worker["hits"] or Counter(), worker["max_requests"], worker["models"]
     held = sum(rank["blocks"] for rank in worker["kv_events"]["ranks"]) * (worker["block_size"] or 0)
     speed = worker["prompt_tokens_per_s"]
     return (
         urlsplit(worker["url"]).netloc,
         worker["shown"]["state"][0],
-        f"{worker['running_requests']:,}" + (f"/{most:,}" if most else ""),
+        f"{worker['running_requests']:,}" + (f"/{max_requests:,}" if max_requests else ""),
         f"{worker['prefill_tokens']:,}",
         percent(held, worker["num_cache_tokens"] or 0),
         percent(hits["routed"], hits["prompt_tokens"]),

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from kvist.cli._client import fetch
-from kvist.cli._demo import LOCAL_TOKENS, run_demo, shown, summary
+from kvist.cli._demo import LOCAL_TOKENS, render, run_demo, summary
 from kvist.cli._envoy import envoy_config, find_envoy
 from kvist.cli._terminal import display, on_signal
 from kvist.cli.serve import listen
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
 
 _URL = re.compile(rb"http://[^\s,]+")
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 300.0, 4.0
 """How long a child may take to be ready, compiling included, and to end when asked."""
 _SHUTDOWN_TIMEOUT_S = "2"
@@ -90,14 +90,13 @@ async def _up(args: argparse.Namespace) -> int:
     assert task is not None
     on_signal(task.cancel)
     console = Console(stderr=args.json, markup=False)
-    listen(args.host, args.port).close()  # or what is in the way would be told when workers have started
+    listen(args.host, args.port).close()  # or a port in use would be reported only after workers have started
     async with ProcessGroup() as group:
         workers = await _start_workers(args, group, console)
         port = "0" if args.envoy else str(args.port)
-        flags = ["--show-prompts"]
-        if args.record_requests is not None:
-            flags += ["--record-requests", args.record_requests]
-        router = await group.start("router", *_route(args, workers, "kv", args.host, port), *flags)
+        recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
+        route = _route(args, workers, "kv", args.host, port)
+        router = await group.start("router", *route, "--show-prompts", *recording)
         console.print(f"  {router.name}: {router.url}\nThe fleet, live: {router.url}/ui")
         front = await _start_envoy(args, group, console, workers) if args.envoy else router
         exit_code = 0 if args.no_demo else await _demo(args, group, console, workers, router.url, front.url)
@@ -120,7 +119,7 @@ async def _start_workers(args: argparse.Namespace, group: ProcessGroup, console:
 
 
 async def _start_envoy(args: argparse.Namespace, group: ProcessGroup, console: Console, workers: list[str]) -> Child:
-    """Start a picker and, asking it, a gateway."""
+    """Start an endpoint picker, and Envoy as the gateway that asks it."""
     picking = ("epp", "--worker-urls", *workers, "--model-path", _model(args), "--port", "0")
     picker = await group.start("picker", *picking, "--shutdown-timeout-s", _SHUTDOWN_TIMEOUT_S)
     console.print(f"  {picker.name}: {picker.url}")
@@ -159,17 +158,17 @@ def _tracing(args: argparse.Namespace) -> list[str]:
 async def _demo(
     args: argparse.Namespace, group: ProcessGroup, console: Console, workers: list[str], router_url: str, front_url: str
 ) -> int:
-    """Run the demo and show it; the exit code tells whether every request completed."""
+    """Run the demo and show its results; return 0 if every request completed, else 1."""
     with console.status("Compiling the index, once on this machine …"):
         while json.loads(fetch(router_url, "/health"))["cold_start_s"] is None:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
     baseline = await group.start("baseline", *_route(args, workers, "round-robin", "127.0.0.1", "0"))
     with console.status("Sending conversations …") as status:
-        told = lambda served: status.update(f"Served: {served.title}")  # noqa: E731
-        routed, compared = await run_demo(front_url, router_url, baseline.url, workers, told)
+        show = lambda served: status.update(f"Served: {served.title}")  # noqa: E731
+        routed, compared = await run_demo(front_url, router_url, baseline.url, workers, show)
     facts = summary(routed, compared, workers, [router_url, baseline.url] if args.disaggregated else [])
     names = {url: f"worker {index}" for index, url in enumerate(workers)}
-    display(*shown(routed, facts, names), on_stderr=args.json)
+    display(*render(routed, facts, names), on_stderr=args.json)
     for served in [*routed, *compared]:
         if served.error:
             print(f"kvist up: {served.title}: {served.error}", file=sys.stderr)
@@ -189,7 +188,7 @@ class Child:
 
 
 class ProcessGroup:
-    """Owns child processes: leaving the context ends every one of them, by SIGTERM and then by SIGKILL."""
+    """Child processes, all of which are ended when the context is left: by SIGTERM, and then by SIGKILL."""
 
     def __init__(self) -> None:
         self._processes: list[asyncio.subprocess.Process] = []
@@ -213,17 +212,17 @@ class ProcessGroup:
     async def start(self, name: str, *arguments: str) -> Child:
         """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises KvistError."""
         process = await self._spawn(sys.executable, "-m", "kvist", "--log-level", "warning", *arguments)
-        return await self._until_ready(name, process, _printed_url(process))
+        return await self._until_ready(name, process, _read_url(process))
 
     async def start_envoy(self, host: str, port: int, picker_url: str, workers: list[str]) -> Child:
-        """Start Envoy and wait until it passes requests on; raises KvistError."""
+        """Start Envoy and wait until it forwards requests; raises KvistError."""
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
         path = Path(self._files.name) / "envoy.json"
         path.write_text(json.dumps(envoy_config(host, port, picker_url, workers)))
         process = await self._spawn(find_envoy(), "-c", str(path), *_ENVOY_OPTIONS)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return await self._until_ready("envoy", process, _answering_url(process, url))
+        return await self._until_ready("envoy", process, _poll_url(process, url))
 
     async def _spawn(self, *command: str) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
@@ -236,11 +235,12 @@ class ProcessGroup:
         return process
 
     async def _until_ready(
-        self, name: str, process: asyncio.subprocess.Process, asked: Coroutine[Any, Any, str | None]
+        self, name: str, process: asyncio.subprocess.Process, find_url: Coroutine[Any, Any, str | None]
     ) -> Child:
+        """Return the child at the URL that is found once it serves; None in its place means that it has ended."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                url = await asked
+                url = await find_url
         except TimeoutError:
             raise KvistError(f"{name}: not ready after {_START_TIMEOUT_S:g} s") from None
         if url is None:
@@ -250,7 +250,8 @@ class ProcessGroup:
         return Child(name, url, process)
 
 
-async def _printed_url(process: asyncio.subprocess.Process) -> str | None:
+async def _read_url(process: asyncio.subprocess.Process) -> str | None:
+    """Return the first URL that a process prints, None if it ends without one."""
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if match := _URL.search(line):
@@ -258,10 +259,11 @@ async def _printed_url(process: asyncio.subprocess.Process) -> str | None:
     return None
 
 
-async def _answering_url(process: asyncio.subprocess.Process, url: str) -> str | None:
+async def _poll_url(process: asyncio.subprocess.Process, url: str) -> str | None:
+    """Return the URL once its /health answers, None if the process ends before."""
     while process.returncode is None:
         with suppress(KvistError, OSError):
             await asyncio.to_thread(fetch, url, "/health")
             return url
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
     return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvist.cli._client import add_admin_key, ask
+from kvist.cli._client import add_admin_key, ask_router
 from kvist.cli._terminal import display, make_table
 from kvist.errors import InvalidValueError
 
@@ -27,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="URL|RECORDING", help="a router, or what `kvist route --record-requests` wrote")
     add("--window", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default 10m)")
     add_admin_key(parser)
-    add(
-        "--cache-tokens",
-        type=int,
-        metavar="N",
-        help="of a recording: what each worker caches (default 400000)",
-    )
+    add("--cache-tokens", type=int, metavar="N", help="of a recording: what each worker caches (default 400000)")
     add("--json", action="store_true", help="print all there is, as one line of JSON")
 
 
@@ -45,19 +40,20 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_tokens is not None and args.cache_tokens < 1:
         raise InvalidValueError("--cache-tokens", args.cache_tokens, "more than 0")
     if is_router:
-        report = json.loads(ask(args.source, f"/regret?window={args.window or '10m'}", args.admin_key))
+        report = json.loads(ask_router(args.source, f"/regret?window={args.window or '10m'}", args.admin_key))
     elif not (path := Path(args.source)).exists():
         raise InvalidValueError("URL|RECORDING", args.source, "a router, as http://127.0.0.1:30000, or a recording")
     else:
-        report = _read(path, args.cache_tokens or _CACHE_TOKENS)
+        report = _report_recording(path, args.cache_tokens or _CACHE_TOKENS)
     if args.json:
         print(json.dumps(report))
     else:
-        _show(report)
+        _print_report(report)
     return 0
 
 
-def _read(path: Path, cache_tokens: int) -> dict[str, Any]:
+def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
+    """Return the report on a recording, as a router makes it of its requests; workers cache so many tokens each."""
     from kvist.router.regret import Regret
     from kvist.simulate.trace import read_lines
 
@@ -68,11 +64,11 @@ def _read(path: Path, cache_tokens: int) -> dict[str, Any]:
     regret = Regret(max_buckets=None)
     for at_s, _, line in lines:
         if line.input_length is not None and line.status == 200:
-            regret.add(at_s, [_routed_of(line)], num_workers * cache_tokens // line.block_size)
+            regret.add(at_s, [_parse_routed(line)], num_workers * cache_tokens // line.block_size)
     return regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
 
 
-def _routed_of(line: TraceLine) -> Routed:
+def _parse_routed(line: TraceLine) -> Routed:
     import numpy as np
 
     from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
@@ -96,7 +92,7 @@ def _routed_of(line: TraceLine) -> Routed:
     )
 
 
-def _show(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     from kvist.router.regret import quantile
 
     total, sample = report["total"], report["sample"]
@@ -109,8 +105,8 @@ def _show(report: dict[str, Any]) -> None:
         ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
     )
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
-    told = {"reported": total["told_tokens"]}
-    tokens = [(f"{total[name]:,}", percent(total[name], told.get(name, prompt)), means) for name, means in steps]
+    wholes = {"reported": total["told_tokens"]}
+    tokens = [(f"{total[name]:,}", percent(total[name], wholes.get(name, prompt)), means) for name, means in steps]
     costliest = [
         (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
         for each in report["costliest_prefixes"]
@@ -119,8 +115,8 @@ def _show(report: dict[str, Any]) -> None:
     tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
         (("tokens", "share", "which"), tokens),
         (LOSSES, [loss_row(loss, prompt) for loss in report["losses"]]),
-        ((*columns, "tenant"), [(*_summed(row), row["tenant"]) for row in by_tenant]),
-        ((*columns, "model", "worker"), [(*_summed(row), row["model"], row["worker"]) for row in report["by"]]),
+        ((*columns, "tenant"), [(*_summary_cells(row), row["tenant"]) for row in by_tenant]),
+        ((*columns, "model", "worker"), [(*_summary_cells(row), row["model"], row["worker"]) for row in report["by"]]),
         (("tokens lost", "times", "length", "costliest prefixes"), costliest),
     ]
     spans = (
@@ -138,7 +134,7 @@ def _show(report: dict[str, Any]) -> None:
     )
 
 
-def _summed(row: dict[str, Any]) -> tuple[str, ...]:
+def _summary_cells(row: dict[str, Any]) -> tuple[str, ...]:
     prompt, lost = row["prompt_tokens"], sum(row["lost"].values())
     held, routed = percent(row["held"], prompt), percent(row["routed"], prompt)
     return f"{row['requests']:,}", f"{prompt:,}", held, routed, f"{lost:,}"

@@ -1,4 +1,4 @@
-"""Policies tried before they are bought: traces, simulated workers, and the router's own policy code between them.
+"""Try policies and fleet sizes before buying: traces, simulated workers, and the router's own policy code between them.
 
 `make_driver` lets any other simulator drive that policy.
 """

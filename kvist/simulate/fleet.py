@@ -1,4 +1,4 @@
-"""A fleet of simulated workers behind a policy, and what its clients saw; what a load is."""
+"""A fleet of simulated workers behind a policy, what its clients saw, and how much work a load is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvist.router.policy.decision import Prompt, is_worth_handing_over, usable_t
 from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE
 from kvist.simulate.driver import Driver
 from kvist.simulate.index import INDEX_DELAY_S, LateIndex
-from kvist.simulate.memory import MAX_STEP_TOKENS, PLAIN_MEMORY, Memory, found
+from kvist.simulate.memory import MAX_STEP_TOKENS, PLAIN_MEMORY, Memory, find_prefix
 from kvist.simulate.trace import Request, Trace
 from kvist.simulate.worker import Job, Machine, Worker
 
@@ -31,37 +31,38 @@ class Outcome:
     ttft_p99_s: float
     end_to_end_p99_s: float
     itl_p99_s: float
-    """Between a token of an answer and the next."""
+    """Between one token of an answer and the next."""
     cached: float
-    """Share of the prompt tokens that were found."""
+    """Share of the prompt tokens that were found in caches."""
     reuse: float
-    """That share by what one cache of the whole fleet's size would have found."""
+    """What was found, as a share of what one cache of the whole fleet's size would have found."""
     regret_s: float
+    """Seconds of computing, a request, that such a cache would have spared."""
     regret_held_s: float
-    """Seconds of computing a request that such a cache would have spared, and that going where most was held would."""
+    """Those that sending each request to the worker that held most of it would have spared."""
     left: float
-    """What was left to compute of what the fleet could in that time: a load by what this policy found. Of the middle
-    eight tenths of requests, as caches fill at first, and sessions trickle out in the end."""
+    """What was left to compute, as a share of what the fleet can compute in that time: the load after what this policy
+    found. Of the middle eight tenths of requests, as caches fill at first, and sessions trickle out in the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a fleet is up against."""
+    """The circumstances of a run: how the index errs, what fails, and how the fleet is set up."""
 
     index_delay_s: float = INDEX_DELAY_S
     lost_events: float = 0.0
-    """Share of events that the index never hears of."""
+    """Share of events that never reach the index."""
     num_silent: int = 0
-    """The fleet's last workers send no events: they are known by what they were given."""
+    """So many of the fleet's last workers send no events: the index expects them to hold what they answered."""
     outage: tuple[float, float] | None = None
     """From when to when the first worker is gone, as shares of the trace's time; it comes back empty."""
     memory: Memory = PLAIN_MEMORY
     num_prefill: int = 0
-    """The fleet's last workers compute prompts for the others."""
+    """So many of the fleet's last workers compute prompts for the others."""
 
 
 class Simulation:
-    """One run of a trace; a policy is told of everything in the order of time."""
+    """One run of a trace; the policy's driver is called in the order of time."""
 
     def __init__(
         self,
@@ -90,28 +91,34 @@ class Simulation:
         self._driver = driver
         self._conditions = conditions
         self._prefill_workers = range(num_workers - conditions.num_prefill, num_workers)
-        self._workers = [self._worker(idx) for idx in range(len(machines))]
-        self._gone: int | None = None
-        self._number = count()
-        self._due: list[tuple[float, int, Callable[[float], None]]] = []  # a heap, in the order of time and of calls
-        self._turns: dict[int, list[Request]] = {}
+        self._workers = [self._make_worker(idx) for idx in range(len(machines))]
+        self._failed_idx: int | None = None
+        self._ordinals = count()
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []  # a heap, in the order of time and of calls
+        self._next_turns: dict[int, list[Request]] = {}
+        """The requests that wait for an answer, by the request that it answers."""
         for request in trace.requests:
             if request.follows is None:
                 self.call_at(request.at_s, partial(self._arrive, request))
             else:
-                self._turns.setdefault(request.follows, []).append(request)
+                self._next_turns.setdefault(request.follows, []).append(request)
+        if conditions.outage is not None:
+            first_s, last_s = trace.requests[0].at_s, trace.requests[-1].at_s
+            fails_at_s, returns_at_s = (first_s + share * (last_s - first_s) for share in conditions.outage)
+            self.call_at(fails_at_s, partial(self.fail_worker, 0))
+            self.call_at(returns_at_s, self.restore_worker)
 
     def call_at(self, at_s: float, call: Callable[[float], None]) -> None:
-        """Have something done at a time, which it is handed."""
-        heappush(self._due, (at_s, next(self._number), call))
+        """Call a function at this time, with the time."""
+        heappush(self._timers, (at_s, next(self._ordinals), call))
 
     def run(self) -> Outcome:
         """Serve the whole trace."""
-        due, workers = self._due, self._workers
+        timers, workers = self._timers, self._workers
         while True:
             step_s = min(worker.next_s for worker in workers)
-            if due and due[0][0] < step_s:
-                at_s, _, call = heappop(due)
+            if timers and timers[0][0] < step_s:
+                at_s, _, call = heappop(timers)
                 call(at_s)
             elif step_s < inf:
                 for worker in workers:
@@ -120,23 +127,23 @@ class Simulation:
             else:
                 return self._outcome()
 
-    def lose(self, worker_idx: int, now_s: float) -> None:
-        """Take a worker away: its requests begin anew elsewhere, and what it cached is gone."""
-        lost, self._gone = self._workers[worker_idx], worker_idx
-        self._workers[worker_idx] = self._worker(worker_idx)
-        self.index.forget(worker_idx)
-        for job in lost.jobs():
+    def fail_worker(self, worker_idx: int, now_s: float) -> None:
+        """Remove a worker: its requests are routed again to others, and its cache is lost."""
+        failed, self._failed_idx = self._workers[worker_idx], worker_idx
+        self._workers[worker_idx] = self._make_worker(worker_idx)
+        self.index.clear_worker(worker_idx)
+        for job in failed.jobs():
             self._driver.finished(now_s, job.request_id)
             self._route(job.computes_for or job, now_s)
 
-    def regain(self, now_s: float) -> None:  # noqa: ARG002
-        """Bring the worker back, empty."""
-        self._gone = None
+    def restore_worker(self, now_s: float) -> None:  # noqa: ARG002
+        """Bring the failed worker back, with an empty cache."""
+        self._failed_idx = None
 
-    def _worker(self, idx: int) -> Worker:
+    def _make_worker(self, idx: int) -> Worker:
         trace, machine, memory = self._trace, self._machines[idx], self._conditions.memory
-        tell = partial(self.index.hear, idx)
-        pools = memory.pools(machine.cache_tokens, trace.block_size, trace.longest, tell)
+        on_event = partial(self.index.receive, idx)
+        pools = memory.pools(machine.cache_tokens, trace.block_size, trace.longest, on_event)
         return Worker(idx, trace.block_size, machine, pools, self.index, self._driver, self._finish)
 
     def _arrive(self, request: Request, now_s: float) -> None:
@@ -148,7 +155,7 @@ class Simulation:
         if job.computes_for is not None:
             self._hand_over(job, job.computes_for, now_s)
             return
-        for turn in self._turns.pop(job.request.idx, ()):
+        for turn in self._next_turns.pop(job.request.idx, ()):
             self.call_at(now_s + (turn.pause_s or 0.0), partial(self._arrive, turn))
 
     def _route(self, job: Job, now_s: float) -> None:
@@ -158,7 +165,7 @@ class Simulation:
         depths, held = self.index.depths(request.blocks, now_s), self.index.held
         by_worker = [usable_tokens(depth, prompt) for depth in depths]
         job.num_held_tokens = max(by_worker)
-        asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._others(), job
+        asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._available(), job
         if self._prefill_workers:
             local_idx = driver.prefer(now_s, *asked, among)
             if is_worth_handing_over(prompt, by_worker[local_idx], DEFAULT_MAX_LOCAL_PREFILL_TOKENS):
@@ -167,34 +174,39 @@ class Simulation:
         worker_idx = driver.route(now_s, sent.request_id, *asked, among)
         num_blocks, fetch_s = driver.fetch
         if fetch_s:
-            fetched = partial(self._fetched, worker_idx, self._workers[worker_idx], sent, request.blocks[:num_blocks])
-            self.call_at(now_s + fetch_s, fetched)
+            self._submit_at(now_s + fetch_s, worker_idx, sent, request.blocks[:num_blocks])
         else:
-            self._workers[worker_idx].take(sent, now_s)
+            self._workers[worker_idx].submit(sent, now_s)
 
     def _hand_over(self, computed: Job, job: Job, now_s: float) -> None:
-        """Let another worker fetch a prompt that was computed, and go on with it."""
+        """Have another worker fetch a prompt that was computed, and answer it."""
         request, job.computed_by = job.request, computed
         depths = self.index.depths(request.blocks, now_s)
-        asked = (request.blocks, request.num_tokens, depths, self.index.held, self._others())
+        asked = (request.blocks, request.num_tokens, depths, self.index.held, self._available())
         worker_idx = self._driver.route(now_s, job.request_id, *asked, is_fetched=True)
-        there = depths[worker_idx][-1] * self._trace.block_size
-        fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(there, request.num_tokens)
-        self.call_at(now_s + fetch_s, partial(self._fetched, worker_idx, self._workers[worker_idx], job, ()))
+        num_cached_tokens = depths[worker_idx][-1] * self._trace.block_size
+        fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(num_cached_tokens, request.num_tokens)
+        self._submit_at(now_s + fetch_s, worker_idx, job)
 
-    def _fetched(self, worker_idx: int, worker: Worker, job: Job, blocks: Sequence[Hashable], now_s: float) -> None:
-        if self._workers[worker_idx] is worker:
-            worker.cache(blocks, now_s)
-            worker.take(job, now_s)
-        else:  # it died meanwhile
-            self._driver.finished(now_s, job.request_id)
-            self._route(job, now_s)
+    def _submit_at(self, at_s: float, worker_idx: int, job: Job, fetched_blocks: Sequence[Hashable] = ()) -> None:
+        """Submit a request to a worker once it has fetched blocks, or route it again if the worker fails before."""
+        worker = self._workers[worker_idx]
 
-    def _others(self) -> list[int] | None:
-        """Return the workers that are there and answer clients, None where they are all."""
-        if self._gone is None and not self._prefill_workers:
+        def submit(now_s: float) -> None:
+            if self._workers[worker_idx] is worker:
+                worker.cache(fetched_blocks, now_s)
+                worker.submit(job, now_s)
+            else:
+                self._driver.finished(now_s, job.request_id)
+                self._route(job, now_s)
+
+        self.call_at(at_s, submit)
+
+    def _available(self) -> list[int] | None:
+        """Return the workers that have not failed and answer clients; None if all do."""
+        if self._failed_idx is None and not self._prefill_workers:
             return None
-        return [idx for idx in range(len(self._workers) - len(self._prefill_workers)) if idx != self._gone]
+        return [idx for idx in range(len(self._workers) - len(self._prefill_workers)) if idx != self._failed_idx]
 
     def _outcome(self) -> Outcome:
         jobs = self.jobs
@@ -230,12 +242,12 @@ class Simulation:
 
 
 def speed(machines: Sequence[Machine]) -> float:
-    """Return how many of the first machine compute prompts as fast as all."""
+    """Return how many machines like the first compute prompts as fast as all of these together."""
     return sum(machines[0].prefill_s / machine.prefill_s for machine in machines)
 
 
 def work_s(request: Request, num_gpu_tokens: int, num_cached_tokens: int, machine: Machine) -> float:
-    """Return the seconds that are left to compute of a request.
+    """Return how many seconds a machine computes for a request, beyond what is cached.
 
     They are prefill with its part of each step's fixed time, fetching what is not on the GPU, and reading the context
     for each token of the answer.
@@ -250,9 +262,9 @@ def work_s(request: Request, num_gpu_tokens: int, num_cached_tokens: int, machin
 def work_left(
     requests: Sequence[Request], block_size: int, machines: Sequence[Machine], memory: Memory = PLAIN_MEMORY
 ) -> tuple[int, float]:
-    """Return what one LRU cache of the fleet's size finds of these prompts, in tokens, and what is left to compute.
+    """Return how many tokens of these prompts one LRU cache of the fleet's size finds, and the work that is left.
 
-    What is left is in seconds of the first machine.
+    The work is in seconds of the first machine.
     """
     longest = max(request.num_tokens + request.num_output_tokens for request in requests)
     pools, *others = (memory.pools(machine.cache_tokens, block_size, longest) for machine in machines)
@@ -262,14 +274,14 @@ def work_left(
     num_found, left_s = 0, 0.0
     for request in requests:
         blocks = request.blocks
-        num_gpu_tokens, num_tokens = found(pools, blocks, request.num_tokens, block_size)
+        num_gpu_tokens, num_tokens = find_prefix(pools, blocks, request.num_tokens, block_size)
         num_found += num_tokens
         left_s += work_s(request, num_gpu_tokens, num_tokens, machines[0])
         for pool in pools:
             first = pool.first_needed(request.num_tokens)
-            pool.leave(blocks[pool.first_needed(num_tokens) : first], 0.0)
-            pool.leave_request(blocks, request.answer_blocks, 0.0)
-            pool.leave(blocks[first:][::-1], 0.0)
+            pool.cache(blocks[pool.first_needed(num_tokens) : first], 0.0)
+            pool.cache_answer(blocks, request.answer_blocks, 0.0)
+            pool.cache(blocks[first:][::-1], 0.0)
             pool.evict(0.0)
     return num_found, left_s
 
@@ -288,7 +300,7 @@ def at_load(
     less is overloaded earlier.
     """
     _, left_s = work_left(trace.requests, trace.block_size, machines, memory)
-    return trace.spread(seed, left_s / speed(machines) / load / trace.span_s, burstiness)
+    return trace.redraw_arrivals(seed, left_s / speed(machines) / load / trace.span_s, burstiness)
 
 
 def measure(
@@ -298,12 +310,6 @@ def measure(
     seed: int,
     conditions: Conditions = Conditions(),
 ) -> Outcome:
-    """Return what a policy's fleet does with a trace as it is; `seed` is the policy's."""
+    """Return how a policy's fleet serves a trace at its own pace; `seed` is the policy's."""
     driver = make(num_workers=len(machines), block_size=trace.block_size, seed=seed)
-    simulation = Simulation(trace, machines, driver, conditions, seed)
-    if conditions.outage is not None:
-        first_s, last_s = trace.requests[0].at_s, trace.requests[-1].at_s
-        gone_at_s, back_at_s = (first_s + share * (last_s - first_s) for share in conditions.outage)
-        simulation.call_at(gone_at_s, partial(simulation.lose, 0))
-        simulation.call_at(back_at_s, simulation.regain)
-    return simulation.run()
+    return Simulation(trace, machines, driver, conditions, seed).run()

@@ -1,4 +1,4 @@
-"""What a model takes on a known accelerator: a first guess, before any worker was measured."""
+"""A model's speed on a known accelerator: a first estimate, before any worker was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvist.simulate.worker import Machine
 
 
 class Accelerator(NamedTuple):
-    """What a data sheet says: dense BF16 operations a second, bytes a second, bytes."""
+    """Figures of a data sheet: dense BF16 operations a second, bytes a second, bytes."""
 
     flops: float
     bandwidth: float
@@ -33,13 +33,13 @@ ACCELERATORS = {
 }
 
 COMPUTE_SHARE, BANDWIDTH_SHARE, MEMORY_SHARE = 0.35, 0.85, 0.9
-"""What engines make of them: so an 8B model computes 25,000 tokens a second on an H100, as it is measured to; and what
-they take of the memory by default."""
+"""How much of them engines achieve, so that an 8B model computes 25,000 tokens a second on an H100, as measured; and
+the share of memory that they use by default."""
 WEIGHT_BYTES = 2
 
 
 def machine_of(name: str, model_path: Path) -> Machine:
-    """Return a worker of `h100`, or of several as one, `h100x4`, with a model in BF16; raises InvalidValueError."""
+    """Return a worker with a model in BF16 on one `h100`, or on several: `h100x4`; raises InvalidValueError."""
     named = re.fullmatch(r"([a-z0-9]+?)(?:x([1-9][0-9]?))?", name)
     accelerator = None if named is None else ACCELERATORS.get(named[1])
     if named is None or accelerator is None:
@@ -61,7 +61,7 @@ def machine_of(name: str, model_path: Path) -> Machine:
 
 
 def memory_of(model_path: Path) -> Memory:
-    """Return what the model's layers keep; raises InvalidValueError."""
+    """Return the memory of a worker with this model's layers; raises InvalidValueError."""
     costs = _costs_of(model_path)
     return Memory(costs.window or FULL, costs.windowed)
 

@@ -10,7 +10,7 @@ from random import Random
 from kvist.events import FULL, Tier
 from kvist.events.engine_events import KnownWindow
 from kvist.router.expected import ExpectedBlocks
-from kvist.simulate.memory import leading
+from kvist.simulate.memory import num_leading_blocks
 from kvist.simulate.trace import Request
 
 INDEX_DELAY_S = 50e-3
@@ -42,6 +42,7 @@ class LateIndex:
         self._held: list[list[list[set[Hashable]]]] = [
             [[set() for _ in tiers] for _ in windows] for _ in range(num_workers)
         ]
+        """Blocks by worker, group and tier."""
         self._events: deque[tuple[float, int, set[Hashable], Sequence[Hashable], bool]] = deque()
 
     @property
@@ -49,24 +50,24 @@ class LateIndex:
         """Return how many blocks each worker holds, of those that all layers have."""
         return [sum(map(len, by_group[0])) for by_group in self._held]
 
-    def hear(
+    def receive(
         self, worker_idx: int, now_s: float, group_id: int, tier: Tier, blocks: Sequence[Hashable], is_stored: bool
     ) -> None:
-        """Take note that a worker's group holds blocks in a tier, or has forgotten them there."""
+        """Receive a worker's event, which counts `delay_s` later: its group holds blocks in a tier, or no longer."""
         if worker_idx not in self._silent and (not self._lost or self._random.random() >= self._lost):
             held = self._held[worker_idx][group_id][tier]
             self._events.append((now_s + self._delay_s, worker_idx, held, blocks, is_stored))
 
-    def answered(self, worker_idx: int, request: Request, now_s: float) -> None:
-        """Take note of a first token: a silent worker should hold that prompt now."""
+    def on_first_token(self, worker_idx: int, request: Request, now_s: float) -> None:
+        """Expect a silent worker to hold a prompt from its first token on."""
         if (expected := self.expected.get(worker_idx)) is not None:
             forgotten = expected.use(request.blocks, now_s)
             for by_tier in self._held[worker_idx]:
                 by_tier[Tier.GPU].update(request.blocks)
                 by_tier[Tier.GPU].difference_update(forgotten)
 
-    def forget(self, worker_idx: int) -> None:
-        """Take note at once that a worker is gone, with all that it held."""
+    def clear_worker(self, worker_idx: int) -> None:
+        """Drop at once all that a worker holds, and its events that are under way."""
         self._events = deque(event for event in self._events if event[1] != worker_idx)
         for by_tier in self._held[worker_idx]:
             for held in by_tier:
@@ -79,16 +80,9 @@ class LateIndex:
         while self._events and self._events[0][0] <= now_s:
             _, _, held, changed, is_stored = self._events.popleft()
             (held.update if is_stored else held.difference_update)(changed)
-        size, windows = self._block_size, self._windows
-        return [
-            tuple(
-                leading(
-                    blocks,
-                    len(blocks),
-                    size,
-                    [(window, held[:num]) for window, held in zip(windows, groups, strict=True)],
-                )
-                for num in range(1, len(self._tiers) + 1)
-            )
-            for groups in self._held
-        ]
+        tier_counts = range(1, len(self._tiers) + 1)
+        return [tuple(self._depth(blocks, groups, num_tiers) for num_tiers in tier_counts) for groups in self._held]
+
+    def _depth(self, blocks: Sequence[Hashable], groups: Sequence[Sequence[set[Hashable]]], num_tiers: int) -> int:
+        caches = [(window, held[:num_tiers]) for window, held in zip(self._windows, groups, strict=True)]
+        return num_leading_blocks(blocks, self._block_size, caches)

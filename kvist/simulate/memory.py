@@ -1,7 +1,7 @@
 """What a simulated worker caches: a pool of blocks for each group of layers, by the rules of `kvist.kvcache`.
 
-What running requests need is pinned; the rest is forgotten least recently used first, and goes to the host's tier where
-there is one, which forgets by the same rule. A block that is needed again comes back: it is in one tier at a time.
+What running requests need is pinned. The rest is evicted least recently used first, to the host's tier where there is
+one, which evicts by the same rule. A block that is needed again comes back: it is in one tier at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_RUNNING = 256
 NUM_LAYERS = 100
 """Of a simulated model, so that shares of them are exact to a hundredth."""
 
-Tell = Callable[[float, int, Tier, Sequence[Hashable], bool], None]
-"""Hears when which group holds which blocks in a tier, or no longer."""
+EventCallback = Callable[[float, int, Tier, Sequence[Hashable], bool], None]
+"""Called with the time, the group, the tier, some blocks, and whether the group now holds them there, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class Memory:
         num_sliding = round(NUM_LAYERS * self.share)
         return plan_windows([full] * (NUM_LAYERS - num_sliding) + [sliding] * num_sliding, longest).groups
 
-    def pools(self, cache_tokens: int, block_size: int, longest: int, tell: Tell | None = None) -> list[Pool]:
+    def pools(
+        self, cache_tokens: int, block_size: int, longest: int, on_event: EventCallback = lambda *_: None
+    ) -> list[Pool]:
         """Return empty pools for so many tokens; raises InvalidValueError where the longest request does not fit."""
         groups, longest = self.groups(longest), min(longest, cache_tokens // block_size * block_size)
         if longest < block_size:
@@ -52,7 +54,7 @@ class Memory:
         on_gpu = split_memory(groups, block_size, memory_bytes, **limits, policy="bounded")
         scale = self.host_tokens / cache_tokens
         return [
-            Pool(group, block_size, num_blocks, int(num_blocks * scale), tell)
+            Pool(group, block_size, num_blocks, int(num_blocks * scale), on_event)
             for group, num_blocks in zip(groups, on_gpu, strict=True)
         ]
 
@@ -71,21 +73,21 @@ class Pool:
     """One group's blocks at one worker."""
 
     def __init__(
-        self, group: KvGroup, block_size: int, num_blocks: int, num_on_host: int, tell: Tell | None = None
+        self, group: KvGroup, block_size: int, num_blocks: int, num_on_host: int, on_event: EventCallback
     ) -> None:
         """Begin empty, with room for so many blocks in each tier."""
         self.num_blocks, self.num_on_host = num_blocks, num_on_host
         self.num_own = 0
         self.pinned = Counter[Hashable]()
         self.idle, self.host = OrderedDict[Hashable, None](), OrderedDict[Hashable, None]()
-        self.group, self._block_size, self._tell = group, block_size, tell
+        self.group, self._block_size, self._on_event = group, block_size, on_event
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the first block that a query behind so many tokens sees."""
         return num_stale_blocks(num_tokens, self.group.window, self._block_size)
 
-    def hold(self, blocks: Sequence[Hashable], num_tokens: int, longest: int, step_tokens: int) -> Hold:
-        """Return what a request holds whose first `num_tokens` are there, before its steps make it `longest`."""
+    def plan_hold(self, blocks: Sequence[Hashable], num_tokens: int, longest: int, step_tokens: int) -> Hold:
+        """Return what a request needs with its first `num_tokens` computed, until its steps make it `longest`."""
         held = blocks[self.first_needed(num_tokens) : num_tokens // self._block_size]
         peak = peak_num_blocks(self.group, self._block_size, longest, step_tokens)
         return Hold(held, max(0, peak - len(held)))
@@ -95,84 +97,83 @@ class Pool:
         num_new = sum(1 for block in hold.blocks if block not in self.pinned)
         return len(self.pinned) + num_new + self.num_own + hold.num_own <= self.num_blocks
 
-    def change(self, before: Hold, after: Hold, now_s: float) -> None:
-        """Let a request hold something else; of what it gives back the last is forgotten first."""
+    def replace_hold(self, before: Hold, after: Hold, now_s: float) -> None:
+        """Pin what a request holds now, and release what else it held; of that the last block is evicted first."""
         kept = len(before.blocks) if after.blocks[: len(before.blocks)] == before.blocks else 0
-        taken, given = after.blocks[kept:], before.blocks[kept:]
-        self._arrive([block for block in taken if block not in self.pinned and block not in self.idle], now_s)
-        self.pinned.update(taken)
-        for block in taken:
+        acquired, released = after.blocks[kept:], before.blocks[kept:]
+        self._store([block for block in acquired if block not in self.pinned and block not in self.idle], now_s)
+        self.pinned.update(acquired)
+        for block in acquired:
             self.idle.pop(block, None)
-        self.pinned.subtract(given)
-        for block in reversed(given):
+        self.pinned.subtract(released)
+        for block in reversed(released):
             if not self.pinned[block]:
                 del self.pinned[block]
                 self.idle[block] = None
         self.num_own += after.num_own - before.num_own
 
-    def leave(self, blocks: Sequence[Hashable], now_s: float) -> None:
-        """Cache blocks that nobody needs now; the last is forgotten last."""
+    def cache(self, blocks: Sequence[Hashable], now_s: float) -> None:
+        """Cache blocks that no running request needs, as used just now; the last is evicted last."""
         unpinned = [block for block in blocks if block not in self.pinned]
-        self._arrive([block for block in unpinned if block not in self.idle], now_s)
+        self._store([block for block in unpinned if block not in self.idle], now_s)
         for block in unpinned:
             self.idle[block] = None
             self.idle.move_to_end(block)
 
-    def leave_request(self, prompt: Sequence[Hashable], answer: Sequence[Hashable], now_s: float) -> None:
-        """Cache what an answer filled behind a prompt; its end is forgotten first, but for what slid out of sight."""
+    def cache_answer(self, prompt: Sequence[Hashable], answer: Sequence[Hashable], now_s: float) -> None:
+        """Cache the blocks that an answer filled: those the next query cannot see are evicted first, then the last."""
         first = max(0, self.first_needed((len(prompt) + len(answer)) * self._block_size) - len(prompt))
-        self.leave([*answer[:first], *reversed(answer[first:])], now_s)
+        self.cache([*answer[:first], *reversed(answer[first:])], now_s)
 
     def evict(self, now_s: float) -> None:
-        """Forget what there is no room for."""
-        num_left = len(self.pinned) + len(self.idle) + self.num_own - self.num_blocks
-        removed = [self.idle.popitem(last=False)[0] for _ in range(min(num_left, len(self.idle)))]
-        self._say(now_s, Tier.GPU, removed, False)
+        """Evict what there is no room for."""
+        num_over = len(self.pinned) + len(self.idle) + self.num_own - self.num_blocks
+        evicted = [self.idle.popitem(last=False)[0] for _ in range(min(num_over, len(self.idle)))]
+        self._report(now_s, Tier.GPU, evicted, False)
         if self.num_on_host:
-            self.host.update(dict.fromkeys(removed))
-            self._say(now_s, Tier.HOST, removed, True)
+            self.host.update(dict.fromkeys(evicted))
+            self._report(now_s, Tier.HOST, evicted, True)
             forgotten = [self.host.popitem(last=False)[0] for _ in range(len(self.host) - self.num_on_host)]
-            self._say(now_s, Tier.HOST, forgotten, False)
+            self._report(now_s, Tier.HOST, forgotten, False)
 
-    def _arrive(self, blocks: Sequence[Hashable], now_s: float) -> None:
-        self._say(now_s, Tier.GPU, blocks, True)
+    def _store(self, blocks: Sequence[Hashable], now_s: float) -> None:
+        """Report blocks as new on the GPU, and remove them from the host's tier."""
+        self._report(now_s, Tier.GPU, blocks, True)
         fetched = [block for block in blocks if block in self.host]
         for block in fetched:
             del self.host[block]
-        self._say(now_s, Tier.HOST, fetched, False)
+        self._report(now_s, Tier.HOST, fetched, False)
 
-    def _say(self, now_s: float, tier: Tier, blocks: Sequence[Hashable], is_stored: bool) -> None:
-        if blocks and self._tell is not None:
-            self._tell(now_s, self.group.group_id, tier, blocks, is_stored)
+    def _report(self, now_s: float, tier: Tier, blocks: Sequence[Hashable], is_stored: bool) -> None:
+        if blocks:
+            self._on_event(now_s, self.group.group_id, tier, blocks, is_stored)
 
 
-def found(pools: Sequence[Pool], blocks: Sequence[Hashable], num_tokens: int, block_size: int) -> tuple[int, int]:
+def find_prefix(pools: Sequence[Pool], blocks: Sequence[Hashable], num_tokens: int, block_size: int) -> tuple[int, int]:
     """Return how many leading tokens of a prompt all pools can serve, on the GPU and with the host's tier.
 
     The block with the last token is computed in any case.
     """
     usable = min(len(blocks), max(0, num_tokens - 1) // block_size)
-    on_gpu, at_all = (
+    on_gpu, in_any_tier = (
         [(pool.group.window, (pool.pinned, pool.idle, pool.host)[:num]) for pool in pools] for num in (2, 3)
     )
-    num_on_gpu = leading(blocks, usable, block_size, on_gpu)
-    num = leading(blocks, usable, block_size, at_all) if pools[0].num_on_host else num_on_gpu
+    num_on_gpu = num_leading_blocks(blocks[:usable], block_size, on_gpu)
+    num = num_leading_blocks(blocks[:usable], block_size, in_any_tier) if pools[0].num_on_host else num_on_gpu
     return num_on_gpu * block_size, num * block_size
 
 
-def leading(
-    blocks: Sequence[Hashable],
-    usable: int,
-    block_size: int,
-    groups: Sequence[tuple[KnownWindow, Sequence[Container[Hashable]]]],
+def num_leading_blocks(
+    blocks: Sequence[Hashable], block_size: int, groups: Sequence[tuple[KnownWindow, Sequence[Container[Hashable]]]]
 ) -> int:
-    """Return how many leading blocks groups can serve, each of which holds what some of its caches do."""
+    """Return how many leading blocks all groups can serve; a group is its window and the caches with its blocks."""
 
-    def holds(caches: Sequence[Container[Hashable]], ordinal: int) -> bool:
+    def has_block(caches: Sequence[Container[Hashable]], ordinal: int) -> bool:
         block = blocks[ordinal]
         for cache in caches:  # noqa: SIM110 - a generator takes twice as long
             if block in cache:
                 return True
         return False
 
-    return reusable_prefix(usable, block_size, [(window, partial(holds, caches)) for window, caches in groups])
+    lookups = [(window, partial(has_block, caches)) for window, caches in groups]
+    return reusable_prefix(len(blocks), block_size, lookups)

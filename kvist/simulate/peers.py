@@ -31,11 +31,13 @@ from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, PricedD
 
 
 class _Ask(NamedTuple):
+    """A request to choose a worker for."""
+
     now_s: float
     blocks: tuple[int, ...]
     num_tokens: int
     depths: list[int]
-    """Blocks in slower tiers count for a part, by the credits that Dynamo's router and ours have."""
+    """Leading blocks at each worker; those in slower tiers count in part, by the credits of Dynamo's and our router."""
     held: Counts
     is_fetched: bool = False
 
@@ -49,36 +51,36 @@ class _Running:
 
 
 class _Peer:
-    """Counts requests, uncached tokens without an answer, and tokens in flight, a worker; subclasses choose."""
+    """Counts requests, uncached tokens without a first token, and tokens in flight, by worker; subclasses choose."""
 
     fetch = 0, 0.0
 
     def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
         self.workers: Sequence[int] = range(num_workers)
-        """Those that are there."""
+        """Those to choose from."""
         self.block_size, self.random = block_size, Random(seed)
         self.running, self.prefill_tokens, self.tokens_in_flight = ([0] * num_workers for _ in range(3))
         self._requests: dict[Hashable, _Running] = {}
 
     def choose(self, ask: _Ask) -> int:
-        """Return who takes a request; nothing that later choices depend on is changed but chance."""
+        """Return the worker for a request; this changes no state but that of `random`."""
         raise NotImplementedError
 
     def count(self, request: _Running, sign: int) -> None:
-        """Count what only this policy looks at, as a request begins (1) and ends (-1)."""
+        """Count what only this policy needs, as a request begins (`sign` 1) and ends (-1)."""
 
     def lowest(self, keys: Sequence[Any]) -> int:
-        """Return the worker with the lowest key, by chance among equals; keys are one for each of the fleet."""
+        """Return the worker with the lowest key, at random among equals; there is a key for each of the fleet."""
         least = min(keys[idx] for idx in self.workers)
         return self.random.choice([idx for idx in self.workers if keys[idx] == least])
 
     def prefills(self, ask: _Ask) -> list[int]:
-        """Return the prefill tokens that each worker would have, with this request's."""
+        """Return the prefill tokens that each worker would have with this request."""
         new = (self.new_tokens(ask, idx) for idx in range(len(ask.depths)))
         return [queued + tokens for queued, tokens in zip(self.prefill_tokens, new, strict=True)]
 
     def new_tokens(self, ask: _Ask, idx: int) -> int:
-        """Return what a worker would have to compute."""
+        """Return how many tokens of the prompt a worker would have to compute."""
         return 0 if ask.is_fetched else ask.num_tokens - ask.depths[idx] * self.block_size
 
     def route(self, now_s: float, request_id: Hashable, *asked: Any, is_fetched: bool = False) -> int:

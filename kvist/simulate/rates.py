@@ -1,7 +1,7 @@
-"""How fast workers are, learnt from a recording of the requests they answered.
+"""Workers' speeds, fitted to a recording of the requests they answered.
 
-A worker that computes is in some step, whose time is linear in what a `Machine` is described by. Two kinds of spans are
-known to be full of steps, and the sum of them is as linear:
+A worker that computes is in some step, whose time is linear in the rates of a `Machine`. Two kinds of spans are known
+to be full of steps, so that their times are linear in the rates, too:
 
     prompts  from when the first of prompts that wait one after the other was sent until the last has its first token
     answers  from an answer's first token until its end: a step a token, with the prompts that came between
@@ -29,17 +29,17 @@ from kvist.simulate.trace import TraceLine
 from kvist.simulate.worker import Machine
 
 MIN_ANSWERS = 20
-"""Fewer of a worker say too little."""
+"""A worker with fewer answers has no rates."""
 LEAST = 1e-12
-"""Instead of 0, which some rates are divided by."""
+"""In place of 0, as some rates are divisors."""
 KEPT = 0.9
-"""Share of spans that count: those which the rates explain worst were slowed by something else."""
+"""Share of spans that are fitted: those that the rates explain worst were slowed by something else."""
 
 Floats = NDArray[np.float64]
 
 
 class Fit(NamedTuple):
-    """A worker's rates, and how far off they are: the median of what spans took against what they should have."""
+    """A worker's rates, and their error: the median relative error of the times that they predict for spans."""
 
     machine: Machine
     num_answers: int
@@ -67,8 +67,8 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
     num_tokens, num_output = (
         np.array([(each.input_length or 1, each.output_length or 1) for each in answers])[order]
     ).T
-    told = (each.overlap_predicted if each.overlap_reported is None else each.overlap_reported for each in answers)
-    cached = np.minimum(np.array([num or 0 for num in told])[order], num_tokens - 1)
+    overlaps = (each.overlap_predicted if each.overlap_reported is None else each.overlap_reported for each in answers)
+    cached = np.minimum(np.array([num or 0 for num in overlaps])[order], num_tokens - 1)
     computed, steps = num_tokens - cached, -(-(num_tokens - cached) // MAX_STEP_TOKENS)
     work = np.stack([steps, computed, computed * (cached + computed / 2)], 1)
     # A prompt that was sent before the one answered last had its first token waits behind it.
@@ -93,7 +93,7 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
     kept = np.ones(len(seconds), bool)
     for _ in range(2):
         weights = 1 / np.sqrt(seconds[kept])
-        rates = _not_negative(features[kept] * weights[:, None], seconds[kept] * weights)
+        rates = _fit_not_negative(features[kept] * weights[:, None], seconds[kept] * weights)
         errors = np.abs(features @ rates / seconds - 1)
         kept = errors <= np.quantile(errors, KEPT)
     step_s, prefill_s, bent_s, context_s = (max(LEAST, float(rate)) for rate in rates)
@@ -111,11 +111,11 @@ def _overlaps(begin_s: Floats, end_s: Floats, since_s: float, to_s: float) -> Fl
     return overlaps
 
 
-def _not_negative(features: Floats, values: Floats) -> Floats:
-    """Return the least squares of all that has no negative number: the best of those that some features explain."""
+def _fit_not_negative(features: Floats, values: Floats) -> Floats:
+    """Return the least-squares coefficients without negative ones: the best fit of any subset of the features."""
     best, least = np.zeros(features.shape[1]), float("inf")
     for used in product((False, True), repeat=features.shape[1]):
-        if used[2] and not used[1]:  # attention alone computes no prompt
+        if used[2] and not used[1]:  # a prompt's attention without the rest of its work makes no sense
             continue
         columns = np.flatnonzero(used)
         scale = np.linalg.norm(features[:, columns], axis=0)
@@ -130,9 +130,9 @@ def _not_negative(features: Floats, values: Floats) -> Floats:
 def read_rates(path: Path) -> list[Machine]:
     """Return the machines of a file such as `kvist simulate fit` prints; raises InvalidValueError."""
     try:
-        told = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
-        machines = list(msgspec.convert(told, dict[str, Machine], strict=False).values())
-        unknown = {name for rates in told.values() for name in rates} - {field.name for field in fields(Machine)}
+        by_worker = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
+        machines = list(msgspec.convert(by_worker, dict[str, Machine], strict=False).values())
+        unknown = {name for rates in by_worker.values() for name in rates} - {field.name for field in fields(Machine)}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidValueError("rates", str(path), f"an object of each worker's rates ({error})") from None
     if unknown:

@@ -1,4 +1,4 @@
-"""What simulations showed: a table, sentences, and both with charts as one HTML file."""
+"""The results of simulations: a table, sentences, and both with charts as one HTML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from kvist.charts import Chart, svg_document
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
-"""A row: the `load`, how many `workers`, of what `fleet`, the `policy`, and the `runs`, an outcome for each seed."""
+"""A row: the `load`, the number of `workers`, the `fleet`'s name, the `policy`, and in `runs` each seed's outcome."""
 
 COLUMNS = {
     "ttft_mean_s": "TTFT mean, s",
@@ -25,39 +25,40 @@ COLUMNS = {
 }
 
 NEAR_COLLAPSE = 0.9
-"""Of the fleet's time what a policy leaves to compute. From here on waits double with each few percent (chats, agents
-and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as long as requests come."""
+"""The share of the fleet's time that a policy leaves to compute. Above it waits double with each few percent (chats,
+agents and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as long as requests come."""
 
 
 def table(rows: Rows) -> list[list[str]]:
-    """Return a header, and for each row medians over seeds, with the lowest and the highest."""
+    """Return a header, and for each row the medians over seeds, with the lowest and highest values."""
     lines = [["load", "fleet", "policy", *COLUMNS.values()]]
     for row in rows:
         cells = [str(row["load"]), row["fleet"], row["policy"]]
         for name in COLUMNS:
             values = [each[name] for each in row["runs"]]
-            middle, low, high = map(_form(name), (median(values), min(values), max(values)))
+            middle, low, high = map(_formatter(name), (median(values), min(values), max(values)))
             cells.append(middle if len(values) == 1 else f"{middle} ({low} to {high})")
         lines.append(cells)
     return lines
 
 
 def changes(rows: Rows) -> Iterator[str]:
-    """Yield what a fleet that was asked about changes; its row follows that of the fleet as it is."""
+    """Yield a sentence for each changed fleet: how its figures differ from the row before it, of the fleet as it is."""
     before: dict[str, Any] = {}
     for row in rows:
         if row["fleet"] == str(row["workers"]):
             before = row
         elif row["workers"] is not None:
             figures = []
-            for name, told in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
+            for name, text in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
                 values = (median(run[name] for run in each["runs"]) for each in (before, row))
-                figures.append(told.format(" -> ".join(map(_form(name), values))))
+                figures.append(text.format(" -> ".join(map(_formatter(name), values))))
             where = f"{row['policy']}, load {row['load']}, {row['fleet']} instead of {before['fleet']} workers"
             yield f"{where}: {', '.join(figures)}"
 
 
 def warnings(rows: Rows) -> Iterator[str]:
+    """Yield a sentence for each row whose policy is near collapse."""
     for row in rows:
         left = median(each["left"] for each in row["runs"])
         if left >= NEAR_COLLAPSE:
@@ -83,7 +84,7 @@ tr:first-child{font-weight:bold}
 
 
 def html_report(title: str, rows: Rows) -> str:
-    """Return one file that needs no other: a chart of each figure over loads, or else over sizes, and the table."""
+    """Return one self-contained page: a chart of each figure over loads, or else over fleet sizes, and the table."""
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f"<title>{escape(title)}</title><style>{STYLE}</style><h1>kvist simulate: {escape(title)}</h1>",
@@ -113,5 +114,5 @@ def html_report(title: str, rows: Rows) -> str:
     return "\n".join([*parts, "<div><table>", *cells, "</table></div>"]) + "\n"
 
 
-def _form(name: str) -> Callable[[float], str]:
+def _formatter(name: str) -> Callable[[float], str]:
     return ("{:.1%}" if name in ("cached", "reuse", "left") else "{:.3g}").format

@@ -19,9 +19,9 @@ from kvist.errors import InvalidValueError
 TRACE_BLOCK_SIZE = 512
 TEXT_BLOCK_SIZE = 64
 CHARACTERS_A_TOKEN = 4
-"""About what English text has; prompts are not tokenized here."""
+"""About as many as in English text; prompts are not tokenized here."""
 DEFAULT_OUTPUT_TOKENS = 256
-"""Of a prompt that does not say, as in `vllm bench serve`."""
+"""Of a prompt without an output length, as in `vllm bench serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Request:
     num_tokens: int
     num_output_tokens: int
     answer_blocks: tuple[int, ...] = ()
-    """Hashes that the blocks behind the prompt's have once the answer fills them, as far as they come again."""
+    """Hashes of the full blocks behind the prompt that its answer fills, as far as later requests repeat them."""
     follows: int | None = None
     """The `idx` of the request whose answer it waits for, in a closed loop; `at_s` is nominal then."""
     pause_s: float | None = None
-    """How long after the answer before it is sent, if that is known."""
+    """How long after that answer it is sent, if that is known."""
     session: str | None = None
     took_s: float = 0.0
     """How long its answer took when it was recorded, if that is known."""
@@ -52,30 +52,32 @@ class Trace:
     requests: Sequence[Request]
     block_size: int
 
-    def spread(self, seed: int, factor: float = 1.0, burstiness: float = 1.0) -> Trace:
-        """Return the trace `factor` times as slow, gaps drawn anew around the mean gap of their neighbourhood.
+    def redraw_arrivals(self, seed: int, factor: float = 1.0, burstiness: float = 1.0) -> Trace:
+        """Return the trace `factor` times as slow, each gap drawn at random around the mean gap of its neighbourhood.
 
-        The order stays, and so do the pauses of sessions in a closed loop. What the trace lacks, chance, is what a seed
-        adds: gaps are gamma distributed with this shape, so that 1 is Poisson and less comes in bursts.
+        The order stays, and so do the pauses of sessions in a closed loop. Gaps are gamma distributed with the shape
+        `burstiness`: 1 is Poisson, and less comes in bursts.
         """
-        random, at_s = Random(seed), 0.0
-        spread: dict[int, float] = {}
-        arrivals = [request.at_s for request in self.requests if request.follows is None]
-        last = len(arrivals) - 1
-        for request in self.requests:
-            if request.follows is None:
-                begin, end = max(0, len(spread) - 16), min(last, len(spread) + 16)
-                gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
-                at_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
-                spread[request.idx] = at_s
-        requests = [replace(each, at_s=spread.get(each.idx, each.at_s)) for each in self.requests]
+        random, now_s = Random(seed), 0.0
+        arrivals, at_s = self._arrivals(), list[float]()
+        for ordinal in range(len(arrivals)):
+            begin, end = max(0, ordinal - 16), min(len(arrivals) - 1, ordinal + 16)
+            gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
+            now_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
+            at_s.append(now_s)
+        drawn = iter(at_s)
+        requests = [replace(each, at_s=next(drawn)) if each.follows is None else each for each in self.requests]
         return replace(self, requests=requests)
 
     @property
     def span_s(self) -> float:
-        """Return the time in which requests come that wait for no answer."""
-        arrivals = [request.at_s for request in self.requests if request.follows is None]
+        """Return the time from the first to the last arrival of requests that wait for no answer."""
+        arrivals = self._arrivals()
         return max(1e-9, arrivals[-1] - arrivals[0])
+
+    def _arrivals(self) -> list[float]:
+        """Return when the requests arrive that wait for no answer."""
+        return [request.at_s for request in self.requests if request.follows is None]
 
     @property
     def longest(self) -> int:
@@ -83,13 +85,13 @@ class Trace:
         return max(each.num_tokens + each.num_output_tokens for each in self.requests)
 
     def in_sessions(self) -> Trace:
-        """Return the trace with each turn of a session to be sent some time after the answer to the turn before.
+        """Return the trace as a closed loop: each turn of a session is sent some time after the answer before.
 
-        The pause is that of the trace, or what is between the other's end, if that is known, or arrival, and this one's
-        arrival.
+        The pause is that of the trace; without one, the time from the end of the turn before to this one's arrival, or
+        from its arrival, where its end is not known.
         """
         requests = []
-        for request, before in _turns(self.requests):
+        for request, before in _previous_turns(self.requests):
             if before is not None:
                 between_s = max(0.0, request.at_s - before.at_s - before.took_s)
                 pause_s = between_s if request.pause_s is None else request.pause_s
@@ -98,13 +100,13 @@ class Trace:
         return replace(self, requests=requests)
 
 
-def _turns(requests: Sequence[Request]) -> Iterator[tuple[Request, Request | None]]:
-    """Yield each request and the one whose answer it goes on with.
+def _previous_turns(requests: Sequence[Request]) -> Iterator[tuple[Request, Request | None]]:
+    """Yield each request and the turn of its session before it, or None.
 
-    That is the one before of the session that the trace names. Else it is the one whose whole prompt is repeated, if
-    that prompt's last block was new then: what many begin with is no session.
+    That is the last one of the session that the trace names. Without a name, it is the one whose whole prompt this one
+    repeats, if that prompt's last block was new then: a beginning that many prompts share makes no session.
     """
-    turns: dict[int | str, Request] = {}  # the last of a session, by its name and the last block of its prompt
+    turns: dict[int | str, Request] = {}  # each session's last, by the session's name and by its prompt's last block
     seen: set[int] = set()
     for request in requests:
         names = reversed(request.blocks) if request.session is None else (request.session,)
@@ -120,7 +122,7 @@ NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A turn in aiperf's input files, of which all are in the prompts of those behind; times in milliseconds."""
+    """A turn in aiperf's input files; each prompt has the texts of all turns before it. Times in milliseconds."""
 
     text: str
     timestamp: float | None = None
@@ -146,9 +148,9 @@ class Payload(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Return all of the prompt, in the order in which templates put it."""
-        said = (f"{each.role} {each.content}" for each in self.messages)
-        return "\n".join([*([repr(self.tools)] if self.tools else []), *said, self.prompt])
+        """Return all of the prompt, in the order of chat templates."""
+        messages = (f"{each.role} {each.content}" for each in self.messages)
+        return "\n".join([*([repr(self.tools)] if self.tools else []), *messages, self.prompt])
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -164,7 +166,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     input_length: NumTokens | None = None
     output_length: NumTokens | None = None
     hash_ids: list[int] | None = None
-    # What `kvist route --record-requests` adds.
+    # Fields that `kvist route --record-requests` adds.
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
     began: float = 0.0
     status: int = 200
@@ -184,7 +186,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     session: str | None = None
     pause_s: float | None = None
     tenant: str | None = None
-    # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
+    # Prompts as text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
     prompt: str | None = None
     output_tokens: NumTokens | None = None
     text: str | None = None
@@ -195,7 +197,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
-    """Yield the lines of a file, or of a folder's, and where each stands; raises InvalidValueError."""
+    """Yield the place and content of each line of a file, or of a folder's files; raises InvalidValueError."""
     decode = msgspec.json.Decoder(TraceLine, strict=False).decode
     for part in sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]:
         for number, line in enumerate(_lines(part), 1):
@@ -208,12 +210,12 @@ def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
-    """Return the requests of a trace, JSON lines, or of all in a folder; raises InvalidValueError.
+    """Return the requests of a trace, which is a file of JSON lines or a folder of them; raises InvalidValueError.
 
     A line is Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512
     tokens]}, or has a prompt, of whose text 256 characters are a block of 64 tokens. Without time stamps requests come
-    one a second. Only those are returned that have no other status than 200. Recorded answers leave in caches what the
-    next turn repeats of them.
+    one a second. Lines with a status other than 200 are skipped. Recorded answers leave in caches what the next turn
+    repeats of them.
     """
     requests: list[Request] = []
     block_size: int | None = None
@@ -224,14 +226,14 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
         block_size = block_size or own_block_size
         if own_block_size not in (None, block_size):
             raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
-        requests += _requests(place, line, float(len(requests)))
+        requests += _parse_requests(place, line, float(len(requests)))
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
     begins_at_s = requests[0].at_s
     requests = [replace(each, idx=idx, at_s=each.at_s - begins_at_s) for idx, each in enumerate(requests)]
     block_size, answers = block_size or TRACE_BLOCK_SIZE, {}
-    for request, before in _turns(requests):
+    for request, before in _previous_turns(requests):
         if before is not None and before.took_s > 0 and request.blocks[: len(before.blocks)] == before.blocks:
             end = (before.num_tokens + before.num_output_tokens) // block_size
             answers[before.idx] = request.blocks[len(before.blocks) : end]
@@ -239,7 +241,7 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield a file's lines; of one of gzip that is being written, or was cut, those that are whole."""
+    """Yield a file's lines; a gzip file that is being written, or was cut, ends with its last whole one."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         try:
             yield from lines
@@ -249,7 +251,7 @@ def _lines(path: Path) -> Iterator[str]:
             raise InvalidValueError("trace", str(path), f"lines of JSON, in gzip if it ends in .gz ({error})") from None
 
 
-def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
+def _parse_requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
     """Yield a line's request, or one for each turn."""
     at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
     if line.hash_ids is not None and line.timestamp is not None and line.input_length:
@@ -267,16 +269,16 @@ def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Requ
     if not turns:
         expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text, turns or payload"
         raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
-    said = ""
+    prompt = ""
     for turn in turns:
-        said += turn.text
+        prompt += turn.text
         at_s = at_s + turn.delay / 1e3 if turn.timestamp is None else turn.timestamp / 1e3
-        num_tokens = max(1, len(said) // CHARACTERS_A_TOKEN)
-        yield Request(0, at_s, _named(said), num_tokens, turn.output_length or DEFAULT_OUTPUT_TOKENS)
+        num_tokens = max(1, len(prompt) // CHARACTERS_A_TOKEN)
+        yield Request(0, at_s, _hash_blocks(prompt), num_tokens, turn.output_length or DEFAULT_OUTPUT_TOKENS)
 
 
-def _named(text: str) -> tuple[int, ...]:
-    """Return a hash for each full block of a text and all before it."""
+def _hash_blocks(text: str) -> tuple[int, ...]:
+    """Return a hash of each full block of a text with all blocks before it."""
     size, blocks = TEXT_BLOCK_SIZE * CHARACTERS_A_TOKEN, [0]
     for end in range(size, len(text) + 1, size):
         blocks.append(xxh3_64_intdigest(text[end - size : end].encode(errors="replace"), blocks[-1]))
@@ -297,12 +299,11 @@ def conversations(num_requests: int, seed: int = 0) -> Trace:
         turns, at_s, system = [], 0.0, random.randrange(8)
         for _ in range(min(15, 1 + int(random.expovariate(1 / 1.4)))):
             document = int(random.lognormvariate(8.65, 1.0)) if random.random() < 0.75 else 0
-            turns.append(
-                (at_s, document + 64 + int(random.expovariate(1 / 300)), 16 + int(random.expovariate(1 / 330)))
-            )
+            num_new = document + 64 + int(random.expovariate(1 / 300))
+            turns.append((at_s, num_new, 16 + int(random.expovariate(1 / 330))))
             at_s += 15 + random.expovariate(1 / 60)
-        sessions.append(_session(session, system, 600, turns))
-    return _begun_at_random(sessions, num_requests, random)
+        sessions.append(_make_session(session, system, 600, turns))
+    return _start_at_random(sessions, random)
 
 
 def tool_agents(num_requests: int, seed: int = 0) -> Trace:
@@ -316,12 +317,16 @@ def tool_agents(num_requests: int, seed: int = 0) -> Trace:
         for _ in range(min(30, 1 + int(random.expovariate(1 / 1.5)))):
             turns.append((at_s, 64 + int(random.lognormvariate(7.3, 1.2)), 12 + int(random.expovariate(1 / 170))))
             at_s += 3 + random.expovariate(1 / 12)
-        sessions.append(_session(session, tools, 2000 + 500 * tools, turns))
-    return _begun_at_random(sessions, num_requests, random)
+        sessions.append(_make_session(session, tools, 2000 + 500 * tools, turns))
+    return _start_at_random(sessions, random)
 
 
-def _session(session: int, shared: int, num_shared: int, turns: Sequence[tuple[float, int, int]]) -> list[Request]:
-    """Return a session's requests: each prompt repeats what was said, and adds to it."""
+def _make_session(session: int, shared: int, num_shared: int, turns: Sequence[tuple[float, int, int]]) -> list[Request]:
+    """Return a session's requests, each of which repeats the prompt and the answer before and adds to them.
+
+    The first `num_shared` tokens are those of all sessions with this `shared`. Turns are times with the numbers of new
+    tokens and of the answer's.
+    """
     first_own, num_tokens, requests = num_shared // MADE_UP_BLOCK_SIZE, num_shared, []
     names = [(-1 - shared, idx) for idx in range(first_own)]
     for at_s, num_new, num_output in turns:
@@ -336,11 +341,11 @@ def _session(session: int, shared: int, num_shared: int, turns: Sequence[tuple[f
     return requests
 
 
-def _begun_at_random(sessions: Sequence[Sequence[Request]], num_requests: int, random: Random) -> Trace:
-    """Return the first requests of sessions that begin at random, a second apart on average."""
+def _start_at_random(sessions: Sequence[Sequence[Request]], random: Random) -> Trace:
+    """Return as many first requests as there are sessions, which begin at random, a second apart on average."""
     requests, begins_at_s = [], 0.0
     for session in sessions:
         begins_at_s += random.expovariate(1.0)
         requests += [replace(request, at_s=begins_at_s + request.at_s) for request in session]
-    requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
+    requests = sorted(requests, key=lambda request: request.at_s)[: len(sessions)]
     return Trace([replace(request, idx=idx) for idx, request in enumerate(requests)], MADE_UP_BLOCK_SIZE)

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from matplotlib.figure import Figure
 
-from kvist import charts
 from kvist.cli import main
 from kvist.events.codec import decode_batch
 from kvist.publisher import KvEventPublisher, PublisherLimits
@@ -83,8 +83,13 @@ def page_of(*args: object) -> Iterator[str]:
 
 def plotted_to(file: Path, recording: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """Have a recording's plot written, and return its charts: titles, and names, colours and points of their lines."""
-    drawn, draw = [], charts.draw
-    monkeypatch.setattr(charts, "draw", lambda *wanted: drawn.append(draw(*wanted)) or drawn[0])
+    drawn, savefig = list[Figure](), Figure.savefig
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        savefig(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     assert main(["replay", str(recording), "--stats", "--plot", str(file)]) == 0
     return [
         [axes.get_title(), [[line.get_label(), line.get_color(), line.get_xydata().tolist()] for line in axes.lines]]

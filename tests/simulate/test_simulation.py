@@ -21,7 +21,7 @@ from kvist.events import Tier
 from kvist.simulate.driver import PricedDriver
 from kvist.simulate.fleet import Conditions, Simulation, at_load, measure, work_left
 from kvist.simulate.index import LateIndex
-from kvist.simulate.memory import MAX_STEP_TOKENS, Memory, found
+from kvist.simulate.memory import MAX_STEP_TOKENS, Memory, find_prefix
 from kvist.simulate.peers import POLICIES
 from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
 from kvist.simulate.worker import Machine
@@ -146,7 +146,7 @@ def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
             assert len(pool.host) <= pool.num_on_host
             assert not set(pool.idle) & set(pool.host)
         for each, depth in zip(trace.requests, depths, strict=True):
-            in_caches = found(worker._pools, each.blocks, each.num_tokens + 1, trace.block_size)
+            in_caches = find_prefix(worker._pools, each.blocks, each.num_tokens + 1, trace.block_size)
             assert tuple(num * trace.block_size for num in (depth[idx][0], depth[idx][-1])) == in_caches
         assert simulation.index.held[idx] == len(worker._pools[0].idle) + len(worker._pools[0].host)
 
@@ -222,7 +222,7 @@ def test_prefill_workers_keep_prompts_from_holding_up_answers() -> None:
 def test_a_request_whose_worker_dies_while_it_fetches_begins_anew() -> None:
     driver = POLICIES["round-robin"](num_workers=3, block_size=100)
     simulation = Simulation(Trace([request(0, 0.0, 1500, 5)], 100), [PLAIN] * 3, driver, Conditions(num_prefill=1))
-    simulation.call_at(1.52, partial(simulation.lose, 1))
+    simulation.call_at(1.52, partial(simulation.fail_worker, 1))
     simulation.run()
     (job,) = simulation.jobs
     fetched_in_vain_s = 1.51 + 0.05 * 1.5
@@ -241,7 +241,7 @@ def test_the_index_hears_late_and_counts_leading_blocks() -> None:
             after[worker_idx].add(block)
         else:
             after[worker_idx].discard(block)
-        index.hear(worker_idx, now_s, 0, Tier.GPU, [block], is_stored=block in after[worker_idx])
+        index.receive(worker_idx, now_s, 0, Tier.GPU, [block], is_stored=block in after[worker_idx])
         history.append((now_s, after))
         known = next(held for at_s, held in reversed(history) if at_s <= now_s - 1.0)
         chain = random.sample(range(12), 4)
@@ -253,23 +253,23 @@ def test_the_index_hears_late_and_counts_leading_blocks() -> None:
 def test_events_that_are_lost_never_reach_the_index() -> None:
     index = LateIndex(1, delay_s=0.0, lost=0.3, seed=1)
     for block in range(1000):
-        index.hear(0, 0.0, 0, Tier.GPU, [block], is_stored=True)
+        index.receive(0, 0.0, 0, Tier.GPU, [block], is_stored=True)
     index.depths((), 1.0)
     assert 650 < index.held[0] < 750
 
 
 def test_a_silent_worker_is_expected_to_hold_what_it_answered_last_as_far_as_it_fits() -> None:
     index = LateIndex(2, silent={1: 8})
-    index.hear(1, 0.0, 0, Tier.GPU, [1, 2], is_stored=True)  # it says nothing
-    index.answered(0, request(0, 0.0, 500), 1.0)  # this one does
-    index.answered(1, request(1, 0.0, 500), 1.0)
-    index.answered(1, request(2, 0.0, 600), 2.0)
+    index.receive(1, 0.0, 0, Tier.GPU, [1, 2], is_stored=True)  # it says nothing
+    index.on_first_token(0, request(0, 0.0, 500), 1.0)  # this one does
+    index.on_first_token(1, request(1, 0.0, 500), 1.0)
+    index.on_first_token(1, request(2, 0.0, 600), 2.0)
     assert index.held == [0, 8]
     assert index.depths(request(2, 0.0, 600).blocks, 2.0) == [(0,), (6,)]
     assert index.depths(request(1, 0.0, 500).blocks, 2.0) == [(0,), (2,)]
-    index.forget(1)
+    index.clear_worker(1)
     assert index.depths(request(2, 0.0, 600).blocks, 3.0) == [(0,), (0,)]
-    index.answered(1, request(3, 0.0, 800), 4.0)
+    index.on_first_token(1, request(3, 0.0, 800), 4.0)
     assert index.held == [0, 8]
 
 
@@ -282,12 +282,12 @@ def test_requests_of_a_worker_that_is_gone_begin_anew_elsewhere(name: str) -> No
 
     def gone(now_s: float) -> None:
         at_work.extend(job.request_id for job in simulation._workers[1].jobs())
-        simulation.lose(1, now_s)
+        simulation.fail_worker(1, now_s)
 
     def back(now_s: float) -> None:
         assert not simulation._workers[1].jobs()
         assert simulation.index.held[1] == 0
-        simulation.regain(now_s)
+        simulation.restore_worker(now_s)
 
     simulation.call_at(20.1, gone)
     simulation.call_at(30.1, back)
@@ -309,7 +309,7 @@ def test_a_worker_twice_as_fast_takes_half_the_time() -> None:
 def test_bursts_have_the_same_mean_and_more_spread() -> None:
     trace = Trace([request(idx, float(idx), 100) for idx in range(4000)], 100)
     for burstiness in (1.0, 0.2):
-        times = [each.at_s for each in trace.spread(1, 1.0, burstiness).requests]
+        times = [each.at_s for each in trace.redraw_arrivals(1, 1.0, burstiness).requests]
         gaps = [after - before for before, after in pairwise(times)]
         assert fmean(gaps) == pytest.approx(1.0, rel=0.1)
         assert stdev(gaps) == pytest.approx(burstiness**-0.5, rel=0.1)
@@ -357,7 +357,7 @@ def test_a_turn_is_sent_its_pause_after_the_answer_before_however_long_that_took
     second = Request(1, 2.0, (*first.blocks, 77), 5150, 5)
     trace = Trace([first, second], 100).in_sessions()
     for pace in (1.0, 0.1):
-        jobs = served(trace.spread(0, pace).requests).jobs
+        jobs = served(trace.redraw_arrivals(0, pace).requests).jobs
         assert jobs[1].at_s == pytest.approx(jobs[0].done_at_s + 2.0)
 
 
