@@ -199,7 +199,7 @@ class RunningRouter:
 
     def hold(self, url: str, tokens: list[int], tier: Tier = Tier.GPU) -> None:
         """Put blocks into the index as if the worker's stream had told of them."""
-        self.service.known.index.radix.store(WorkerRank(url, 0), tier, None, block_hashes(tokens, 16))
+        self.service.keeper.index.radix.store(WorkerRank(url, 0), tier, None, block_hashes(tokens, 16))
 
     async def explain(self, tokens: list[int]) -> dict[str, Any]:
         return (await self.client.post("/route", json={"token_ids": tokens, "model": "m"})).json()

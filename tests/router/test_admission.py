@@ -465,7 +465,7 @@ async def test_who_waits_for_a_worker_that_leaves_goes_at_once_where_there_is_ro
         if gone == "removed":
             assert (await front.client.delete("/workers", params={"url": one.url})).status_code == 202
         else:
-            front.service.known.membership._give_up(left, 1.0)
+            front.service.keeper.membership._give_up(left, 1.0)
         await until(lambda: len(two.completions) == 1)
         gate.set()
         assert [(await each).headers["x-kvist-worker"] for each in asked] == [one.url, two.url]
@@ -522,7 +522,7 @@ async def test_a_priority_of_any_size_waits_at_one_of_several_fronts_and_holds_n
         for number, priority in enumerate([0, 2**63, -(2**63) - 1, 1]):
             body = {"model": "m", "prompt": str(number), "priority": priority}
             asked.append(asyncio.create_task(client.post("/v1/completions", json=body)))
-            await until(lambda number=number: len(one.completions) + fronts[0].known.load.num_waiting == number + 1)
+            await until(lambda number=number: len(one.completions) + fronts[0].keeper.load.num_waiting == number + 1)
         gated.let(4)
         assert [(await each).status_code for each in asked] == [200] * 4
         assert prompts_of(one) == ["0", "2", "3", "1"]

@@ -317,7 +317,7 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
             for _ in range(2):
                 async with router(silent.url, one.url, state_dir=str(tmp_path)) as front:
                     await front.until_overlap(one.url, list(range(48)), 2)
-                    assert [each.worker for each in front.service.known.index.radix.ranks()] == [one.url]
+                    assert [each.worker for each in front.service.keeper.index.radix.ranks()] == [one.url]
                     for number in range(4):  # more than one worker gets
                         await front.complete([number] * 64)
                     (rank,) = (await front.workers())[silent.url]["kv_events"]["ranks"]

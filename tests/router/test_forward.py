@@ -303,7 +303,7 @@ async def test_whatever_happens_to_workers_and_clients_nothing_stays_counted(wor
         await until(lambda: total_load(front) == 0)
         loads = (await front.client.get("/get_loads")).json()["loads"]
         assert all(load["prefill_tokens"] == 0 for load in loads)
-        work = front.service.known.load.board.work
+        work = front.service.keeper.load.board.work
         assert work[:, RECENT].any()
         assert not work[:, [QUEUED, CONTEXT]].any()
         assert {each["circuit"] for each in (await front.workers()).values()} == {"closed"}

@@ -453,7 +453,7 @@ class Life:
         await self.settled()
         if self.num_fronts == 1 and self.options["policy"] == "kv":
             rank = WorkerRank(self.workers[-1].url, 0)
-            self.services[0].known.index.radix.store(rank, Tier.GPU, None, block_hashes(HELD, 16))
+            self.services[0].keeper.index.radix.store(rank, Tier.GPU, None, block_hashes(HELD, 16))
             for worker in self.services[0].fleet.workers:  # without reports nobody knows how fast requests end
                 worker.capacity.ends_a_second = 50.0
         if self.num_fronts == 1:  # others look by themselves now and then
@@ -583,10 +583,10 @@ class Life:
         try:
             async with asyncio.timeout(60):
                 await asyncio.gather(*self.clients)
-                await self.until(lambda: not any(service.known.load.num_running for service in self.services))
+                await self.until(lambda: not any(service.keeper.load.num_running for service in self.services))
         except TimeoutError:
             stuck = [each for each in self.asked if not each.has_left and not each.got]
-            pytest.fail(f"not answered: {stuck}, {[each.known.load.num_running for each in self.services]}")
+            pytest.fail(f"not answered: {stuck}, {[each.keeper.load.num_running for each in self.services]}")
         assert not self.failures
         self.gate = asyncio.Event()
         self.clients.clear()
@@ -669,7 +669,7 @@ class Life:
         return asked.num_choices == 1 and not self.has_faults and self.options["breaker_failures"] > 9
 
     def check_nothing_is_left(self, service: RouterService) -> None:
-        load, admission = service.known.load, service._forwarder.admission
+        load, admission = service.keeper.load, service._forwarder.admission
         board, num_columns = load.board, load.ints[0]
         assert (load.num_running, load.num_waiting, sum(admission.queued.values())) == (0, 0, 0)
         assert not board.cell_ints[:, 1 : 1 + num_columns, [RankField.RUNNING, RankField.PREFILL]].any()

@@ -98,7 +98,7 @@ async def test_a_prompt_that_is_being_computed_draws_the_same_prompt_to_it(worke
         assert running["seconds"]["wait"] > 0
         second = asyncio.create_task(front.complete([*LONG, 7], stream=True))
         await until(lambda: len(holder.completions) == 2)
-        work = front.service.known.load.board.work
+        work = front.service.keeper.load.board.work
         assert work[0, CONTEXT].sum() == 2 * len(LONG) + 1
         whole = len(LONG) * (1 + DEFAULT_ALPHA / 2 * len(LONG))
         left = running["seconds"]["compute"] / 40e-6
@@ -121,7 +121,7 @@ async def test_an_answer_that_is_not_streamed_is_waited_for_as_long_as_it_should
         busy, idle = (a, b) if a.completions else (b, a)
         seconds = await seconds_of(front, TOKENS)
         assert seconds[busy.url]["wait"] > seconds[idle.url]["wait"] == 0
-        assert not front.service.known.load.board.work[0, QUEUED].any()
+        assert not front.service.keeper.load.board.work[0, QUEUED].any()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
 
@@ -147,7 +147,7 @@ async def test_learnt_speeds_are_on_disk_while_the_router_runs(
             async with httpx.AsyncClient(base_url=front.url, timeout=60, trust_env=False) as client:
                 body = {"model": "m", "prompt": TOKENS, "stream": True}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-        target, board = WorkerRank(one.url, 0), front.known.load.board
+        target, board = WorkerRank(one.url, 0), front.keeper.load.board
         expected = [
             {"worker": one.url, "rank": 0, **dict(zip(("seconds", "work"), board.learnt_speeds()[target], strict=True))}
         ]

@@ -35,7 +35,7 @@ async def test_the_block_with_the_last_token_is_never_counted(worker, router) ->
 async def test_adapters_and_salts_have_blocks_of_their_own(worker, router) -> None:
     models = [{"id": "m"}, {"id": "tuned", "parent": "m"}]
     async with worker(models=models) as one, router(one.url, block_size=16) as front:
-        radix, rank = front.service.known.index.radix, WorkerRank(one.url, 0)
+        radix, rank = front.service.keeper.index.radix, WorkerRank(one.url, 0)
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:16], 16))
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:32], 16, lora_name="tuned"))
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:48], 16, cache_salt="pepper"))
@@ -48,7 +48,7 @@ async def test_an_engine_with_eagle_is_matched_by_its_own_hashes(worker, router)
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
         front.hold(a.url, TOKENS[:16])
         eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
-        front.service.known.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
+        front.service.keeper.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
         decision = await front.explain(TOKENS)
         overlaps = {one["worker"]: one["overlap_blocks"]["gpu"] for one in decision["candidates"]}
         assert overlaps == {a.url: 1, b.url: 3}
@@ -59,7 +59,7 @@ async def test_the_block_with_the_last_token_counts_as_the_one_that_an_engine_of
     worker, router
 ) -> None:
     async with worker() as one, router(one.url, block_size=16) as front:
-        radix, rank = front.service.known.index.radix, WorkerRank(one.url, 0)
+        radix, rank = front.service.keeper.index.radix, WorkerRank(one.url, 0)
         radix.set_groups(rank, [GroupRule(0, 1, 1), GroupRule(2, 1, 1)])
         for each in (rank, rank.companion):
             radix.store(each, Tier.GPU, None, block_hashes(TOKENS, 16))
@@ -73,7 +73,7 @@ async def test_an_engine_with_eagle_is_soon_found_after_many_prompts_that_none_h
         for _ in range(300):
             assert not routing.match(ask).overlaps
         eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
-        front.service.known.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
+        front.service.keeper.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
         found = [bool(routing.match(ask).overlaps) for _ in range(32)]
         assert any(found[:16])
         assert all(found[16:])
@@ -84,7 +84,7 @@ async def test_sglang_with_eagle_reuses_no_block_whose_name_covers_the_last_toke
     async with worker(models=sglang) as a, worker(models=vllm) as b, router(a.url, b.url, block_size=16) as front:
         for each in (a, b):
             eagle_hashes = block_hashes(TOKENS, 16, is_eagle=True)
-            front.service.known.index.radix.store(WorkerRank(each.url, 0), Tier.GPU, None, eagle_hashes)
+            front.service.keeper.index.radix.store(WorkerRank(each.url, 0), Tier.GPU, None, eagle_hashes)
         for num_tokens, overlaps in ((48, (2, 2)), (49, (2, 3)), (50, (3, 3)), (17, (0, 1))):
             candidates = (await front.explain(TOKENS[:num_tokens]))["candidates"]
             found = {one["worker"]: one["overlap_blocks"]["gpu"] for one in candidates}
@@ -165,7 +165,7 @@ async def test_an_index_that_is_written_to_just_now_is_looked_at_again_and_at_la
 ) -> None:
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
         front.hold(b.url, TOKENS[:32])
-        index, num_looks = front.service.known.index, 0
+        index, num_looks = front.service.keeper.index, 0
         match = index.match
 
         def disturbed(*arguments: Any) -> Any:
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_looked_up_is_forgotten(
 ) -> None:
     async with worker() as one, router(one.url, block_size=16) as front:
         looks: list[Any] = []
-        monkeypatch.setattr(front.service.known.index, "match", lambda *given: looks.append(given))
+        monkeypatch.setattr(front.service.keeper.index, "match", lambda *given: looks.append(given))
         monkeypatch.setattr("kvist.router.forward._MAX_MATCH_RETRIES", 10**9)
         asked = asyncio.create_task(front.complete(TOKENS))
         await until(lambda: len(looks) > 2)

@@ -55,11 +55,11 @@ class RoutedRequest:
             headers.append((RANK_HEADER, b"%d" % target.rank))
         self.headers = {name.decode(): value.decode() for name, value in headers}
         """Headers to add to the client's own. `body` is the client's without fields that only a router may set."""
-        worker = router.known.fleet.get(target.worker)
+        worker = router.view.fleet.get(target.worker)
         assert worker is not None
         self._worker, self._admission = worker, router._admission
         self._is_trial = worker.breaker.begin()
-        router.known.load.count_dispatch()
+        router.view.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
         self._on_answered = partial(router._routing.record_computed, parsed, target.worker)
         self._on_ended = partial(router._add_regret, choice)
@@ -120,30 +120,30 @@ class Choice(NamedTuple):
 class Router(ComposedContext):
     """Decides while its context is open; all methods belong to one event loop."""
 
-    def __init__(self, config: RouterConfig, known: AbstractAsyncContextManager[FleetView] | None = None) -> None:
+    def __init__(self, config: RouterConfig, view: AbstractAsyncContextManager[FleetView] | None = None) -> None:
         """Use the same configuration as `kvist route`, except for the settings about listening.
 
-        If another system finds and checks the workers, `known` is its view of them, which is opened with this context.
+        If another system finds and checks the workers, `view` is what it knows of them; it is opened with this context.
         Raises InvalidValueError for a configuration with tenants or isolation, as only the gateway knows who asks.
         """
         if config.has_tenants or config.isolation != "none":
             expected = "none, and no isolation, as the gateway knows who asks"
             raise InvalidValueError("tenants", config.tenants or config.auth_url or config.isolation, expected)
-        self._config, self._known = config, known
+        self._config, self._view = config, view
 
     async def _open(self, exits: AsyncExitStack) -> None:
         """Ask each worker who it is, and start to follow its stream."""
         config, now_s = self._config, time.monotonic
-        if self._known is None:
+        if self._view is None:
             pool = await exits.enter_async_context(Certificates(config).worker_pool())
-            self._known = Keeper(config, pool, now_s(), registry=CollectorRegistry())
-        known = self.known = await exits.enter_async_context(self._known)
-        index, clock = known.index, LoopClock(asyncio.get_running_loop())
+            self._view = Keeper(config, pool, now_s(), registry=CollectorRegistry())
+        view = self.view = await exits.enter_async_context(self._view)
+        index, clock = view.index, LoopClock(asyncio.get_running_loop())
         limits = config.max_worker_prefill_tokens, config.max_fleet_requests
-        self._admission = Admission(known.fleet, known.load, now_s, clock, 0, *limits)  # no request waits here
-        self._routing = Routing(known, Random(), now_s)
+        self._admission = Admission(view.fleet, view.load, now_s, clock, 0, *limits)  # no request waits here
+        self._routing = Routing(view, Random(), now_s)
         self._reader = PromptReader(
-            known.models,
+            view.models,
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None,
         )
@@ -180,7 +180,7 @@ class Router(ComposedContext):
 
     def _add_regret(self, choice: Choice) -> None:
         """Add an answered request to `GET /regret`, without the engine's own report of what it found cached."""
-        if isinstance(self.known, Keeper):
+        if isinstance(self.view, Keeper):
             routed = self._routing.outcome(DEFAULT_TENANT, choice.parsed, choice.prefix, choice.decision, None)
             if routed is not None:
-                self.known.on_routed(routed)
+                self.view.on_routed(routed)

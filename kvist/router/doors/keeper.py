@@ -87,7 +87,7 @@ class Answer(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
 
 
-class FleetKnowledge(FleetView, Protocol):
+class FleetKeeper(FleetView, Protocol):
     """What a router needs to know of its fleet, from a keeper in its own process or in another."""
 
     async def answer(self, question: Question) -> Answer:
@@ -107,7 +107,7 @@ class FleetKnowledge(FleetView, Protocol):
 
 
 class Keeper(ComposedContext):
-    """A `FleetKnowledge` of this process while its context is open."""
+    """A `FleetKeeper` of this process while its context is open."""
 
     def __init__(
         self,

@@ -99,12 +99,12 @@ class Picker(ComposedContext):
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         """Answer an operator."""
-        known = self._router.known
-        assert isinstance(known, Keeper)
+        keeper = self._router.view
+        assert isinstance(keeper, Keeper)
         try:
             if request.path not in OPEN_PATHS:
                 require_administrator(request, self._config.admin_key)
-            answer = await known.answer(question_of(request, self._config))
+            answer = await keeper.answer(question_of(request, self._config))
         except RequestError as error:
             answer = error_answer(error)
         send_answer(answer, responder)
@@ -113,7 +113,7 @@ class Picker(ComposedContext):
         statuses = health_pb2.HealthCheckResponse
         await self._health.set("liveness", statuses.SERVING)
         while True:
-            is_ready = any(worker.state is WorkerState.HEALTHY for worker in self._router.known.fleet.workers)
+            is_ready = any(worker.state is WorkerState.HEALTHY for worker in self._router.view.fleet.workers)
             for name in ("", "readiness", _SERVICE):
                 await self._health.set(name, statuses.SERVING if is_ready else statuses.NOT_SERVING)
             await asyncio.sleep(_HEALTH_INTERVAL_S)
@@ -196,7 +196,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
 
     async def _route(self, headers: dict[str, str], body: bytes, allowed: frozenset[str] | None) -> RoutedRequest:
         path = headers.get(":path", "").partition("?")[0].rstrip("/")
-        urls = [worker.url for worker in self._router.known.fleet.workers]
+        urls = [worker.url for worker in self._router.view.fleet.workers]
         excluded = [] if allowed is None else [url for url in urls if endpoint_of(url) not in allowed]
         objective = next((headers[name] for name in _OBJECTIVE_HEADERS if name in headers), "")
         is_sheddable = any(each.priority(objective) < 0 for each in self._objectives)
@@ -206,7 +206,7 @@ class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]
         self, routed: RoutedRequest, kind: str, more: dict[str, str], *, is_changed: bool = False
     ) -> pb.ProcessingResponse:
         """Return the answer that says where the request goes."""
-        endpoints = ",".join(_endpoints_of(routed, self._router.known.fleet))
+        endpoints = ",".join(_endpoints_of(routed, self._router.view.fleet))
         headers = {DESTINATION: endpoints, **routed.headers, **more}
         common = pb.CommonResponse(header_mutation=_set_headers(headers), clear_route_cache=True)
         if is_changed:

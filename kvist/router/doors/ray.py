@@ -92,7 +92,7 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
         if self._router is None or pending_request is None:
             return [candidate_replicas]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        others = [worker.url for worker in self._router.known.fleet.workers if worker.url not in by_name]
+        others = [worker.url for worker in self._router.view.fleet.workers if worker.url not in by_name]
         try:
             choice = await self._router.choose(*request_of(pending_request.args), others)
         except RequestError:  # the replica answers with an error of its own
@@ -106,7 +106,7 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
         super().on_request_routed(pending_request, replica_id, result)
         choice: Choice | None = getattr(pending_request, "kvist_choice", None)
         choice = None if choice is None else choice.at(replica_id.unique_id)
-        if choice is not None and self._router is not None and self._router.known.fleet.get(replica_id.unique_id):
+        if choice is not None and self._router is not None and self._router.view.fleet.get(replica_id.unique_id):
             # Serve does not report first bytes.
             routed = self._router.begin(choice, is_streamed=False)
             self._running[replica_id.unique_id, pending_request.metadata.internal_request_id].append(routed)

@@ -58,7 +58,7 @@ from kvist.router.doors.auth import (
 )
 from kvist.router.doors.explain import explain_plan
 from kvist.router.doors.journal import Journal
-from kvist.router.doors.keeper import Answer, FleetKnowledge, Keeper, json_answer, question_of, send_answer
+from kvist.router.doors.keeper import Answer, FleetKeeper, Keeper, json_answer, question_of, send_answer
 from kvist.router.doors.live import STATE_PATH
 from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
@@ -84,10 +84,10 @@ WORKER_HEADER = b"x-kvist-worker"
 """The header that names the worker of an administrator's request to an endpoint of workers."""
 
 
-OpenKnowledge: TypeAlias = Callable[
-    [UpstreamPool, RouterMetrics, Callable[[], Iterator[Metric | None]]], AbstractAsyncContextManager[FleetKnowledge]
+OpenKeeper: TypeAlias = Callable[
+    [UpstreamPool, RouterMetrics, Callable[[], Iterator[Metric | None]]], AbstractAsyncContextManager[FleetKeeper]
 ]
-"""Makes a router's `FleetKnowledge` from its pool, its metrics and a function that yields its gauges."""
+"""Makes a router's keeper, from its pool, its metrics and a function that yields its gauges."""
 
 
 class RouterService(ComposedContext):
@@ -97,13 +97,13 @@ class RouterService(ComposedContext):
         self,
         config: RouterConfig,
         started_s: float | None = None,
-        knowledge: OpenKnowledge | None = None,
+        open_keeper: OpenKeeper | None = None,
         recording: Beginning | None = None,
     ) -> None:
         """`started_s` is when the process started, by the monotonic clock, if the caller knows.
 
-        By default the router has a keeper of its own. If `knowledge` comes from elsewhere, this is one of several
-        processes, which share the port and the `recording`.
+        By default the router has a keeper of its own. With `open_keeper`, which connects to a keeper process, it is one
+        of several processes, which share the port and the `recording`.
         """
         self._config, self._recording = config, recording or Beginning()
         self._started_s = time.monotonic() if started_s is None else started_s
@@ -111,7 +111,7 @@ class RouterService(ComposedContext):
         self._is_draining = False
         self._forwarder: Forwarder
         self._certificates, self._keys = Certificates(config), Keys(config)
-        self._knowledge, self._is_shared = knowledge or self._own_keeper, knowledge is not None
+        self._open_keeper, self._is_shared = open_keeper or self._own_keeper, open_keeper is not None
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
@@ -131,7 +131,7 @@ class RouterService(ComposedContext):
         self._certificates.renew(renewed)
         self._config = renewed
         self._keys.reconfigure(self._config)
-        self.known.reconfigure(self._config)
+        self.keeper.reconfigure(self._config)
         self._forwarder.config = self._config
         logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
         if fixed:
@@ -142,8 +142,8 @@ class RouterService(ComposedContext):
         self._metrics = RouterMetrics()
         await exits.enter_async_context(self._keys)
         pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
-        known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
-        self.fleet = known.fleet
+        keeper = self.keeper = await exits.enter_async_context(self._open_keeper(pool, self._metrics, self._gauges))
+        self.fleet = keeper.fleet
         self._metrics.has_worker = lambda url: self.fleet.get(url) is not None
         self._access_log = recorder = None
         if config.access_log is not None:
@@ -154,18 +154,18 @@ class RouterService(ComposedContext):
             exits.push_async_callback(asyncio.to_thread, recorder.close)
         self._forwarder = Forwarder(
             config,
-            known,
+            keeper,
             pool,
             self._metrics,
             self._keys.resolve_tenant,
             self._refuse,
-            known.on_routed,
-            Journal(known.models, known.on_journal_entry, shows_prompts=config.show_prompts).record,
+            keeper.on_routed,
+            Journal(keeper.models, keeper.on_journal_entry, shows_prompts=config.show_prompts).record,
             self._open_tracing(exits),
             self._access_log,
             recorder,
         )
-        known.connect(self._forwarder.reader.conversations, self._forwarder.admission)
+        keeper.connect(self._forwarder.reader.conversations, self._forwarder.admission)
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
@@ -177,7 +177,7 @@ class RouterService(ComposedContext):
             self._handle, host=config.host, port=config.port, limits=limits, tls=tls, is_shared=self._is_shared
         )
         self._server = await exits.enter_async_context(server)
-        known.load.set_listening()
+        keeper.load.set_listening()
         exits.push_async_exit(self._drain)
         logger.info(
             "router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, time.monotonic() - self._started_s
@@ -269,7 +269,7 @@ class RouterService(ComposedContext):
             return self._show_usage(request, responder)
         if path == EVENTS_PATH:
             self._check_watcher(request)
-            return stream(request, responder, self.known.answer, partial(self._check_watcher, request))
+            return stream(request, responder, self.keeper.answer, partial(self._check_watcher, request))
         if path == UI_PATH or path.startswith(UI_PATH + "/"):
             show_file(request, responder)
             return None
@@ -308,7 +308,7 @@ class RouterService(ComposedContext):
         if (request.method, request.path) == ("POST", "/route"):
             answer = await self._explain_route(request.body)
         else:
-            answer = await self.known.answer(question_of(request, self._config, self._is_draining, tenant))
+            answer = await self.keeper.answer(question_of(request, self._config, self._is_draining, tenant))
         send_answer(answer, responder)
 
     async def _explain_route(self, body: bytes) -> Answer:
@@ -317,7 +317,7 @@ class RouterService(ComposedContext):
         parsed = await self._forwarder.reader.read(None, body)
         full = admission.full_workers(parsed.model, ())
         plan = routing.plan(parsed, routing.match(parsed) or Prefix(), full=full)
-        explained = explain_plan(plan, parsed, self.known.load, time.monotonic())
+        explained = explain_plan(plan, parsed, self.keeper.load, time.monotonic())
         is_queued = admission.would_wait(parsed.model) or plan.answer.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})
 
@@ -354,7 +354,7 @@ class RouterService(ComposedContext):
     async def _show_models(self, request: Request, responder: Responder) -> None:
         """Answer with the model that the path names, or with the list of all that the tenant may use."""
         tenant, model_id = await self._keys.resolve_tenant(request), request.path.removeprefix(MODELS_PATH).lstrip("/")
-        entries = [entry for entry in self.known.models.entries(tenant.models) if model_id in ("", entry["id"])]
+        entries = [entry for entry in self.keeper.models.entries(tenant.models) if model_id in ("", entry["id"])]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"
             raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")

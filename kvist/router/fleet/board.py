@@ -101,7 +101,10 @@ class LoadBoard:
         num_replicas: int = 0,
         names_columns: bool = True,
     ) -> None:
-        """Use shared `memory`, of `board_bytes` for all rows; by default a board of this process alone."""
+        """Use shared `memory`, of `board_bytes` for all rows; by default a board of this process alone.
+
+        Only the keeper `names_columns`; fronts read which rank has which column.
+        """
         num_rows = num_fronts + num_replicas
         memory = mmap.mmap(-1, board_bytes(num_rows)) if memory is None else memory
         self.num_fronts, self.num_rows, self._names_columns = num_fronts, num_rows, names_columns
@@ -133,7 +136,7 @@ class LoadBoard:
         return range(rows.start + offset, rows.stop + offset, rows.step)
 
     def column(self, target: WorkerRank) -> int | None:
-        """Return the column of a rank, which the keeper assigns if it has none yet; None where that is left to do."""
+        """Return the column of a rank; the keeper assigns one if there is none yet, a front returns None then."""
         column = self.columns.get(target)
         if column is None:
             if self._names_columns:

@@ -142,7 +142,7 @@ class SharedIndex:
 
 
 class RemoteKeeper(ComposedContext):
-    """A front's `FleetKnowledge`: the state that the keeper sent last; the keeper may be away."""
+    """A front's `FleetKeeper`: the state that the keeper sent last; the keeper may be away."""
 
     def __init__(
         self,
@@ -366,8 +366,8 @@ def make_part(
     load = LoadTracker(board, max(0, part.front))
     if is_keeper:
         return KeeperProcess(config, Path(part.directory), load, started_s)
-    knowledge = partial(RemoteKeeper, config, part, load)
-    return RouterService(replace(config, port=part.port), started_s, knowledge, recording)
+    open_keeper = partial(RemoteKeeper, config, part, load)
+    return RouterService(replace(config, port=part.port), started_s, open_keeper, recording)
 
 
 def end_with_supervisor(part: Part) -> None:

@@ -26,20 +26,20 @@ async def test_requests_go_to_who_holds_their_prefix_and_count_there_until_they_
                 cache.store(TOKENS)
                 await until(
                     lambda: (
-                        router.known.index.ranks(one.url)[0:1] and router.known.index.ranks(one.url)[0].num_blocks == 5
+                        router.view.index.ranks(one.url)[0:1] and router.view.index.ranks(one.url)[0].num_blocks == 5
                     )
                 )
                 routed = await router.route(PATH, body(stream=True))
                 assert (routed.worker, routed.decision.overlap_tokens) == (one.url, 64)
                 assert (routed.body, routed.headers) == (body(stream=True), {})
                 with routed:
-                    assert router.known.load.running_requests(one.url) == 1
-                    assert router.known.load.prefill_tokens(one.url) == 16
+                    assert router.view.load.running_requests(one.url) == 1
+                    assert router.view.load.prefill_tokens(one.url) == 16
                     routed.answered()
-                    assert router.known.load.prefill_tokens(one.url) == 0
+                    assert router.view.load.prefill_tokens(one.url) == 0
                     routed.add_tokens(3)
                 routed.finish()
-                assert router.known.load.running_requests(one.url) == 0
+                assert router.view.load.running_requests(one.url) == 0
                 assert (await router.route(PATH, body(), {one.url})).worker == other.url
 
 
@@ -56,7 +56,7 @@ async def test_a_worker_that_fails_is_given_nothing_for_a_while(worker) -> None:
 async def test_only_an_answer_closes_a_circuit(worker) -> None:
     settings = {"breaker_failures": 1, "breaker_cooldown_s": 0.001}
     async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **settings)) as router:
-        circuit = router.known.fleet.get(one.url).breaker
+        circuit = router.view.fleet.get(one.url).breaker
         (await router.route(PATH, body())).finish(has_failed=True)
         assert circuit.state == "open"
         await asyncio.sleep(0.01)
@@ -70,7 +70,7 @@ async def test_only_an_answer_closes_a_circuit(worker) -> None:
 async def test_only_a_trial_itself_gives_itself_up(worker) -> None:
     settings = {"breaker_failures": 1, "breaker_cooldown_s": 0.001}
     async with worker() as one, Router(RouterConfig(worker_urls=(one.url,), **settings)) as router:
-        circuit = router.known.fleet.get(one.url).breaker
+        circuit = router.view.fleet.get(one.url).breaker
         early = await router.route(PATH, body())
         (await router.route(PATH, body())).finish(has_failed=True)
         await asyncio.sleep(0.01)
@@ -104,7 +104,7 @@ async def test_those_to_fall_back_to_are_ranked_by_what_they_hold(worker, engine
             async with Router(RouterConfig(worker_urls=urls, health_interval_s=0.05)) as router:
                 less.store(TOKENS[:32])
                 more.store(TOKENS)
-                index = router.known.index
+                index = router.view.index
                 for url, num_blocks in ((some.url, 2), (most.url, 5)):
                     await until(lambda: [rank.num_blocks for rank in index.ranks(url)] == [num_blocks])  # noqa: B023
                 choice = await router.choose(PATH, body())
@@ -115,4 +115,4 @@ async def test_those_to_fall_back_to_are_ranked_by_what_they_hold(worker, engine
                 assert choice.at("http://elsewhere") is None
                 with router.begin(choice, is_streamed=False) as routed:
                     assert routed.worker == some.url
-                    assert router.known.load.prefill_tokens(some.url) == 48
+                    assert router.view.load.prefill_tokens(some.url) == 48

@@ -83,7 +83,7 @@ async def test_operators_find_the_fleet_at_a_port_of_their_own(worker, until) ->
         config = RouterConfig(worker_urls=(one.url,), port=0, health_interval_s=0.05, admin_key="key")
         async with Picker(config, metrics_port=0) as picker, httpx.AsyncClient() as client:
             at, key = f"http://127.0.0.1:{picker.metrics_port}", {"authorization": "Bearer key"}
-            await until(lambda: any(each.state == "healthy" for each in picker._router.known.fleet.workers))
+            await until(lambda: any(each.state == "healthy" for each in picker._router.view.fleet.workers))
             lines = (await client.get(f"{at}/metrics")).text.splitlines()
             assert f'kvist_router_worker_state{{state="healthy",worker="{one.url}"}} 1.0' in lines
             assert (await client.get(f"{at}/readiness")).status_code == 200
@@ -108,7 +108,7 @@ async def test_a_streamed_request_is_sent_where_its_prefix_is_and_counts_there(w
             one.server_info = cache.server_info
             async with picking(one.url, other.url) as (picker, channel):
                 cache.store(TOKENS)
-                known = picker._router.known
+                known = picker._router.view
                 await until(lambda: [rank.num_blocks for rank in known.index.ranks(one.url)] == [5])
                 call = services.ExternalProcessorStub(channel).Process()
                 for request in (headers(), *pieces(BODY)):
@@ -167,9 +167,9 @@ async def test_a_request_that_is_given_up_counts_no_more(worker, until) -> None:
         for request in (headers(), *pieces(BODY)):
             await call.write(request)
         await call.read()
-        assert picker._router.known.load.running_requests(one.url) == 1
+        assert picker._router.view.load.running_requests(one.url) == 1
         call.cancel()
-        await until(lambda: picker._router.known.load.running_requests(one.url) == 0)
+        await until(lambda: picker._router.view.load.running_requests(one.url) == 0)
 
 
 async def test_health_follows_the_workers(worker) -> None:
@@ -206,7 +206,7 @@ async def test_a_body_may_be_as_long_as_is_said_and_no_longer(worker) -> None:
             (*_, refusal) = await ask(channel, headers(mode=mode), *pieces(longest + b" ", size))
             assert refusal.immediate_response.status.code == 413
             assert b"at most %d bytes" % len(longest) in refusal.immediate_response.body
-        assert picker._router.known.load.running_requests(one.url) == 0
+        assert picker._router.view.load.running_requests(one.url) == 0
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):  # one message that nobody would hold
             await ask(channel, headers(mode=BUFFERED), *pieces(longest * 3, 10**8))
 
@@ -254,7 +254,7 @@ async def test_where_no_worker_has_room_what_may_be_dropped_is_and_all_else_goes
         pools.put("vllm", spec={"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": ports})
         source = "kubernetes://inference?pool=vllm"
         async with picking(discover=(source,), max_worker_requests=1) as (picker, channel):
-            fleet = picker._router.known.fleet
+            fleet = picker._router.view.fleet
             await until(lambda: len(fleet.routable("m")) == 2)
             await until(lambda: any("watch" in query for query in objectives.asked))
             batch, chat = (header, "batch"), (header, "chat")
@@ -265,7 +265,7 @@ async def test_where_no_worker_has_room_what_may_be_dropped_is_and_all_else_goes
                     await calls[-1].write(request)
                 answer = await calls[-1].read()
                 assert answer.WhichOneof("response") == "request_headers"
-            chosen = {worker.url: picker._router.known.load.running_requests(worker.url) for worker in fleet.workers}
+            chosen = {worker.url: picker._router.view.load.running_requests(worker.url) for worker in fleet.workers}
             assert chosen == {one.url: 1, other.url: 1}
             (refusal,) = await ask(channel, headers(batch), *pieces(BODY))
             assert refusal.immediate_response.status.code == 429
@@ -276,9 +276,7 @@ async def test_where_no_worker_has_room_what_may_be_dropped_is_and_all_else_goes
                 answers = await ask(channel, headers(*told), *pieces(BODY))
                 assert answers[0].WhichOneof("response") == "request_headers"
             calls[0].cancel()
-            await until(
-                lambda: sum(picker._router.known.load.running_requests(each.url) for each in fleet.workers) == 1
-            )
+            await until(lambda: sum(picker._router.view.load.running_requests(each.url) for each in fleet.workers) == 1)
             answers = await ask(channel, headers(batch), *pieces(BODY))
             assert answers[0].WhichOneof("response") == "request_headers"
             free = set_by(answers[0].request_headers.response)[DESTINATION].partition(",")[0]
@@ -292,7 +290,7 @@ def _other_of(endpoint: str, *workers: Any) -> str:
 
 async def test_a_worker_that_is_too_busy_or_does_not_answer_is_given_less(worker) -> None:
     async with worker() as one, worker() as other, picking(one.url, other.url, breaker_failures=1) as (picker, channel):
-        fleet, both = picker._router.known.fleet, {endpoint_of(one.url), endpoint_of(other.url)}
+        fleet, both = picker._router.view.fleet, {endpoint_of(one.url), endpoint_of(other.url)}
 
         async def tell(**answer: str) -> str:
             """Send a request of which this comes, and return who should have taken it."""
@@ -327,7 +325,7 @@ async def test_envoy_sends_requests_where_the_picker_says(
             one.server_info = cache.server_info
             async with picking(one.url, other.url, aliases={"gpt": {"m": 1}}) as (picker, _):
                 cache.store(TOKENS)
-                known, port = picker._router.known, free_port()
+                known, port = picker._router.view, free_port()
                 await until(lambda: [rank.num_blocks for rank in known.index.ranks(one.url)] == [5])
                 asked = f"http://127.0.0.1:{picker.port}"
                 config = envoy_config("127.0.0.1", port, asked, [one.url, other.url], mode)

@@ -146,7 +146,7 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
 async def test_a_prefix_that_costs_much_leads_to_its_place_among_prefixes(worker, router, browsing) -> None:
     async with worker() as one, router(one.url, block_size=16) as front, browsing() as page:
         await front.complete(TOKENS)
-        regret = front.service.known._regret
+        regret = front.service.keeper._regret
         regret._buckets[-1].prefixes[int(block_hashes(TOKENS, 16)[3])] = (5000.0, 64, 7)
         await page.goto(front.service.url + "/ui#regret")
         costliest = page.get_by_role("region", name="Prefixes that cost most").get_by_role("link")
@@ -275,7 +275,7 @@ async def test_256_workers_and_requests_are_sorted_and_found_by_keyboard_on_a_ph
             await expect(page.get_by_role("region", name="Worker", exact=True)).to_contain_text("127.0.1.77")
             told = {"at": 0, "path": "/", "model": "m", "tenant": "t", "status": 200, "num_attempts": 1, "total_s": 1}
             for number in range(256):
-                front.service.known.on_journal_entry(
+                front.service.keeper.on_journal_entry(
                     JournalEntry(json.dumps({"id": f"request-{number}", "queue_s": 0, **told}).encode())
                 )
             await page.get_by_role("link", name="Requests").press("Enter")

@@ -276,7 +276,7 @@ async def test_a_prefix_that_costs_much_is_found_by_the_name_that_regret_has_for
 ) -> None:
     tokens = list(range(5000, 5000 + 640 * 16 + 1))
     async with worker() as one, router(one.url, block_size=16, expected_cache_tokens=0) as front:
-        known, routing = front.service.known, front.service._forwarder.routing
+        known, routing = front.service.keeper, front.service._forwarder.routing
         known._capacity_blocks, known._sized_at_s = 10**6, math.inf  # one cache as large had held the prompt
         outcome, lost = routing.outcome, {"routed": 0, "under_way": 0}  # as if it had been longer ago
         monkeypatch.setattr(routing, "outcome", lambda *of: msgspec.structs.replace(outcome(*of), **lost))

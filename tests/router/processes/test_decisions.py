@@ -25,7 +25,7 @@ NUM_FRONTS, NUM_STEPS = 4, 120
 
 def known_to(service: RouterService) -> Any:
     """What its next decision is made from, but for the prompt."""
-    known = service.known
+    known = service.keeper
     assert known.index is not None
     return [
         (
@@ -115,7 +115,7 @@ async def test_four_fronts_decide_as_one_process_does(
                 held = {target.worker: num_blocks for target, _, num_blocks, *_ in expected}
                 has_heard_all = len(held) == len(workers) and held.items() >= stored.items()
                 return has_heard_all and all(known_to(front) == expected for front in fronts)
-            loads = [front.known.load for front in (alone, *fronts)]
+            loads = [front.keeper.load for front in (alone, *fronts)]
             return all(
                 [load.running_requests(url) for load in loads].count(loads[0].running_requests(url)) == 5
                 for url in config.worker_urls

@@ -37,9 +37,9 @@ async def test_the_engine_gets_the_salt_and_blocks_are_called_by_it(worker, rout
     options = {"tenants": tenants("a", "b"), "isolation": "tenant", "isolation_secret": SECRET, "admin_key": "x"}
     prompt = list(range(64))
     async with worker(models=VLLM) as one, router(one.url, **options, ready=False) as front:
-        asked = front.service.known.index.match
+        asked = front.service.keeper.index.match
         names: list[list[int]] = []
-        front.service.known.index.match = lambda hashes, *rest: names.append(hashes.tolist()) or asked(hashes, *rest)
+        front.service.keeper.index.match = lambda hashes, *rest: names.append(hashes.tolist()) or asked(hashes, *rest)
         for key, more in (("a", {}), ("b", {}), ("a", {"cache_salt": "mine", "max_tokens": 3}), ("x", {})):
             body = {"model": "m", "prompt": prompt, **more}
             answer = await front.client.post("/v1/completions", json=body, headers=bearing(key))
