@@ -240,7 +240,7 @@ class Admission:
         return place
 
     def leave(self, place: Place, *, is_served: bool = False) -> None:
-        """Leave the queue, as a worker has room or nobody waits any more. Idempotent."""
+        """Remove a place from its queue, as a worker has room or the request has ended. Idempotent."""
         if not place.has_left:
             place.has_left, place.waited_s = True, self.now_s() - place.since_s
             if place.deadline is not None:

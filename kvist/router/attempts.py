@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The worker says it cannot take the request now; any other answer is the request's own and is passed on.
+# With these a worker says that it cannot take the request now; any other answer is relayed to the client.
 RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
 _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """After these the worker gets no requests for a while."""
@@ -134,9 +134,9 @@ class _Attempt(ResponseReceiver):
             self.on_failure(UpstreamError(self._worker.url, f"answered more than {MAX_KEPT_BYTES} bytes"))
 
     def _count_tokens(self) -> None:
-        counts, at = self.owner.router.metrics.counts, (self._worker.url, self._model)
-        counts["prompt_tokens", *at] += self.decision.prompt.num_tokens
-        counts["overlap_tokens", *at] += self.decision.overlap_tokens
+        counts, labels = self.owner.router.metrics.counts, (self._worker.url, self._model)
+        counts["prompt_tokens", *labels] += self.decision.prompt.num_tokens
+        counts["overlap_tokens", *labels] += self.decision.overlap_tokens
 
     def _judge_worker(self) -> None:
         """Update the worker's circuit by its status, and pause it if it says that it is busy."""

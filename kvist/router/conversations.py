@@ -24,18 +24,18 @@ MAX_RESPONSES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A response: the worker that made it, and the messages up to it as JSON, None where they are not known."""
+class StoredResponse:
+    """The worker that made a response, and the conversation up to it as JSON, None where that is not known."""
 
     worker: str
-    said: bytes | None
+    messages_json: bytes | None
 
     @property
     def messages(self) -> list[Message] | None:
         """Return the messages, decoded."""
-        if self.said is None:
+        if self.messages_json is None:
             return None
-        messages: list[Message] = msgspec.json.decode(self.said)
+        messages: list[Message] = msgspec.json.decode(self.messages_json)
         return messages
 
 
@@ -57,19 +57,19 @@ class Conversations:
     """Bounded in bytes and in number. Thread-safe: long prompts are read on other threads."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
-        self.on_kept: Callable[[str, Kept], None] = lambda *_: None
-        """Called for each response that is recorded here."""
+        self.on_stored: Callable[[str, str, bytes | None], None] = lambda *_: None
+        """Called with the arguments of `store`, for each response that is recorded here."""
 
-    def get(self, response_id: str) -> Kept | None:
+    def get(self, response_id: str) -> StoredResponse | None:
         """Return what is known of a response, None if nothing."""
         with self._lock:
-            kept = self._kept.get(response_id)
-            if kept is not None:
-                self._kept.move_to_end(response_id)
-            return kept
+            stored = self._stored.get(response_id)
+            if stored is not None:
+                self._stored.move_to_end(response_id)
+            return stored
 
     def record(self, worker: str, chat: ChatCompletionRequest | None, answer: bytes | None, *, is_event: bool) -> None:
         """Record the response in a worker's answer, which is the JSON of the response or of a stream's last event.
@@ -82,23 +82,22 @@ class Conversations:
             return
         if response is None:
             return
-        said = None
+        messages_json = None
         if chat is not None and response.status in ("completed", "incomplete"):
             asked = [message for message in chat.messages if message.get("role") != "system"]
-            said = msgspec.json.encode([*asked, *said_in_response(response.output)])
-        kept = Kept(worker, said)
-        self.keep(response.id, kept)
-        self.on_kept(response.id, kept)
+            messages_json = msgspec.json.encode([*asked, *said_in_response(response.output)])
+        self.store(response.id, worker, messages_json)
+        self.on_stored(response.id, worker, messages_json)
 
-    def keep(self, response_id: str, kept: Kept) -> None:
+    def store(self, response_id: str, worker: str, messages_json: bytes | None) -> None:
         """Keep a response, which may come from another process."""
         with self._lock:
             self._drop(response_id)
-            self._kept[response_id] = kept
-            self._num_bytes += len(response_id) + len(kept.said or b"")
-            while self._num_bytes > MAX_BYTES or len(self._kept) > MAX_RESPONSES:
-                self._drop(next(iter(self._kept)))
+            self._stored[response_id] = StoredResponse(worker, messages_json)
+            self._num_bytes += len(response_id) + len(messages_json or b"")
+            while self._num_bytes > MAX_BYTES or len(self._stored) > MAX_RESPONSES:
+                self._drop(next(iter(self._stored)))
 
     def _drop(self, response_id: str) -> None:
-        if (dropped := self._kept.pop(response_id, None)) is not None:
-            self._num_bytes -= len(response_id) + len(dropped.said or b"")
+        if (dropped := self._stored.pop(response_id, None)) is not None:
+            self._num_bytes -= len(response_id) + len(dropped.messages_json or b"")

@@ -201,9 +201,9 @@ class Forwarding:
     local_reason: LocalReason | None = None
     """Why no other worker will compute the prompt."""
     pull: Plan | None = None
-    """The plan under which who answers fetches a prefix from a worker that holds it."""
+    """The plan under which the answering worker fetches a prefix from one that holds it."""
     reserved: ActiveRequest | None = None
-    """The load that is counted for who answers while it is still asked what it can fetch."""
+    """The answering worker's load, which is counted while the holder of a prefix is still being asked for it."""
     computed_by: Decision | None = None
     """Which worker computes the prompt."""
     tried: set[str] = field(default_factory=set)
@@ -396,7 +396,7 @@ class Forwarding:
     def _send_next(self) -> None:
         """Send the request to the next worker or pair, or refuse it where there is none."""
         self.attempt = None
-        if self.handover is not None and self.pull is not None:  # who was to fetch the prefix has failed
+        if self.handover is not None and self.pull is not None:  # the worker that was to fetch the prefix has failed
             self._fall_back(LocalReason.DECODE_FAILED)
         if self.paired_prefill is not None:  # its prompt is of no use to another pair
             self._cancel_paired_prefill(_PEER_ENDED)
@@ -441,9 +441,9 @@ class Forwarding:
             self._answer_by(plan.answer)
 
     def _plan(self) -> tuple[Plan, Mapping[str, float]]:
-        """Return who answers and who computes the prompt, and which workers are full, for how many seconds.
+        """Return the plan for the request, and which workers are full, for how many seconds.
 
-        Why nobody computes it for another is recorded the first time.
+        The reason why one worker does all of it is recorded the first time.
         """
         full = self.router.admission.full_workers(self.parsed.model, self.tried)
         full.pop(self.parsed.worker or "", None)  # it holds what no other worker does
@@ -461,7 +461,7 @@ class Forwarding:
         return plan, full
 
     def _choose_decode(self, prefill_worker: str) -> Decision | None:
-        """Return who generates from the prompt that was computed, None if nobody can; a full one only where all are."""
+        """Return the worker that generates from the computed prompt, None if none can; a full one only if all are."""
         full = self.router.admission.full_workers(self.parsed.model, self.tried)
         decide = partial(self.router.routing.decode_decision, self.parsed, self.prefix, prefill_worker)
         with self.trace.step("choose") as choice:
@@ -536,7 +536,7 @@ class Forwarding:
         logger.warning("prefill failed worker=%s reason=%s", worker, reason)
         self.tried.add(worker)
         self._count_retry(attempt.decision, reason)
-        # A request can be answered without a prefix; and the last attempt is for who answers, unless that is of a pair.
+        # A request can do without a pulled prefix; and the last attempt is for an answer, but a pair's is for both.
         num_tried = len(self.tried) + (self.paired_prefill is None)
         if self.pull is not None or num_tried >= self.router.config.max_attempts:
             self._fall_back(LocalReason.PREFILL_FAILED)
@@ -629,7 +629,7 @@ class Forwarding:
         self.end(error)
 
     def end(self, error: Exception | None = None) -> None:
-        """Account for the request, whose answer has ended or is read by nobody, and release what it holds."""
+        """Account for the request, whose answer has ended or is not wanted any more, and release what it holds."""
         if isinstance(self.responder, SplitPart):
             self.responder.on_end(accounting.charged_usage(self), error)
         else:
@@ -649,7 +649,7 @@ class Forwarding:
         self.trace.end(error)
 
     def _release(self) -> None:
-        """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
+        """Tell the prefill worker that nobody will fetch the prompt, unless the decode worker has begun to answer."""
         if self.reserved is not None:
             self.reserved.finish(self.router.now_s())
             self.reserved = None

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError, leave_group, only_cause
+from kvist.contexts import BackgroundTasks
+from kvist.errors import InvalidValueError, only_cause
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
@@ -70,7 +71,7 @@ class RankStatus:
     """Whether copies of its blocks are counted, so that blocks it reports again would count as more copies."""
 
     @property
-    def known_as(self) -> str | None:
+    def display_state(self) -> str | None:
         """Return the state as operators see it, "approximate" where it is an expectation."""
         return APPROXIMATE if self.is_approximate else self.state
 
@@ -154,8 +155,7 @@ class FleetIndex:
         """When it joined."""
         self._indexer: Indexer | None = None
         self._streams: dict[str, _Streams] = {}
-        self._tasks = asyncio.TaskGroup()
-        self._follower: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
         self._kept: list[FleetState] = []
         self._keeper: StateKeeper | None = None
 
@@ -167,16 +167,14 @@ class FleetIndex:
         if compilation.is_loaded():
             await self._join()
         await self._tasks.__aenter__()
-        self._follower = self._tasks.create_task(self._follow(), name="kvist-index")
+        self._tasks.create_task(self._follow(), name="kvist-index")
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        assert self._follower is not None
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._keeper is not None:
             await self._keeper.stop()
-        self._follower.cancel()
         try:
-            await leave_group(self._tasks, error)
+            await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
             raise only_cause(group) from None
         finally:

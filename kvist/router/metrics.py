@@ -221,7 +221,7 @@ class FleetGauges:
         for worker in self.fleet.workers:
             statuses = index.ranks(worker.url)
             for state in (*SourceState, APPROXIMATE):
-                ranks.add_metric([worker.url, state], sum(status.known_as == state for status in statuses))
+                ranks.add_metric([worker.url, state], sum(status.display_state == state for status in statuses))
             blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
             yield None
         yield from (ranks, blocks)

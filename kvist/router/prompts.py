@@ -33,7 +33,7 @@ from kvist.openai.requests import (
     read_fields,
 )
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
-from kvist.router.conversations import Conversations, Kept
+from kvist.router.conversations import Conversations, StoredResponse
 from kvist.router.reserved import model_in_form, refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
@@ -215,8 +215,8 @@ class PromptReader:
         if path == GENERATE_PATH:
             return self._read_generate(fields, num_bytes)
         if path.startswith(RESPONSES_PATH + "/"):
-            kept = self.conversations.get(path.split("/")[3])
-            return _read_other(fields, num_bytes, worker=None if kept is None else kept.worker)
+            stored = self.conversations.get(path.split("/")[3])
+            return _read_other(fields, num_bytes, worker=None if stored is None else stored.worker)
         return self._read_chat(path, fields, num_bytes) if path in APIS else _read_other(fields, num_bytes)
 
     def _read_tokenized(self, path: str | None, body: bytes) -> ParsedRequest | None:
@@ -244,12 +244,12 @@ class PromptReader:
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> ParsedRequest:
         chat = convert(fields, ChatCompletionRequest) if api == CHAT_PATH else None
         previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
-        kept = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
-        worker = None if kept is None else kept.worker
+        stored = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
+        worker = None if stored is None else stored.worker
         try:
             _check_is_plain(api, fields)
             tokenizer = self._loaded_tokenizer(fields)
-            chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, kept))
+            chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, stored))
             token_ids = tokenizer.tokenize_chat(chat)
         except RequestError as error:
             return _read_other(fields, num_bytes, error, worker)
@@ -336,11 +336,11 @@ def _check_is_plain(api: str, fields: Fields) -> None:
             raise RequestError(400, f"{name}: makes other tokens of a prompt", param=name, code="rewritten")
 
 
-def _messages_of(response_id: Any, kept: Kept | None) -> list[Message]:
+def _messages_of(response_id: Any, stored: StoredResponse | None) -> list[Message]:
     """Return the conversation that a request continues; raises RequestError if it is not known here."""
     if response_id is None:
         return []
-    messages = None if kept is None else kept.messages
+    messages = None if stored is None else stored.messages
     if messages is None:
         message = f"previous_response_id: got {response_id!r:.100}, which is not known here"
         raise RequestError(400, message, param="previous_response_id", code="unknown_conversation")

@@ -93,7 +93,7 @@ class Routing:
         self._now_s = now_s
 
     def match(self, parsed: ParsedRequest) -> Prefix | None:
-        """Return who holds how much of the prompt; an empty Prefix where that is not known.
+        """Match the prompt against the index; return an empty Prefix where that is not possible.
 
         None means that another process is writing to the index: try again soon.
         """
@@ -199,7 +199,7 @@ class Routing:
         full: Mapping[str, float] = MappingProxyType({}),
         local_reason: LocalReason | None = None,
     ) -> Plan:
-        """Return who answers among the workers that may take the request, and who computes its prompt for it.
+        """Choose the worker that answers the request and, if that is another, the one that computes its prompt.
 
         `full` are workers without room, and for how many seconds. A policy that prices waiting chooses one where that
         is worth it; otherwise they are chosen only where nobody else can do it. With a `local_reason` one worker does
@@ -270,7 +270,7 @@ class Routing:
         return Plan(decode, prefill, None, dialect, fields, handoff)
 
     def _holder(self, parsed: ParsedRequest, prefix: Prefix, excluded: Collection[str]) -> Candidate | None:
-        """Return who holds most of the prompt, of those it can be fetched from, however busy; by chance of equals."""
+        """Return the rank that holds most of the prompt of those that let it be fetched, however busy it is."""
         if not prefix.overlaps or KVIST.obstacle(parsed) is not None:
             return None
         workers = [worker for worker in self._fleet.routable(parsed.model, excluded) if worker.identity.tokens_per_s]
@@ -278,7 +278,7 @@ class Routing:
         return max(holders, key=lambda each: (each.overlap_blocks[:1], self._random.random()), default=None)
 
     def _plan_pull(self, parsed: ParsedRequest, answer: Decision, holder: Candidate | None) -> Plan:
-        """Return the plan in which who answers fetches what the holder has, if it was priced so."""
+        """Return the plan in which the chosen worker fetches what the holder has, if it was priced so."""
         num_fetched = 0 if answer.prices is None else int(answer.prices.fetched_tokens[answer.chosen_idx])
         if holder is None or not num_fetched:
             return Plan(answer)
@@ -291,7 +291,7 @@ class Routing:
     def decode_decision(
         self, parsed: ParsedRequest, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
     ) -> Decision | None:
-        """Return who generates from what a prefill worker has computed: decode workers before those that do both."""
+        """Return the worker that generates from what a prefill worker has computed, a decode worker if there is one."""
         worker = self._fleet.get(prefill_worker)
         if worker is None:  # it was removed
             return None

@@ -3,9 +3,9 @@
 POST /v1/completions        the request, until its last byte has gone out
 ├─ read                     reading its prompt's tokens
 ├─ match                    finding who holds how much of it
-├─ choose                   choosing who answers, and who computes the prompt for it, or why nobody else does
+├─ choose                   choosing the worker that answers, and the one that computes the prompt, if another does
 ├─ prefill                  that worker's answer; its own spans are below
-├─ choose                   choosing who generates
+├─ choose                   choosing the worker that generates
 ├─ decode                   that worker's answer; generate, if one worker does all
 ├─ retry                    a worker failed, and why
 └─ fallback                 a prefill or a transfer failed, and why

@@ -138,7 +138,7 @@ async def test_a_worker_that_is_gone_takes_its_conversations_along(worker, route
 def test_an_answer_that_is_no_response_is_not_remembered(answer: bytes | None, is_event: bool) -> None:
     known = Conversations()
     known.record("http://w", None, answer, is_event=is_event)
-    assert not known._kept
+    assert not known._stored
 
 
 def test_what_was_said_is_known_where_the_request_was_and_the_response_is_whole() -> None:
@@ -165,11 +165,12 @@ def test_least_recently_used_are_dropped_beyond_the_bounds(monkeypatch: pytest.M
     for idx in range(40):
         known.record("http://w", chat, json.dumps(response_of(f"long{idx % 30}", "hi")).encode(), is_event=False)
         known.get("long0")
-    assert sum(len(name) + len(kept.said or b"") for name, kept in known._kept.items()) == known._num_bytes <= 10_000
+    num_bytes = sum(len(name) + len(stored.messages_json or b"") for name, stored in known._stored.items())
+    assert num_bytes == known._num_bytes <= 10_000
     assert known.get("long0") is not None
     for idx in range(200):
         known.record("http://w", None, json.dumps(response_of(f"short{idx}")).encode(), is_event=False)
-    assert (len(known._kept), known._num_bytes) == (50, sum(map(len, known._kept)))
+    assert (len(known._stored), known._num_bytes) == (50, sum(map(len, known._stored)))
     huge = ChatCompletionRequest(messages=[{"role": "user", "content": "x" * 20_000}])
     known.record("http://w", huge, json.dumps(response_of("huge")).encode(), is_event=False)
     assert known._num_bytes == 0

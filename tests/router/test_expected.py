@@ -334,6 +334,6 @@ async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_
             cache.store(list(range(32)))
             await until(lambda: overlap(index, "w", list(range(32))) == 2)
             assert overlap(index, "w", TOKENS) == 0
-            assert [rank.known_as for rank in index.ranks("w")] == ["live"]
+            assert [rank.display_state for rank in index.ranks("w")] == ["live"]
             index.expect("w", 1000)
             assert [holder.worker for holder in index.radix.ranks()] == ["w"]

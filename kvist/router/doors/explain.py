@@ -160,7 +160,7 @@ def explain_workers(
                 "error": worker.event_error,
                 "sources": sources.get(worker.url, []),
                 "ranks": [
-                    {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks}
+                    {"rank": status.target.rank, "state": status.display_state, "blocks": status.num_blocks}
                     for status in (index.ranks(worker.url) if index is not None else ())
                 ],
             },

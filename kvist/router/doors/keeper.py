@@ -38,7 +38,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
-from kvist.router.conversations import Conversations, Kept
+from kvist.router.conversations import Conversations
 from kvist.router.doors.auth import is_administrator
 from kvist.router.doors.explain import explain_load, explain_readiness, explain_workers
 from kvist.router.doors.journal import JournalEntry
@@ -205,8 +205,8 @@ class Keeper(ComposedContext):
         """Share stored responses with other routers; a router of one process has no other processes."""
         if self.replicas is not None:
             replicas = self.replicas
-            conversations.on_kept = lambda response_id, kept: replicas.add_response(response_id, kept.worker)
-            replicas.on_response = lambda response_id, worker: conversations.keep(response_id, Kept(worker, None))
+            conversations.on_stored = lambda response_id, worker, _: replicas.add_response(response_id, worker)
+            replicas.on_response = lambda response_id, worker: conversations.store(response_id, worker, None)
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply another configuration."""

@@ -64,7 +64,7 @@ class Weighing(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Who takes the request and, for those who ask, everything the decision was made from."""
+    """The rank that takes the request, and everything that the decision was made from."""
 
     policy: str
     prompt: Prompt
@@ -96,7 +96,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def ranked_workers(self) -> list[str]:
-        """Return the worker that takes the request, and then the others: the cheaper, or likelier, before."""
+        """Return the worker that takes the request, then the others, the cheapest or likeliest first."""
         candidates, weighing = self.weighed()
         costs = [-each for each in weighing.probabilities] if self.prices is None else self.prices.cost_s.tolist()
         ranked = sorted(range(len(costs)), key=costs.__getitem__)

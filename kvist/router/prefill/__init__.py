@@ -1,4 +1,4 @@
-"""Prefill and decode apart: one worker computes a prompt, another goes on with it.
+"""Disaggregated prefill and decode: one worker computes a prompt, another generates from it.
 
 `handover` has the plan of a request, the state of its hand-over and the release of prompts that nobody will fetch;
 `dialect` is what engines' protocols have in common, and each has a module: `vllm`, of which Kvist's is a kind, `sglang`

@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     handoff: Handoff | None = None
     """What the answering worker is sent, if it is asked at the same time as `prefill`."""
     pulled_tokens: int = 0
-    """If not 0, `prefill` computes nothing: who answers fetches so many leading tokens that it holds."""
+    """If not 0, `prefill` computes nothing: the answering worker fetches so many leading tokens from it."""
     is_split: bool = False
     """Whether the request is split into one for each answer, each of which is then planned by itself."""
 

@@ -37,7 +37,7 @@ from kvist.indexer import compilation
 from kvist.openai.errors import RequestError
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
-from kvist.router.conversations import Conversations, Kept
+from kvist.router.conversations import Conversations
 from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
@@ -226,9 +226,7 @@ class RemoteKeeper(ComposedContext):
     def connect(self, conversations: Conversations, admission: Admission) -> None:
         """Share stored responses with the other fronts, and wake them when workers have room."""
         self._conversations = conversations
-        conversations.on_kept = lambda response_id, kept: self._send(
-            messages.ResponseStored(response_id, kept.worker, kept.said)
-        )
+        conversations.on_stored = lambda *stored: self._send(messages.ResponseStored(*stored))
         admission.wake_front = lambda front: os.eventfd_write(self._part.bells[front], 1)
 
     def _on_bell(self) -> None:
@@ -283,7 +281,7 @@ class RemoteKeeper(ComposedContext):
                 link.send(encode(messages.Answered(number, families)))
             case messages.ResponseStored(response_id, worker, said):
                 if self._conversations is not None:
-                    self._conversations.keep(response_id, Kept(worker, said))
+                    self._conversations.store(response_id, worker, said)
 
     async def _attach(self, link: Link, index: SharedIndex, path: Path) -> None:
         try:

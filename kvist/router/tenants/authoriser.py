@@ -13,15 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from hashlib import sha256
 from http import HTTPStatus
 from time import monotonic
-from typing import Self
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvist.errors import leave_group
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
 from kvist.router.tenants.tenant import DEFAULT, Tenant
 
@@ -38,7 +38,7 @@ Verdict = Tenant | HTTPStatus
 _decode = msgspec.json.Decoder(Tenant).decode
 
 
-class Authoriser:
+class Authoriser(ComposedContext):
     """Can be asked while its context is open."""
 
     def __init__(self, url: str, ttl_s: float, timeout_s: float, now_s: Callable[[], float] = monotonic) -> None:
@@ -46,23 +46,16 @@ class Authoriser:
         self._url, self._origin, self._target = url, f"{parts.scheme}://{parts.netloc}", parts.path or "/"
         self._ttl_s, self._timeout_s, self._now_s = ttl_s, timeout_s, now_s
         self._pool = UpstreamPool(UpstreamLimits(connect_timeout_s=timeout_s))
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
         self._asked: dict[bytes, asyncio.Task[Verdict]] = {}
         self._tenants: dict[bytes, tuple[float, Verdict]] = {}
         self._refusals: dict[bytes, tuple[float, Verdict]] = {}
         """Answers, and until when each is valid; the oldest are first in both."""
         self._is_failing = False
 
-    async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
-        await self._tasks.__aenter__()
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for task in self._asked.values():
-            task.cancel()
-        await leave_group(self._tasks, error)
-        await self._pool.__aexit__(kind, error, trace)
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self._pool)
+        await exits.enter_async_context(self._tasks)
 
     def known(self, digest: bytes) -> Verdict | None:
         """Return the cached answer for a key, None if the authoriser has to be asked."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
-from kvist.errors import InvalidValueError, leave_group
+from kvist.contexts import BackgroundTasks, ComposedContext
+from kvist.errors import InvalidValueError
 from kvist.files import file_stamp
 from kvist.http import Request
 from kvist.openai.errors import RequestError
@@ -28,7 +30,7 @@ _REFUSALS = {
 }
 
 
-class Keys:
+class Keys(ComposedContext):
     """Looks keys up by their SHA-256, so that the time a lookup takes reveals nothing of the keys.
 
     While its context is open it reloads the file of tenants when that changes; a file with an error changes nothing.
@@ -42,7 +44,6 @@ class Keys:
         self._authoriser = None
         if config.auth_url is not None:
             self._authoriser = Authoriser(config.auth_url, config.auth_ttl_s, config.auth_timeout_s)
-        self._tasks = asyncio.TaskGroup()
         self.reconfigure(config)
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -51,20 +52,12 @@ class Keys:
         keys = (config.api_key, config.admin_key)
         self._own = {sha256(key.encode()).digest() for key in keys if key is not None}
 
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
+    async def _open(self, exits: AsyncExitStack) -> None:
         if self._authoriser is not None:
-            await self._authoriser.__aenter__()
+            await exits.enter_async_context(self._authoriser)
         if self._path is not None:
-            self._following = self._tasks.create_task(self._follow(self._path), name="kvist-tenants")
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._path is not None:
-            self._following.cancel()
-        if self._authoriser is not None:
-            await self._authoriser.__aexit__(kind, error, trace)
-        await leave_group(self._tasks, error)
+            tasks = await exits.enter_async_context(BackgroundTasks())
+            tasks.create_task(self._follow(self._path), name="kvist-tenants")
 
     def tenant_of(self, request: Request) -> Tenant:
         """Return the request's tenant, UNRESOLVED where the authoriser has to be asked (`resolve_tenant`).

@@ -30,7 +30,7 @@ def known_to(service: RouterService) -> Any:
     return [
         (
             rank.target,
-            rank.known_as,
+            rank.display_state,
             rank.num_blocks,
             *msgspec.structs.astuple(known.load.load(rank.target, 0))[:-1],  # the last decays
         )
