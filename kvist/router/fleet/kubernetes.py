@@ -206,23 +206,20 @@ class KubernetesSource:
         return workers.values()
 
     def _endpoints(self, slice_: _Object) -> Iterator[tuple[str, WantedWorker]]:
-        port = self._port(slice_.ports or ())
-        for each in slice_.endpoints or () if port is not None else ():
-            is_ready = each.conditions.get("ready") is not False and not each.conditions.get("terminating")
-            if each.addresses and is_ready:
-                name = (each.target_ref or {}).get("uid") or each.addresses[0]
-                yield name, self._url.worker(each.addresses[0], port or 0, slice_.role)
+        for port in self._ports(slice_.ports or ()):
+            for each in slice_.endpoints or ():
+                is_ready = each.conditions.get("ready") is not False and not each.conditions.get("terminating")
+                if each.addresses and is_ready:
+                    name = (each.target_ref or {}).get("uid") or each.addresses[0]
+                    yield name, self._url.worker(each.addresses[0], port, slice_.role)
 
     def _pod(self, pod: _Object) -> Iterator[tuple[str, WantedWorker]]:
         conditions = {each["type"]: each["status"] for each in pod.status.get("conditions") or ()}
         address, is_going = pod.status.get("podIP"), pod.metadata.deletion_timestamp is not None
         if conditions.get("Ready") == "True" and address and not is_going:
-            for port in self._ports_of_pool(pod) if self._pool else self._ports_of(pod):
+            declared = [port for each in pod.spec.get("containers") or () for port in each.get("ports") or ()]
+            for port in self._ports_of_pool(pod) if self._pool else self._ports(declared):
                 yield f"{pod.metadata.name}:{port}", self._url.worker(address, port, pod.role)
-
-    def _ports_of(self, pod: _Object) -> list[int]:
-        port = self._port([port for each in pod.spec.get("containers") or () for port in each.get("ports") or ()])
-        return [] if port is None else [port]
 
     def _ports_of_pool(self, pod: _Object) -> list[int]:
         """Return the pool's ports, each of which is a worker, if the pool selects the pod."""
@@ -233,16 +230,16 @@ class KubernetesSource:
                 return [each["number"] for each in pool.spec["targetPorts"]]
         return []
 
-    def _port(self, ports: Iterable[dict[str, Any]]) -> int | None:
+    def _ports(self, ports: Iterable[dict[str, Any]]) -> list[int]:
         """Return the port that the URL asks for or, if it does not, the only one; a pod need not declare a number."""
         numbers: dict[str, int] = {each.get("name") or "": each.get("port") or each["containerPort"] for each in ports}
         wanted = self._url.options.get("port")
         if wanted is None:
-            return next(iter(numbers.values())) if len(numbers) == 1 else None
+            return list(numbers.values()) if len(numbers) == 1 else []
         if wanted.isdecimal():
             is_there = "selector" in self._url.options or int(wanted) in numbers.values()
-            return int(wanted) if is_there else None
-        return numbers.get(wanted)
+            return [int(wanted)] if is_there else []
+        return [numbers[wanted]] if wanted in numbers else []
 
 
 class Objectives:
