@@ -11,7 +11,6 @@ slots whole; others, of each layer's keys and values, the heads that both have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -34,13 +33,6 @@ class BlockCountMismatchError(KvistError):
         self.reason = reason
 
 
-class BlockPairs(NamedTuple):
-    """Blocks to copy from and to, equally many."""
-
-    source_ids: tuple[int, ...]
-    destination_ids: tuple[int, ...]
-
-
 def prompt_blocks(table: Sequence[int], num_tokens: int, block_size: int) -> tuple[int, ...]:
     """Return the blocks of a prompt, without holes."""
     return tuple(block_id for block_id in table[: num_blocks_for(num_tokens, block_size)] if block_id != ABSENT)
@@ -54,8 +46,8 @@ def pair_blocks(
     source_ids: Sequence[int],
     destination_ids: Sequence[int],
     ordinals: range,
-) -> BlockPairs:
-    """Pair the blocks at these ordinals, leaving out those that the receiver does not need.
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the source's and the destination's blocks at these ordinals that the receiver needs.
 
     The source's list ends where the ordinals do, the destination's at the prompt's end. The receiver may ask for stale
     blocks, which are trimmed, and for fewer than the sender has, down to none. Raises BlockCountMismatchError for more
@@ -72,16 +64,7 @@ def pair_blocks(
     if num_wanted > len(source_ids):
         reason = f"the destination needs {num_wanted} blocks, the source has {len(source_ids)}"
         raise BlockCountMismatchError(group_id, reason)
-    wanted = (ids[len(ids) - num_wanted :] for ids in (source_ids, destination_ids))
-    return BlockPairs(*map(tuple, wanted))
-
-
-class _Pieces(NamedTuple):
-    """The pieces of one slot that move: their offsets in it, here and at the peer, and their size."""
-
-    local_offsets: Int64s
-    remote_offsets: Int64s
-    size_bytes: int
+    return source_ids[len(source_ids) - num_wanted :], destination_ids[len(destination_ids) - num_wanted :]
 
 
 def incoming_pieces(receiver: Hello, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
@@ -89,12 +72,12 @@ def incoming_pieces(receiver: Hello, block_ids_per_group: BlockIds, sender: Part
 
     All ranks of the sender together write each byte once. Raises InvalidValueError if heads cannot be split so.
     """
-    all_pieces = []
+    pieces = []
     for group, pool, block_ids in zip(receiver.groups, receiver.pools, block_ids_per_group, strict=True):
-        pieces = _slot_pieces(group, receiver.block_size, sender, receiver.part)
-        addresses = _addresses(pool, block_ids, pieces.remote_offsets)
-        all_pieces.append(np.stack([addresses, np.full_like(addresses, pieces.size_bytes)], axis=1))
-    return np.concatenate(all_pieces)
+        _, offsets, size_bytes = _slot_pieces(group, receiver.block_size, sender, receiver.part)
+        addresses = _addresses(pool, block_ids, offsets)
+        pieces.append(np.stack([addresses, np.full_like(addresses, size_bytes)], axis=1))
+    return np.concatenate(pieces)
 
 
 def outgoing_fragments(
@@ -117,31 +100,33 @@ def outgoing_fragments(
         held = prompt_blocks(tables[group_id], num_tokens, block_size)
         wanted = request.block_ids_per_group[group_id]
         ordinals = range(num_written, min(len(tables[group_id]), num_blocks_for(num_tokens, block_size)))
-        pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted, ordinals)
+        source_ids, target_ids = pair_blocks(group_id, window, block_size, num_tokens, held, wanted, ordinals)
         largest = max(wanted, default=-1)
         if largest >= theirs.num_slots:
             raise InvalidValueError("block_id", largest, f"0 to {theirs.num_slots - 1}")
-        pieces = _slot_pieces(group, block_size, sender.part, receiver.part)
-        local = _addresses(ours, pairs.source_ids, pieces.local_offsets)
-        remote = _addresses(theirs, pairs.destination_ids, pieces.remote_offsets)
-        fragments.append(_merge_adjoining(local, remote, pieces.size_bytes))
+        local_offsets, remote_offsets, size_bytes = _slot_pieces(group, block_size, sender.part, receiver.part)
+        local, remote = _addresses(ours, source_ids, local_offsets), _addresses(theirs, target_ids, remote_offsets)
+        fragments.append(_merge_adjoining(local, remote, size_bytes))
     return np.concatenate(fragments)
 
 
-def _slot_pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) -> _Pieces:
-    """Return the pieces of a slot that a sender's rank writes: the whole slot, one piece of each plane, or none."""
+def _slot_pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) -> tuple[Int64s, Int64s, int]:
+    """Return the pieces of a slot that a sender's rank writes: offsets in its own slot and in the receiver's, and size.
+
+    It is the whole slot, one piece of each plane, or none.
+    """
     ours, theirs = heads_of(group.num_kv_heads, sender), heads_of(group.num_kv_heads, receiver)
     written = written_heads(group.num_kv_heads, sender, receiver)
     if not written:
-        return _Pieces(np.empty(0, np.int64), np.empty(0, np.int64), 0)
+        return np.empty(0, np.int64), np.empty(0, np.int64), 0
     if ours == theirs:
-        return _Pieces(np.zeros(1, np.int64), np.zeros(1, np.int64), group.slot_bytes(block_size, sender))
+        return np.zeros(1, np.int64), np.zeros(1, np.int64), group.slot_bytes(block_size, sender)
     head_bytes = group.head_bytes(block_size)
     local, remote = (
         (np.arange(group.num_planes) * len(heads) + written.start - heads.start) * head_bytes
         for heads in (ours, theirs)
     )
-    return _Pieces(local, remote, len(written) * head_bytes)
+    return local, remote, len(written) * head_bytes
 
 
 def _addresses(pool: PoolPlace, block_ids: Sequence[int], offsets: Int64s) -> Int64s:

@@ -9,18 +9,22 @@ from hypothesis import strategies as st
 from kvist.events import FULL
 from kvist.events.engine_events import KnownWindow
 from kvist.kvcache import ABSENT, num_blocks_for, num_stale_blocks
-from kvist.transfer.memory import BlockCountMismatchError, BlockPairs, pair_blocks, prompt_blocks
+from kvist.transfer.memory import BlockCountMismatchError, pair_blocks, prompt_blocks
 
 BLOCK_SIZE, PROMPT_LEN, WINDOW = 16, 100, 40
 
 
-def pairs_of(window: KnownWindow, source: list[int], destination: list[int], group_id: int = 0) -> BlockPairs:
-    return pair_blocks(group_id, window, BLOCK_SIZE, PROMPT_LEN, source, destination, range(7))
+Pairs = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def pairs_of(window: KnownWindow, source: list[int], destination: list[int], group_id: int = 0) -> Pairs:
+    sources, targets = pair_blocks(group_id, window, BLOCK_SIZE, PROMPT_LEN, source, destination, range(7))
+    return tuple(sources), tuple(targets)
 
 
 def pairs_in_slices(
     window: KnownWindow, block_size: int, prompt_len: int, table: list[int], wanted: tuple[int, ...], cut: int
-) -> BlockPairs:
+) -> Pairs:
     """Return what is paired of the blocks before a cut, when no others are filled, and then of those behind it."""
     lists: tuple[list[int], list[int]] = ([], [])
     for ordinals in (range(cut), range(cut, num_blocks_for(prompt_len, block_size))):
@@ -28,7 +32,7 @@ def pairs_in_slices(
         pairs = pair_blocks(0, window, block_size, prompt_len, filled, wanted, ordinals)
         for each, more in zip(lists, pairs, strict=True):
             each.extend(more)
-    return BlockPairs(*map(tuple, lists))
+    return tuple(lists[0]), tuple(lists[1])
 
 
 @pytest.mark.parametrize(
@@ -42,16 +46,16 @@ def pairs_in_slices(
     ],
 )
 def test_lists_are_paired_as_written(
-    window: KnownWindow, source: list[int], destination: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
+    window: KnownWindow, source: list[int], destination: list[int], expected: Pairs
 ) -> None:
     assert pairs_of(window, source, destination) == expected
 
 
 def test_stale_blocks_at_the_head_of_either_list_are_left_out() -> None:
     whole = list(range(10, 17))
-    assert pairs_of(WINDOW, whole, [23, 24, 25, 26]).source_ids == (13, 14, 15, 16)
-    assert pairs_of(WINDOW, [13, 14, 15, 16], whole).destination_ids == (13, 14, 15, 16)
-    assert pair_blocks(1, 128, 128, 1225 * 128, [10], [20, 21], range(1225)) == ((10,), (21,))
+    assert pairs_of(WINDOW, whole, [23, 24, 25, 26])[0] == (13, 14, 15, 16)
+    assert pairs_of(WINDOW, [13, 14, 15, 16], whole)[1] == (13, 14, 15, 16)
+    assert pair_blocks(1, 128, 128, 1225 * 128, [10], [20, 21], range(1225)) == ([10], [21])
 
 
 def test_a_table_gives_what_lies_before_the_prompts_end() -> None:
@@ -130,7 +134,7 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     missing = [ABSENT] * num_cached + destination[num_cached:]
     wanted = prompt_blocks(missing, prompt_len, block_size)
     pairs = pairs_in_slices(window, block_size, prompt_len, source, wanted, min(num_cut, total))
-    landed = dict(zip(pairs.destination_ids, pairs.source_ids, strict=True))
+    landed = dict(zip(pairs[1], pairs[0], strict=True))
 
     expected = {
         destination[position // block_size]: source[position // block_size]
