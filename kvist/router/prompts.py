@@ -121,7 +121,7 @@ class KnownModels(Protocol):
     def tokenizer(self, model: str | None) -> ChatTokenizer | None:
         """Return the model's tokeniser, None where its text cannot be read."""
 
-    def target(self, fields: Fields) -> str | None:
+    def resolve_alias(self, fields: Fields) -> str | None:
         """Return the model of a request that names an alias, None if it names none."""
 
 
@@ -140,7 +140,7 @@ class OneModel:
         """Return the tokeniser."""
         return self.only
 
-    def target(self, _: Fields) -> str | None:
+    def resolve_alias(self, _: Fields) -> str | None:
         """Return None, as there are no aliases."""
         return None
 
@@ -198,13 +198,15 @@ class PromptReader:
     def _read_form(self, path: str, body: bytes) -> ParsedRequest:
         named = model_in_form(body)
         model = None if named is None else body[named].decode(errors="replace")
-        target = self._models.target({"model": model, "prompt": xxh3_64_hexdigest(body)})  # a conversation of its own
+        target = self._models.resolve_alias(
+            {"model": model, "prompt": xxh3_64_hexdigest(body)}
+        )  # a conversation of its own
         parsed = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
         return msgspec.structs.replace(parsed, path=path, is_renamed=target is not None)
 
     def _rename(self, fields: Fields) -> bool:
         """Replace an alias by the model, and return whether there was one."""
-        target = self._models.target(fields)
+        target = self._models.resolve_alias(fields)
         if target is not None:
             fields["model"] = target
         return target is not None

@@ -133,7 +133,7 @@ class Models(ComposedContext):
         limits = [each.tokenizer.inline_body_bytes for each in files if each.tokenizer is not None]
         self.inline_body_bytes = min(limits, default=INLINE_BODY_BYTES)
 
-    def target(self, fields: Fields) -> str | None:
+    def resolve_alias(self, fields: Fields) -> str | None:
         """Return the model that an alias stands for, None if the request names no alias.
 
         If an alias stands for several models, a conversation always gets the same one, by its `user` or
