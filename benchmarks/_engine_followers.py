@@ -126,8 +126,9 @@ class IndexService:
             found |= self._ask_by_hash(model, local_block_hashes(tokens, block_size, is_eagle=True, **scope))
         return found
 
-    def _ask_by_hash(self, model: str, hashes: Any) -> dict[int, list[int]]:
-        body = {"model_name": model, "block_hashes": hashes.astype("i8").tolist()}
+    def _ask_by_hash(self, model: str, hashes: list[int]) -> dict[int, list[int]]:
+        signed = [value - (1 << 64) if value >> 63 else value for value in hashes]
+        body = {"model_name": model, "block_hashes": signed}
         return _tokens(self._exchange("query_by_hash", body))
 
     def ranks(self, model: str) -> dict[int, RankStatus]:

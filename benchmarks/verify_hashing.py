@@ -47,7 +47,7 @@ def compare(num_cases: int, rng: random.Random) -> int:
             for items in mm_hashes
         ]
         theirs = compute_block_hash_for_seq(token_ids, block_size, mm_infos, cache_namespace=cache_salt, **scope)
-        ours = local_block_hashes(token_ids, block_size, cache_salt=cache_salt, mm_hashes=mm_hashes, **scope).tolist()
+        ours = local_block_hashes(token_ids, block_size, cache_salt=cache_salt, mm_hashes=mm_hashes, **scope)
         if ours != theirs:
             sys.exit(f"case {case_idx} differs: {block_size=} {token_ids=} {scope=} {cache_salt=} {mm_hashes=}")
         num_blocks += len(ours)

@@ -1,7 +1,7 @@
 """The contract between engines, publishers and routers: event types, hashing, dialects and transports.
 
-An engine speaks its own dialect (`dialects`), which becomes engine events (`engine`). A publisher keeps one window
-group, hashes it (`hashing`) and sends canonical batches (`types`, `codec`) over a transport (`transports`).
+`dialects` decodes an engine's own messages into engine events (`engine_events`). A publisher keeps one window group,
+hashes its blocks (`hashing`) and sends canonical batches (`types`, `codec`) over a transport (`transports`).
 """
 
 from kvist.events.engine_events import (

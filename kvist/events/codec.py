@@ -1,4 +1,4 @@
-"""Canonical batches and snapshots as bytes: what encodes and decodes them, the two ends of docs/wire-format.md.
+"""Encodes and decodes canonical batches and snapshots, as docs/wire-format.md specifies.
 
 Decoding tolerates what later versions may add, at every level: trailing fields are ignored, and an event whose type or
 tier is unknown is skipped and counted. Anything else that is not as specified is a MalformedMessageError.
@@ -30,14 +30,14 @@ _TIER_IDX_OF_TAG: dict[str, int | None] = {"stored": 3, "removed": 2, "cleared":
 
 
 class DecodedBatch(NamedTuple):
-    """A batch, and how many of its events this version does not know and has left out."""
+    """A batch, and how many events were left out because this version does not know them."""
 
     batch: Batch
     num_unknown_events: int
 
 
 class RawBatch(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
-    """A batch whose events are still bytes, so that each can be judged alone."""
+    """A batch whose events are still bytes, so that each can be decoded by itself."""
 
     timestamp_s: float
     events: list[msgspec.Raw]

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
@@ -26,8 +26,8 @@ class UnsizedWindow(Enum):
     """The windows that are not a number of tokens.
 
     FULL is full attention, and larger than any number. UNKNOWN is that of an engine that never says: such a group
-    passes only while its rank has shown one group. STATE is that of a group which keeps a state, as Mamba does: it goes
-    on from the one behind a block, and is never published by itself.
+    passes only while its rank has shown one group. STATE is that of a group which keeps a state, as Mamba does: a
+    request continues from the state behind a block. Such a group is never published by itself.
     """
 
     FULL = "full"
@@ -62,7 +62,8 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     `token_ids` are the tokens of all blocks, back to back; none at all means that blocks which another tier holds are
     now in this one too. `block_lengths` counts the tokens of each block; None means that each has `block_size`. A None
     hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per block, the hashes of the multimodal
-    items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1). What `is_report` may have been there before.
+    items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1). With `is_report`, the blocks may have been
+    stored before.
     """
 
     block_hashes: Sequence[EngineHash | None]
@@ -93,7 +94,7 @@ class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineCleared(msgspec.Struct, frozen=True, gc=False):
-    """The rank dropped its whole cache, or all of one tier, and nothing is said of the others."""
+    """The rank dropped its whole cache, or all of one tier and nothing of the others."""
 
     rank: int = 0
     tier: Tier | None = None
@@ -117,27 +118,23 @@ class DecodedEngineBatch(NamedTuple):
 
 
 def fold_hash(engine_hash: EngineHash) -> int:
-    """Return the hash as u64, whatever its form; of a digest the last eight bytes count, big-endian, as in vLLM."""
+    """Return the hash as u64: of an integer its low 64 bits, of a digest its last eight bytes, big-endian, as vLLM."""
     if isinstance(engine_hash, bytes):
         engine_hash = int.from_bytes(engine_hash[-8:], "big")
     return engine_hash & _U64_MASK
 
 
-@overload
-def fold_hashes(engine_hashes: list[EngineHash]) -> list[EngineHash]: ...
-@overload
-def fold_hashes(engine_hashes: list[EngineHash | None]) -> list[EngineHash | None]: ...
 def fold_hashes(engine_hashes: list[Any]) -> list[Any]:
-    """Return the folded hashes, None for None; of unsigned integers, which engines send, the list itself."""
+    """Return the folded hashes, None for None; a list of unsigned integers, as engines send, is returned itself."""
     try:
-        array("Q", engine_hashes)  # the fastest look at them all
+        array("Q", engine_hashes)  # the fastest check of them all
     except (TypeError, OverflowError):
         return [None if engine_hash is None else fold_hash(engine_hash) for engine_hash in engine_hashes]
     return engine_hashes
 
 
 class Place(TypedDict, total=False):
-    """Of which layer group, on which rank and in which tier; as in the events, and left out with their defaults."""
+    """Which layer group, rank and tier an event is about; as in the events, with the same defaults."""
 
     window: Window
     group: int | None
@@ -146,7 +143,7 @@ class Place(TypedDict, total=False):
 
 
 class StoredFacts(Place, total=False):
-    """What may be said of blocks that were stored, as in `EngineStored`."""
+    """The optional fields of `EngineStored`."""
 
     parent_block_hash: EngineHash | None
     block_lengths: Sequence[int] | None
@@ -156,7 +153,7 @@ class StoredFacts(Place, total=False):
 
 
 class EventSink(Protocol):
-    """Where an engine reports its cache: never blocks, never raises for what was reported, keeps the caller's order.
+    """Where an engine reports changes of its cache. Never blocks, never raises for what is reported, keeps the order.
 
     Callable from one engine thread at a time. Arguments are as in the Engine* event of the same name.
     """

@@ -1,6 +1,6 @@
-"""Following subscriptions: the asyncio shell around `Follower`s, which decide and do no I/O.
+"""Following subscriptions: the asyncio loop around `Follower`s, which decide and do no I/O.
 
-Long work on the event loop is done in turns, a slice at a time, and all sockets are looked at between two slices.
+Long work on the event loop is done in turns, a slice at a time, and all sockets are polled between two slices.
 """
 
 from __future__ import annotations
@@ -14,64 +14,64 @@ from typing import NamedTuple, Protocol
 from kvist.events.transports import Message, ReplayRequest, Subscription
 
 TICK_S = 0.25
-"""How long a message is waited for: questions fall due and peers connect without one."""
+"""How long to wait for a message: questions become due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
 SLICE_S = 0.0002
-"""How long one turn is, but for the piece of work that ends it."""
+"""How long one turn takes; its last piece of work may exceed that."""
 PAUSE_S = 0.0002
-"""After so long without a turn sockets were looked at, so that the next begins without waiting for that."""
+"""After so long without a turn the sockets have been polled, so the next turn begins without waiting for that."""
 SLICE_SHARE = 1.0
-"""A turn may be as long as all others had just before it, times this: where 64 chats fill each turn of the event loop,
-0.2 ms between two of them let events come 40 s late, and ever later (2026-11-23)."""
+"""A turn may take as long as everything else on the loop just took, times this: with 64 chats in each iteration of the
+event loop, turns of 0.2 ms made events come 40 s late, and ever later (2026-11-23)."""
 
 
 class Question(NamedTuple):
-    """What to ask the publisher; `rank` is the asker's own note of whom it is about."""
+    """What to ask the publisher; `rank` is for the follower, which gets the question back with the answer."""
 
     request: ReplayRequest
     rank: int = 0
     is_caught_up: bool = False
-    """Whether, when the answer was there, nothing was left unread of what the connection brought, and it stood."""
+    """Whether, when the answer had come, the connection stood and everything it brought had been read."""
 
 
 class Follower(Protocol):
-    """Decides what becomes of one subscription's messages."""
+    """Decides what to do with one subscription's messages."""
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take one receive's messages, maybe a `MessageBlock`; yields wherever others may have a turn."""
+        """Apply the messages of one receive, maybe a `MessageBlock`; yields wherever others may have a turn."""
 
     def on_reconnect(self, now_s: float) -> None:
-        """Take note that a peer connected; what comes next may be another process's."""
+        """Record that a peer connected, which may be another process than before."""
 
     def on_departure(self) -> None:
-        """Take note that the peer is known to be gone; called again when something comes meanwhile."""
+        """Record that the peer is known to be gone; called again if something still came from it."""
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now, the same until `on_answer` or something else happens; called in every round."""
+        """Return what to ask now, the same until an answer or something else arrives; called in every round."""
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer, None for silence; yields between pieces of work, wherever others may have a turn."""
+        """Apply the answer, None for silence; yields wherever others may have a turn."""
 
 
 class Turns:
-    """Does the work of many, in pieces, without anybody else on the event loop waiting longer than for one turn.
+    """Runs the work of many followers in pieces, so that everything else on the event loop waits at most one turn.
 
-    However busy the loop is with others, a third of it or so is for what is to be done here.
+    However busy the loop is otherwise, this work gets about a third of it.
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()  # which who waited longest gets
+        self._turn = asyncio.Lock()  # the one that waited longest gets it
         self._ends_at_s = 0.0
 
     async def run_in_turns(self, pieces: Iterator[None]) -> None:
-        """Return once all pieces are done, in turns with those of others; an error in one of them is raised."""
-        if self._is_on_the_spot() and self._is_finished(pieces):
+        """Do all pieces, in turns with those of others; raises what one of them raises."""
+        if self._may_begin_at_once() and self._is_finished(pieces):
             return
         while True:
             async with self._turn:
-                # With the one below, twice: what the event loop finds ready comes behind what was called for before it
-                # looked.
+                # Together with the sleep below, two iterations: what the event loop finds ready in one runs behind the
+                # callbacks that were scheduled before it.
                 begins_at_s = time.monotonic()
                 await asyncio.sleep(0)
                 now_s = time.monotonic()
@@ -80,8 +80,8 @@ class Turns:
                     return
             await asyncio.sleep(0)
 
-    def _is_on_the_spot(self) -> bool:
-        """Return whether work may begin without waiting: in what is left of a turn, or long after the last one."""
+    def _may_begin_at_once(self) -> bool:
+        """Return whether work may begin without waiting: in the rest of a turn, or long enough after the last one."""
         if self._turn.locked():
             return False
         now_s = time.monotonic()
@@ -90,7 +90,7 @@ class Turns:
         return now_s < self._ends_at_s
 
     def _is_finished(self, pieces: Iterator[None]) -> bool:
-        """Do pieces, one at least, until the turn is over; return whether those were all."""
+        """Do pieces, at least one, until the turn is over; return whether all are done."""
         return all(time.monotonic() < self._ends_at_s for _ in pieces)
 
 
@@ -104,23 +104,23 @@ async def follow(
     snapshot_gate: AbstractAsyncContextManager[object] | None = None,
     num_connects: int = 0,
 ) -> None:
-    """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question.
+    """Feed the follower and ask its questions until cancelled; `replay_gate` is held during each question.
 
-    Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
-    first `num_connects` connections are no news to the follower.
+    During a question for all that a publisher holds, and until its answer is applied, `snapshot_gate` is held instead,
+    if given. The follower already knows of the first `num_connects` connections.
     """
     has_departed = False
 
     def apply(messages: Sequence[Message]) -> Iterator[None]:
         nonlocal num_connects, has_departed
-        is_told = has_departed and not messages
+        was_reported = has_departed and not messages
         if subscription.num_connects > num_connects:
-            num_connects, is_told = subscription.num_connects, False
+            num_connects, was_reported = subscription.num_connects, False
             follower.on_reconnect(clock())
         if messages:
             yield from follower.receive_all(messages, clock())
         has_departed = subscription.is_peer_gone
-        if has_departed and not is_told:  # also after messages: they may be its last
+        if has_departed and not was_reported:  # also after messages: they may be its last
             follower.on_departure()
 
     while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -30,8 +30,8 @@ _TOKEN_BYTES = 4
 _pack_pair = struct.Struct("<QQ").pack
 
 
-class Beside(TypedDict, total=False):
-    """What enters local hashes beside tokens. Empty names count as absent."""
+class HashExtras(TypedDict, total=False):
+    """What is hashed with a block's tokens. Empty names count as absent."""
 
     lora_name: str | None
     cache_salt: str | None
@@ -41,41 +41,61 @@ class Beside(TypedDict, total=False):
     """Block i covers tokens [i*B, i*B + B + 1)."""
 
 
-def local_block_hashes(token_ids: TokenIds, block_size: int, **beside: Unpack[Beside]) -> NDArray[np.uint64]:
-    """Return the local hash of each full block `[num_full_blocks]`; a partial last block has none.
+def local_block_hashes(
+    token_ids: TokenIds,
+    block_size: int,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    mm_hashes: Sequence[Sequence[int]] | None = None,
+    is_eagle: bool = False,
+) -> list[int]:
+    """Return the local hash of each full block; a partial last block has none.
 
     Local hash = XXH3-64 of the block's tokens as little-endian u32, then its `mm_hashes` sorted as little-endian u64.
     Raises InvalidValueError for a token id outside u32 or an mm hash outside u64.
     """
-    return np.array(_local_hashes(token_ids, block_size, **beside), dtype=np.uint64)
+    if block_size <= 0:
+        raise InvalidValueError("block_size", block_size, "a positive number of tokens")
+    packed = pack_tokens(token_ids)
+    stride = block_size * _TOKEN_BYTES
+    overlap = _TOKEN_BYTES if is_eagle else 0
+    num_blocks = max(0, len(packed) - overlap) // stride
+    blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
+    if mm_hashes is not None:
+        for idx, items in enumerate(mm_hashes[:num_blocks]):
+            if items:
+                blocks[idx] += _pack_mm_hashes(items)
+    return list(map(xxh3_64_intdigest, blocks, repeat(scope_seed(lora_name, cache_salt))))
 
 
-def sequence_hashes(local_hashes: NDArray[np.uint64], parent: int | None = None) -> NDArray[np.uint64]:
-    """Return the canonical hash of each block of a chain `[num_blocks]`, given that of the block before it.
+def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:
+    """Return the canonical hash of each block of a chain, given that of the block before it.
 
     S[i] = XXH3-64(LE64(S[i-1]) + LE64(L[i]), seed 1337); the first block of a prompt has S = L.
     """
-    return np.array(_chained(local_hashes.tolist(), parent), dtype=np.uint64)
+    if parent is None:
+        return list(accumulate(local_hashes, _chain))
+    return list(accumulate(local_hashes, _chain, initial=parent))[1:]
 
 
-def block_hashes(token_ids: TokenIds, block_size: int, **beside: Unpack[Beside]) -> NDArray[np.uint64]:
+def block_hashes(token_ids: TokenIds, block_size: int, **extras: Unpack[HashExtras]) -> NDArray[np.uint64]:
     """Return the canonical hash of each full block of a prompt; raises as `local_block_hashes` does."""
-    return np.array(chain_hashes(token_ids, block_size, None, **beside), dtype=np.uint64)
+    return np.array(chain_hashes(token_ids, block_size, None, **extras), dtype=np.uint64)
 
 
-def chain_hashes(token_ids: TokenIds, block_size: int, parent: int | None, **beside: Unpack[Beside]) -> list[int]:
-    """Return the canonical hash of each full block behind `parent`, as integers: short chains need no array."""
-    return _chained(_local_hashes(token_ids, block_size, **beside), parent)
+def chain_hashes(token_ids: TokenIds, block_size: int, parent: int | None, **extras: Unpack[HashExtras]) -> list[int]:
+    """Return the canonical hash of each full block behind `parent`."""
+    return sequence_hashes(local_block_hashes(token_ids, block_size, **extras), parent)
 
 
 def block_hash(packed_tokens: bytes, parent: int | None) -> int:
-    """Return the canonical hash of one full block behind `parent`, without scope and images, from its packed tokens."""
+    """Return the canonical hash of one full block behind `parent` from its packed tokens, with nothing beside them."""
     local = xxh3_64_intdigest(packed_tokens, HASH_SEED)
-    return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), HASH_SEED)
+    return local if parent is None else _chain(parent, local)
 
 
 def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
-    """Return the seed of local hashes, of which each adapter and salt has its own; empty names count as absent."""
+    """Return the seed of local hashes for an adapter and a salt; empty names count as absent."""
     seed = HASH_SEED
     if lora_name:
         seed += xxh3_64_intdigest(_utf8(lora_name), 0)
@@ -94,34 +114,6 @@ def pack_tokens(token_ids: TokenIds) -> bytes:
     except (OverflowError, TypeError) as error:
         wrong = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t <= _U32_MAX), token_ids)
         raise InvalidValueError("token_ids", wrong, "integers from 0 to 2**32 - 1") from error
-
-
-def _local_hashes(
-    token_ids: TokenIds,
-    block_size: int,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    mm_hashes: Sequence[Sequence[int]] | None = None,
-    is_eagle: bool = False,
-) -> list[int]:
-    if block_size <= 0:
-        raise InvalidValueError("block_size", block_size, "a positive number of tokens")
-    packed = pack_tokens(token_ids)
-    stride = block_size * _TOKEN_BYTES
-    overlap = _TOKEN_BYTES if is_eagle else 0
-    num_blocks = max(0, len(packed) - overlap) // stride
-    blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
-    if mm_hashes is not None:
-        for idx, items in enumerate(mm_hashes[:num_blocks]):
-            if items:
-                blocks[idx] += _pack_mm_hashes(items)
-    return list(map(xxh3_64_intdigest, blocks, repeat(scope_seed(lora_name, cache_salt))))
-
-
-def _chained(local_hashes: list[int], parent: int | None) -> list[int]:
-    if parent is None:
-        return list(accumulate(local_hashes, _chain))
-    return list(accumulate(local_hashes, _chain, initial=parent))[1:]
 
 
 def _chain(parent: int, local: int) -> int:

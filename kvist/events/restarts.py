@@ -1,4 +1,4 @@
-"""The epoch of an engine's own stream, which carries none: equal bytes under a number mean the same process."""
+"""Epochs for an engine's own stream, which has none: other bytes under a known number mean another process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NO_SEQUENCE = (1 << 64) - 1  # where no message is remembered: no engine gets t
 
 
 class RestartDetector:
-    """Gives a stream the next epoch when it cannot be the process that it was.
+    """Starts the next epoch when a message shows that the stream is another process's.
 
     Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
     `sequences` and `fingerprints` are a ring, in which a number's place is the number modulo their length, a power of
-    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so in `last_sequence`.
+    two: code that applies messages elsewhere writes their XXH3-64 there, and updates `last_sequence`.
     """
 
     def __init__(self, capacity: int = 2048) -> None:
@@ -26,7 +26,7 @@ class RestartDetector:
         self.last_sequence = -1
 
     def observe(self, sequence: int, payload: bytes) -> int:
-        """Return the epoch of a live message: the next one if its number was used for other bytes."""
+        """Record a live message and return its epoch: the next one if its number had other bytes before."""
         fingerprint = xxh3_64_intdigest(payload)
         if sequence <= self.last_sequence and self._recall(sequence) != fingerprint:
             self._restart()
@@ -38,27 +38,27 @@ class RestartDetector:
         return self._recall(sequence) == xxh3_64_intdigest(payload)
 
     def remember(self, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Remember messages that turned out to be of this process."""
+        """Record messages that turned out to be of this process."""
         for sequence, payload in messages:
             self._remember(sequence, xxh3_64_intdigest(payload))
 
     def remembered(self) -> list[tuple[int, int]]:
-        """Return sequence and fingerprint of what is remembered, oldest first."""
+        """Return sequence and fingerprint of each message remembered, oldest first."""
         places = np.flatnonzero(self.sequences != _NO_SEQUENCE)
         places = places[np.argsort(self.sequences[places])]
         return list(zip(self.sequences[places].tolist(), self.fingerprints[places].tolist(), strict=True))
 
     def resume(self, remembered: Iterable[tuple[int, int]], last_sequence: int) -> None:
-        """Remember what another detector did, whose last message was this one."""
+        """Continue from what another detector remembered, whose last message was this one."""
         for sequence, fingerprint in remembered:
             self._remember(sequence, fingerprint)
         self.last_sequence = last_sequence
 
     def observe_answer(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
-        """Return the epoch of an answer that was asked for from `last_sequence` on, the last message applied.
+        """Record an answer that was asked for from `last_sequence` on, the last message applied; return its epoch.
 
-        It is the next epoch unless that message is in it, with the same bytes: an engine that no longer knows it has
-        restarted, or has forgotten so much that going on cannot be told from a restart.
+        It is the next epoch unless the answer has that message, with the same bytes: an engine that no longer has it
+        has restarted, or forgotten so much that this cannot be told from a restart.
         """
         fingerprints = {sequence: xxh3_64_intdigest(payload) for sequence, payload in messages}
         is_known = last_sequence is None or last_sequence in fingerprints

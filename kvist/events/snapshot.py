@@ -4,8 +4,8 @@ The digest is free of order, so that publisher and subscriber can compare withou
 2**64, over every held (block, tier), of the splitmix64 finaliser (Steele et al. 2014) of the block's hash XORed with a
 constant of its tier. Adding and removing are both O(1).
 
-A snapshot is the state before the batch of its sequence, so that the batches from there on continue it. Nothing of one
-is believed before all of it is there and adds up to the digest that it names.
+A snapshot is the state before the batch of its sequence, so that the batches from there on continue it. It is used only
+once all parts are there and have together the digest that it names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HeldBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a rank held before the batch `sequence`, in slices by ascending depth; `holding` is proven of them."""
+    """All that a rank held before the batch `sequence`, in slices by ascending depth, which have this `holding`."""
 
     epoch: int
     sequence: int
@@ -78,8 +78,8 @@ class Snapshot:
     slices: tuple[HeldBlocks, ...]
 
 
-def cut(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
-    """Yield what is held in parts, by ascending depth, one at least; `state` is a heartbeat that tells of the same."""
+def snapshot_parts(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
+    """Yield the parts of a snapshot of `held`, by ascending depth, at least one; `state` is the heartbeat for it."""
     (heartbeat,) = state.events
     assert isinstance(heartbeat, Heartbeat)
     # A sixth of the time, for numpy sorts 16 bits by radix: 10 ms for a million blocks.
@@ -98,7 +98,7 @@ def cut(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
 
 
 class SnapshotAssembly:
-    """Puts a snapshot's parts together, in any order and however often they come; `source` is for errors."""
+    """Assembles a snapshot from its parts, in any order and possibly repeated; `source` is for errors."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -108,11 +108,11 @@ class SnapshotAssembly:
         self._digest = 0
 
     def add(self, part: SnapshotPart) -> None:
-        """Take a part; raises MalformedMessageError when it is another snapshot's."""
+        """Add a part; raises MalformedMessageError when it is another snapshot's."""
         first = self._first = self._first or part
-        if identity(part) != identity(first):
-            found = f"a part of snapshot {identity(part)}"
-            raise MalformedMessageError(self._source, f"{found}, expected one of {identity(first)}")
+        if snapshot_id(part) != snapshot_id(first):
+            found = f"a part of snapshot {snapshot_id(part)}"
+            raise MalformedMessageError(self._source, f"{found}, expected one of {snapshot_id(first)}")
         if part.part_idx in self._slices:
             return
         held = HeldBlocks(
@@ -126,7 +126,7 @@ class SnapshotAssembly:
         self._slices[part.part_idx] = held
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot; raises MalformedMessageError unless it is whole and is what it says it is."""
+        """Return the snapshot; raises MalformedMessageError unless it is whole and has the digest it names."""
         first = self._first
         if first is None or len(self._slices) < first.num_parts:
             num_parts = 0 if first is None else first.num_parts
@@ -138,6 +138,6 @@ class SnapshotAssembly:
         return Snapshot(first.epoch, first.sequence, published, slices)
 
 
-def identity(part: SnapshotPart) -> tuple[int, ...]:
-    """Return what all parts of a snapshot say alike."""
+def snapshot_id(part: SnapshotPart) -> tuple[int, ...]:
+    """Return the fields that are equal in all parts of one snapshot."""
     return part.rank, part.epoch, part.sequence, part.num_parts, part.num_blocks, part.digest

@@ -19,7 +19,7 @@ NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 # Bounded well above what is deployed: without a bound, garbage could make everything kept by rank grow.
 MAX_RANKS = 4096
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
-# Or the companion of one, which has the stream of a rank of its own.
+# A rank or its companion, which has a stream of its own.
 RankOrCompanion: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_RANKS)]
 
 
@@ -40,7 +40,7 @@ class WorkerRank(NamedTuple):
 
     @property
     def companion(self) -> WorkerRank:
-        """Return what stands for the rank's other groups in an index."""
+        """Return the rank that stands for this one's other layer groups in an index."""
         return WorkerRank(self.worker, self.rank + MAX_RANKS)
 
 
@@ -48,10 +48,10 @@ MAX_NEEDED, MAX_STRIDE, MAX_KINDS = 1 << 20, 256, 4
 
 
 class GroupRule(NamedTuple):
-    """What a group of layers must hold for a hit: `num_needed` of its blocks at the end, 0 for all of them.
+    """What a group of layers must hold for a hit: the last `num_needed` of its blocks, or 0 for all of them.
 
-    A block of the group is as long as `stride` published ones, and has the name of the last of them. With
-    `num_ahead` as many more are needed behind the hit, which the engine has but computes again.
+    A block of the group is as long as `stride` published ones, and has the name of the last of them. `num_ahead` more
+    blocks are needed behind the hit, which the engine has but computes again.
     """
 
     num_needed: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEEDED)]
@@ -79,27 +79,27 @@ class Cleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True, gc=Fa
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, gc=False):
-    """What the rank holds after everything numbered so far: how many (block, tier) pairs, and their digest.
+    """What the rank holds after all batches so far: how many (block, tier) pairs, and their digest.
 
-    Its batch takes no sequence number: it repeats the next one to be used, so a subscriber that expects less has lost
-    something, even if nothing follows.
+    Its batch uses up no sequence number: it names the next one to be used, so a subscriber that expects a lower one has
+    lost something, even if nothing follows.
     """
 
     num_blocks: NonNegative
     digest: NonNegative
     is_complete: bool = True
-    """Whether the publisher knows of all that the engine holds: one beside an engine may have lost some."""
+    """Whether the publisher knows all that the engine holds: one beside an engine may have lost events."""
     rules: Annotated[tuple[GroupRule, ...], msgspec.Meta(max_length=1 + MAX_KINDS)] = ()
-    """Of a companion: what hits of its rank need, of the published group and of each kind of others."""
+    """For a companion: what a hit of its rank needs of the published group, and of each kind of others."""
     is_upper_bound: bool = False
-    """Whether hits also need what the stream does not tell of: other layer groups, or a window's last blocks."""
+    """Whether hits also need blocks that are not in the stream: of other layer groups, or the last of a window."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat
 
 
 class Holding(NamedTuple):
-    """What one side holds: the number of (block, tier) pairs, and their digest."""
+    """What a publisher or a copy holds: the number of (block, tier) pairs, and their digest."""
 
     num_blocks: int
     digest: int

@@ -1,7 +1,7 @@
-"""A message body ends exactly where its framing says: payload out, every byte behind it kept as `excess`.
+"""Message bodies in their three framings.
 
-Three framings with one shape: `feed(data)` returns the payload in `data` until `is_complete`; `excess` then holds what
-followed. Chunk boundaries are not payload and are not kept; extensions and trailers are checked, bounded and dropped.
+For each, `feed(data)` returns the payload in `data` until `is_complete`; `excess` then holds the bytes that followed.
+Chunk boundaries are not kept; chunk extensions and trailers are checked, bounded and dropped.
 """
 
 import re
@@ -16,7 +16,7 @@ _EXTENSION = rb";" + TOKEN + rb"++(?:=(?:" + TOKEN + rb"++|" + _QUOTED + rb"))?+
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16}+)((?:" + _EXTENSION + rb")*+)\r\n")
 MAX_CHUNK_LINE_BYTES = 256
 MAX_EXTENSION_BYTES = 4096
-"""All chunk extensions of one body: nobody here reads them, so they only serve to waste work."""
+"""All chunk extensions of one body, which nobody here reads."""
 MAX_TRAILER_BYTES = 8192
 _FRAMING = frozenset((b"content-length", b"host", b"transfer-encoding"))
 """Fields that say where a message ends or goes; RFC 9110 (6.5.1) forbids them in trailers."""

@@ -1,6 +1,7 @@
-"""A connection has one deadline at a time; moving it on costs no timer, and a late loop makes nobody late.
+"""Deadlines that are cheap to move, and that do not expire because our own event loop was late.
 
-Setting a later deadline leaves the running timer alone; when that fires early it re-arms itself for what remains.
+A connection has one deadline at a time. Setting a later one leaves the running timer alone; when that fires early, it
+is set again for the rest.
 """
 
 import asyncio
@@ -10,20 +11,20 @@ from typing import Self
 
 _TICK_S = 0.05
 _TOLERATED_S = 0.005
-"""A tick that is late by less is on time: timers of every loop are."""
+"""A tick that is late by less counts as on time: every loop's timers are that late."""
 
 
 class LoopClock:
-    """Tells the time in which the event loop ran its callbacks when they were due; what it was late by is left out.
+    """A clock that stands still while the event loop is late to run its callbacks.
 
-    What a loop that is busy with something else has not read yet, nobody has failed to send. As a context manager it
-    ticks; outside it tells the loop's own time.
+    So no peer is blamed for what it has sent and a busy loop has not read yet. It measures the lateness while entered
+    as a context manager; before, it is the loop's own clock.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.late_s = 0.0
-        """All that the loop was late by since the clock began."""
+        """By how much the loop was late, in all."""
         self._tick: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
@@ -40,7 +41,7 @@ class LoopClock:
 
     @asynccontextmanager
     async def timeout(self, timeout_s: float) -> AsyncIterator[None]:
-        """Raises TimeoutError where its block has not ended after so long."""
+        """Raises TimeoutError if the block takes longer by this clock."""
         async with asyncio.timeout(None) as timeout:
             deadline = Deadline(self, lambda _: timeout.reschedule(0.0))
             deadline.set("timeout", timeout_s)
@@ -58,7 +59,7 @@ class LoopClock:
 
 
 class Deadline:
-    """Calls `on_expired(phase)` once, not before the last deadline set has passed; `None` phase: nothing is awaited."""
+    """Calls `on_expired(phase)` once when the last deadline set has passed; `phase` is None while there is none."""
 
     __slots__ = ("_armed_at_s", "_clock", "_handle", "_on_expired", "_when_s", "phase")
 
@@ -70,7 +71,7 @@ class Deadline:
         self.phase: str | None = None
 
     def set(self, phase: str, timeout_s: float) -> None:
-        """Replaces whatever was awaited by `phase`, from now on."""
+        """Replaces the deadline by one that is `timeout_s` from now."""
         self.phase = phase
         at_s = self._clock.loop.time() + timeout_s
         self._when_s = at_s - self._clock.late_s
@@ -81,11 +82,11 @@ class Deadline:
             self._arm()
 
     def clear(self) -> None:
-        """Nothing is awaited; the timer is left to run out."""
+        """Removes the deadline; its timer is left to run out."""
         self.phase = None
 
     def close(self) -> None:
-        """Nothing is awaited any more, and no timer keeps the connection alive."""
+        """Removes the deadline and its timer, which would keep the connection in memory."""
         self.phase = None
         if self._handle is not None:
             self._handle.cancel()

@@ -1,4 +1,4 @@
-"""Errors are split by who must act: the client, nobody (the client left), or the caller choosing another worker."""
+"""Errors, split by who must act: the client, nobody (the client left), or the caller, who chooses another worker."""
 
 import msgspec
 

@@ -1,7 +1,7 @@
-"""A header block is either read exactly as RFC 9110 and 9112 spell it, or refused; what is written cannot be split.
+"""Header blocks are parsed exactly as RFC 9110 and 9112 say, or refused; those we write cannot be split by a value.
 
-One regular expression decides both what a field line is and what its name and value are, so there is no second reading
-to disagree with the first.
+One regular expression decides both what a field line is and what its name and value are, so no second parser can
+disagree with the first.
 """
 
 import re

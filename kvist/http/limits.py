@@ -14,11 +14,11 @@ MIB = 1024 * KIB
 _MAX_DESCRIPTORS = 1 << 20
 """More than this are not asked for, even where the hard limit allows them."""
 _MAX_DEFAULT_CONNECTIONS = 1 << 16
-"""Idle ones take 0.3 GB then; who wants more says so."""
+"""So many idle ones take 0.3 GB; more have to be asked for."""
 
 
 def default_max_connections() -> int:
-    """Return how many clients the descriptor limit allows, which is raised as far as it may be: one for each of two.
+    """Raise the descriptor limit as far as allowed, and return half of it as the number of clients.
 
     The other half is for what serves them: connections to workers, event streams, files.
     """
@@ -36,39 +36,42 @@ def default_max_connections() -> int:
     return max_connections
 
 
-def _require_positive(limits: object) -> None:
-    """Refuses a limit that is not above zero, naming the field and the value."""
-    for field in fields(limits):  # type: ignore[arg-type]
-        value = getattr(limits, field.name)
-        if value is not None and not value > 0:
-            raise InvalidValueError(f"{type(limits).__name__}.{field.name}", value, "a number above 0")
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Raises InvalidValueError for a limit that is not above zero."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise InvalidValueError(f"{type(self).__name__}.{field.name}", value, "a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
-class HttpLimits:
+class HttpLimits(_Limits):
     """What one client, and all clients together, may cost the server."""
 
     max_connections: int = 4096
-    """A connection beyond it takes the place of the one that has waited longest for its client's next request.
+    """A connection beyond it takes the place of the one that is idle for longest.
 
-    Where all have one under way, only `GET /health` is answered, anything else with 503.
+    If none is idle, only `GET /health` is answered on it, and anything else with 503.
     """
     max_connections_per_peer: int | None = None
-    """Beyond it further connections of one address fare as if requests took all places; None: no such limit."""
+    """Further connections of one address are treated as if none were idle; None: no such limit."""
     max_guests: int = 64
-    """Connections without a place that may ask for `/health`; beyond it the oldest of them goes."""
+    """Connections beyond these limits that may ask for `/health`; a further one closes the oldest of them."""
     guest_timeout_s: float = 2.0
-    """How long they may take to say what they want."""
+    """How long they may take to send their request."""
     max_request_line_bytes: int = 8 * KIB
     max_header_bytes: int = 32 * KIB
     max_headers: int = 100
     max_body_bytes: int = 32 * MIB
     max_buffered_body_bytes: int = 1024 * MIB
-    """All request bodies held at one time, over all connections; above it a request is answered 503."""
+    """All request bodies in memory, over all connections; a request beyond it is answered 503."""
     max_pipelined_bytes: int = 64 * KIB
     """Bytes behind the current request before reading pauses; one read (256 KiB) may overshoot it.
 
-    While it pauses, the client's leaving goes unseen.
+    During the pause it is not noticed if the client leaves.
     """
     write_buffer_bytes: int = 64 * KIB
     """Unsent response bytes above which `Responder.write` waits for the client."""
@@ -85,12 +88,9 @@ class HttpLimits:
     close_timeout_s: float = 10.0
     """How long running requests may go on once the server is closing."""
 
-    def __post_init__(self) -> None:
-        _require_positive(self)
-
 
 @dataclass(frozen=True, slots=True)
-class UpstreamLimits:
+class UpstreamLimits(_Limits):
     """What one worker may cost the router."""
 
     max_idle_connections: int = 256
@@ -109,6 +109,3 @@ class UpstreamLimits:
     """Between two pieces of a response body, counted only while the client keeps up."""
     pooled_timeout_s: float = 4.0
     """How long an unused connection is kept: below the 5 s after which uvicorn closes it."""
-
-    def __post_init__(self) -> None:
-        _require_positive(self)

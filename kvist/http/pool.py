@@ -1,8 +1,8 @@
-"""Connections to workers are kept and reused; a request is sent at most once to a worker that may have seen it.
+"""Connections to workers, kept and reused. A request is never sent again to a worker that may have seen it.
 
     async with UpstreamPool() as pool:
         exchange = pool.send(receiver, "http://10.0.0.7:8000", "POST", "/v1/completions", headers, body)
-        ...  # receiver.on_head, on_data, on_end or on_failure are called as the response comes
+        ...  # receiver.on_head, on_data, on_end and on_failure are called as the response comes
 
 `UpstreamPool.exchange` is the same for coroutines.
 """
@@ -33,12 +33,12 @@ _BASE_URL = re.compile(
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""What keeps us from connecting to any worker."""
+"""Errors that keep us from connecting to any worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a worker's base URL leads."""
+    """The parts of a worker's base URL."""
 
     host: str
     port: int
@@ -72,22 +72,22 @@ class _Worker:
         self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
         self.waiting: deque[Exchange] = deque()
         self.num_connecting = 0
-        self.heard_s: float | None = None
-        """When the last byte came over a connection that is closed."""
+        self.last_byte_s: float | None = None
+        """When the last byte came over a connection that is closed now."""
 
 
 class UpstreamPool:
-    """Opens, keeps and reuses connections to workers; as many are active at a time as the caller has exchanges.
+    """Opens, keeps and reuses connections to workers; each exchange has one of its own.
 
-    What finds no idle connection waits for one that becomes free or is opened. Of those being opened at a time there
-    are at most `max_connecting` a worker: more at once are more than its backlog holds. When one cannot be opened, all
-    fail that have waited since before it was tried.
+    An exchange without an idle connection waits for one that becomes free or is opened. At most `max_connecting` are
+    being opened to a worker at a time: more do not fit in its backlog. When one cannot be opened, all exchanges fail
+    that were waiting when the attempt began.
     """
 
     def __init__(self, limits: UpstreamLimits | None = None, *, tls: ssl.SSLContext | None = None) -> None:
         """`tls` is for workers with https URLs; the default trusts what the system trusts."""
         self.clock: LoopClock
-        """What workers' timeouts are measured by, inside the context."""
+        """The clock of workers' timeouts, inside the context."""
         self._limits = limits or UpstreamLimits()
         self._tls = tls
         self._workers: dict[str, _Worker] = {}
@@ -104,9 +104,9 @@ class UpstreamPool:
         *,
         forwarded_for: str | None = None,
     ) -> Exchange:
-        """Sends a request to a worker, at most once, and tells the receiver of its response.
+        """Sends a request to a worker, at most once, and calls the receiver with the response.
 
-        `target` is in origin form and comes behind the path of `base_url`. Hop-by-hop headers, `host`, `expect` and
+        `target` is in origin form and is appended to the path of `base_url`. Hop-by-hop headers, `host`, `expect` and
         `content-length` are replaced by our own; `forwarded_for` is appended to `x-forwarded-for`.
 
         It fails with ConnectError (nothing was sent: any worker may be tried), UpstreamTimeoutError,
@@ -151,10 +151,10 @@ class UpstreamPool:
             exchange.close()
 
     def silent_s(self, base_url: str) -> float:
-        """Return for how long no byte has come from a worker, in time that the loop was on time; inf if none ever."""
+        """Return for how long no byte has come from a worker, by the pool's clock; inf if none ever came."""
         worker = self._workers.get(base_url)
-        heard_s = [worker.heard_s, *(each.heard_s for each in worker.connections)] if worker is not None else []
-        return self.clock.now_s() - max((at_s for at_s in heard_s if at_s is not None), default=-math.inf)
+        times_s = [worker.last_byte_s, *(each.last_byte_s for each in worker.connections)] if worker is not None else []
+        return self.clock.now_s() - max((time_s for time_s in times_s if time_s is not None), default=-math.inf)
 
     async def __aenter__(self) -> Self:
         self.clock = LoopClock(asyncio.get_running_loop())
@@ -174,7 +174,7 @@ class UpstreamPool:
         await asyncio.sleep(0)  # the loop closes the sockets in its next turn
 
     def _connect_more(self, base_url: str, worker: _Worker) -> None:
-        """Opens as many connections as are waited for, within their bound."""
+        """Opens a connection for each waiting exchange, up to `max_connecting`."""
         while worker.waiting and worker.waiting[0].receiver is None:
             worker.waiting.popleft()
         while worker.num_connecting < min(len(worker.waiting), self._limits.max_connecting):
@@ -211,7 +211,7 @@ class UpstreamPool:
         self._forget_unused(base_url, worker)
 
     def _on_free(self, connection: UpstreamConnection) -> None:
-        """Gives the connection to who has waited longest, or keeps it if there is room."""
+        """Gives the connection to the exchange that has waited longest, or keeps it if there is room."""
         base_url, worker = connection.worker, self._workers[connection.worker]
         while worker.waiting:
             exchange = worker.waiting.popleft()
@@ -226,21 +226,21 @@ class UpstreamPool:
             return
         if len(worker.idle) < self._limits.max_idle_connections:
             worker.idle[connection] = None
-            connection.rest()
+            connection.keep_idle()
         else:
             connection.abort()
 
     def _on_lost(self, connection: UpstreamConnection) -> None:
-        """A connection is closed: nothing of it stays."""
+        """Removes a connection that is closed."""
         worker = self._workers.get(connection.worker)
         if worker is not None:
             worker.idle.pop(connection, None)
             worker.connections.discard(connection)
-            worker.heard_s = max(worker.heard_s or -math.inf, connection.heard_s or -math.inf)
+            worker.last_byte_s = max(worker.last_byte_s or -math.inf, connection.last_byte_s or -math.inf)
             self._forget_unused(connection.worker, worker)
 
     def _forget_unused(self, base_url: str, worker: _Worker) -> None:
-        """Keep nothing of a worker with no connection left, and none that is waited for: it may be gone for good."""
+        """Removes a worker without connections and waiting exchanges, which may be gone for good."""
         if not (worker.connections or worker.waiting or worker.num_connecting):
             self._workers.pop(base_url, None)
 
@@ -262,24 +262,24 @@ class UpstreamResponse:
         self.headers: Headers = []
         self._limits = limits
         self._exchange: Exchange
-        self._told: asyncio.Queue[bytes | UpstreamError | None] = asyncio.Queue()  # None is the body's end
+        self._received: asyncio.Queue[bytes | UpstreamError | None] = asyncio.Queue()  # None is the body's end
         self._num_unread_bytes = 0
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        self._told.put_nowait(b"")
+        self._received.put_nowait(b"")
 
     def on_data(self, piece: bytes) -> None:
-        self._told.put_nowait(piece)
+        self._received.put_nowait(piece)
         self._num_unread_bytes += len(piece)
         if self._num_unread_bytes > self._limits.read_buffer_bytes and not self._exchange.is_paused:
             self._exchange.pause()
 
     def on_end(self) -> None:
-        self._told.put_nowait(None)
+        self._received.put_nowait(None)
 
     def on_failure(self, error: UpstreamError) -> None:
-        self._told.put_nowait(error)
+        self._received.put_nowait(error)
 
     async def body(self) -> AsyncIterator[bytes]:
         """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
@@ -287,11 +287,11 @@ class UpstreamResponse:
             yield piece
 
     async def _next(self) -> bytes | None:
-        """Waits for what comes next; raises what the exchange failed with."""
-        told = await self._told.get()
-        if isinstance(told, UpstreamError):
-            raise told
-        self._num_unread_bytes -= len(told or b"")
+        """Waits for the next piece, None at the end; raises what the exchange failed with."""
+        piece = await self._received.get()
+        if isinstance(piece, UpstreamError):
+            raise piece
+        self._num_unread_bytes -= len(piece or b"")
         if self._exchange.is_paused and not self._num_unread_bytes:
             self._exchange.resume()
-        return told
+        return piece

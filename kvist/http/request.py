@@ -29,7 +29,7 @@ _ORIGIN_FORM = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|" + _PCT + rb")
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?)://([^/?@]++)(.*+)")
 _HOST = re.compile(rb"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=]|" + _PCT + rb")++|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5}+)?")
 _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
-"""What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
+"""What makes a head invalid whatever bytes follow: refused at once instead of after the header timeout."""
 
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 
@@ -63,26 +63,26 @@ class Request(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def bearer_token(self) -> bytes | None:
-        """What it shows to be let in."""
+        """The token of the Authorization header."""
         scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
         return given.strip() if scheme.lower() == b"bearer" else None
 
-    def bears(self, key: str) -> bool:
-        """Whether the bearer token is the key; takes the same time for every wrong one."""
+    def has_bearer_token(self, key: str) -> bool:
+        """Whether the bearer token is this key; takes the same time for every wrong one."""
         return hmac.compare_digest(self.bearer_token or b"", key.encode())
 
     def is_direct_from_loopback(self) -> bool:
-        """Whether it comes straight from this very machine and knows it.
+        """Whether the client is on this machine and meant to reach it.
 
-        A proxy on this machine also comes from loopback, and so does a browser that a foreign page has made resolve its
-        own name to 127.0.0.1: forwarded requests and foreign Host names do not count.
+        A proxy on this machine also connects from loopback, and so does a browser in which a foreign page's host name
+        was made to resolve to 127.0.0.1: forwarded requests and other Host names do not count.
         """
         if self.client is None or not is_loopback(self.client[0]):
             return False
         host = (self.header(b"host") or b"").decode("latin-1")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        is_named_so = name == "localhost" or is_loopback(name.strip("[]"))
-        return is_named_so and _FORWARDED.isdisjoint([name for name, _ in self.headers])
+        is_local_name = name == "localhost" or is_loopback(name.strip("[]"))
+        return is_local_name and _FORWARDED.isdisjoint([name for name, _ in self.headers])
 
 
 _CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
@@ -91,7 +91,7 @@ _CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b
 
 @dataclass(slots=True, eq=False)
 class RequestParser:
-    """Yields only requests that have one reading; holds the current request and the bytes read ahead of it."""
+    """Parses only requests that have one reading; holds the current request and the bytes behind it."""
 
     _limits: HttpLimits
     _client: tuple[str, int] | None
@@ -111,7 +111,7 @@ class RequestParser:
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Bytes read but not yet looked at as part of a request."""
+        """Bytes received but not parsed yet."""
         return len(self._buffer)
 
     @property
@@ -125,7 +125,7 @@ class RequestParser:
         return awaits
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Adds what the client sent, as a copy; nothing is examined yet."""
+        """Adds a copy of received bytes; nothing is parsed yet."""
         self._buffer = self._buffer + data if self._buffer else bytes(data)
 
     def next_request(self) -> Request | None:

@@ -1,7 +1,7 @@
 """One request gets one response, framed by us: what the handler gives as body is what the client reads as body.
 
-Framing follows the request, not the handler: a `content-length` the handler states is kept and enforced, else chunked
-for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, have no body, whatever is written.
+A `content-length` that the handler states is kept and enforced; without one the framing is chunked for HTTP/1.1 and
+until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, have no body, whatever is written.
 """
 
 from dataclasses import dataclass, field
@@ -47,12 +47,12 @@ class Responder:
         self.status = status
 
     def flush(self) -> None:
-        """Sends the head if no piece of the body took it along."""
+        """Sends the head if it was not sent with a piece of the body."""
         if self._head is not None:
             self._send(b"")
 
     def send(self, chunk: bytes) -> None:
-        """Sends a piece of the body; what comes once the client is gone is dropped.
+        """Sends a piece of the body; it is dropped if the client is gone.
 
         Raises ValueError for more bytes than the stated length.
         """
@@ -88,11 +88,11 @@ class Responder:
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether the client would take the connection's end for the response's, which has not come yet."""
+        """Whether the client would mistake the connection's end for the end of the unfinished response."""
         return self._framing == "until_close" and not self.is_finished
 
     def cut(self) -> None:
-        """Ends a response that cannot be whole, and the connection with it, so that the client notices."""
+        """Ends an incomplete response by closing the connection, so that the client notices."""
         self._connection.cut()
         self.is_finished = True
 

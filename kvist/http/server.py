@@ -1,8 +1,7 @@
 """The listening side: `async with HttpServer(handler, ...)` serves until the block ends, then lets requests finish.
 
-Of each client requests are handled one after the other, and one that is slow or gone costs little. A connection is a
-small state machine on callbacks: bytes go to the parser; a whole request goes to the handler; the response's end starts
-the next request. Only a handler that is a coroutine has a task, and only that ever waits.
+A connection is a small state machine on callbacks: bytes go to the parser; a whole request goes to the handler; the
+response's end starts the next request. Only a handler that is a coroutine has a task, and only that ever waits.
 """
 
 import asyncio
@@ -26,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 
 class Producer(Protocol):
-    """Who sends a response by callbacks, and is told of what its client does until the response has ended."""
+    """Sends a response by callbacks; until the response has ended, it is called when its client or server does this."""
 
     def pause(self) -> None:
-        """The client does not read what was sent: no more should be sent for now."""
+        """The client does not read fast enough: send no more for now."""
 
     def resume(self) -> None:
-        """The client has read nearly all."""
+        """The client has read nearly all: send more."""
 
     def stop(self) -> None:
-        """The client has left, and whatever is sent now reaches nobody."""
+        """The client has left: nothing that is sent now reaches it."""
 
     def shut_down(self) -> None:
-        """The server ends: the response is to end now, whole or cut."""
+        """The server is closing: end the response now, whole or cut."""
 
 
 Handler = Callable[[Request, Responder], Coroutine[Any, Any, None] | Producer | None]
 """Answers a request: at once (None), by callbacks, or as a coroutine, in a task that ends if the client leaves."""
 
 MAX_ANSWERS_IN_A_ROW = 16
-"""Of one client, before others get a turn."""
+"""Pipelined requests of one client that are answered before others get a turn."""
 HEALTH_PATH = "/health"
-"""Answered even where no place is left: a service that only has much to do must not be taken for dead."""
-MAX_LOOKED_AT = 8
-"""Idle connections looked at to find one whose client has read its last answer."""
+"""Answered even if there are too many connections: a busy service must not be taken for dead."""
+MAX_EVICTION_CANDIDATES = 8
+"""Idle connections examined to find one whose client has read its last answer."""
 READ_BYTES = 256 * 1024
 """The most that is read at once. The buffer is one for all connections: nothing stays in it."""
 
@@ -66,7 +65,7 @@ _NO_PLACE = RequestRefusedError(503, "overloaded", "too many connections; try ag
 
 @dataclass(slots=True)
 class ServerStatistics:
-    """Counts since the server started, but for the two that say what is now."""
+    """Counts since the server started, and two values as of now."""
 
     num_connections: int = 0
     """Open now."""
@@ -87,24 +86,25 @@ class ServerStatistics:
 
 @dataclass(slots=True)
 class ServerState:
-    """What the connections of one server share: who is open, what is counted, whether the end has begun."""
+    """What the connections of one server share: those that are open, the counts, and whether the server is closing."""
 
     handler: Handler
     limits: HttpLimits
     clock: LoopClock
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
-    """All that are open, each with its peer's address."""
+    """All open connections, each with its peer's address."""
     idle: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
-    """Those with a place and without a request, the one that has waited longest for its client first."""
+    """Those with a place and without a request, the one idle for longest first."""
     guests: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
-    """Those without a place, the oldest first."""
+    """Those beyond the limits, without a place, the oldest first."""
     peers: Counter[str | None] = field(default_factory=Counter)
+    """How many connections each address has."""
     is_closing: bool = False
     counts: ServerStatistics = field(default_factory=ServerStatistics)
 
     def admit(self, connection: "ServerConnection", peer: str | None) -> bool:
-        """Takes a connection in and returns whether it has a place, maybe that of the idlest; else it is a guest."""
+        """Adds a connection and returns whether it has a place, maybe that of the idlest; else it is a guest."""
         limits, share = self.limits, self.limits.max_connections_per_peer
         self.connections[connection] = peer
         self.peers[peer] += 1
@@ -119,8 +119,8 @@ class ServerState:
         self.guests[connection] = None
         return False
 
-    def forget(self, connection: "ServerConnection") -> None:
-        """Gives the connection's place away; no-op for one that has none any more."""
+    def remove(self, connection: "ServerConnection") -> None:
+        """Removes a connection, which gives its place to another; no-op if it was removed before."""
         if connection in self.connections:
             peer = self.connections.pop(connection)
             self.peers[peer] -= 1
@@ -130,7 +130,8 @@ class ServerState:
         self.guests.pop(connection, None)
 
     def _close_idlest(self) -> bool:
-        for _ in range(min(len(self.idle), MAX_LOOKED_AT)):
+        """Closes the connection idle for longest whose client has read everything; returns whether there was one."""
+        for _ in range(min(len(self.idle), MAX_EVICTION_CANDIDATES)):
             connection = next(iter(self.idle))
             if not connection.has_unsent:
                 self._evict(connection)
@@ -140,7 +141,7 @@ class ServerState:
 
     def _evict(self, connection: "ServerConnection") -> None:
         self.counts.num_evicted += 1
-        self.forget(connection)
+        self.remove(connection)
         connection.abort()
 
 
@@ -151,9 +152,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._state = state
         self._limits = state.limits
         self._loop = state.clock.loop
-        self._deadline = Deadline(state.clock, self._expired)
+        self._deadline = Deadline(state.clock, self._on_deadline)
         self._responder: Responder | None = None  # of the request that is being answered
-        self._task: asyncio.Task[None] | None = None  # of the handler, or of what comes behind an answer
+        self._task: asyncio.Task[None] | None = None  # of the handler, or of `_yield_turn`
         self._producer: Producer | None = None
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._num_body_bytes_held = 0
@@ -189,13 +190,13 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """A client that closes its sending side is taken for gone, as nginx does; the transport closes itself."""
+        """A client that closes its sending side counts as gone, as for nginx; the transport closes itself."""
         self._cancel_handler()
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._deadline.close()
-        self._state.forget(self)
-        self._release_body()
+        self._state.remove(self)
+        self._hold_body(0)
         self._cancel_handler()
         self.resume_writing()
         self.lost.set_result(None)
@@ -223,7 +224,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     # What the responder calls.
 
     def send(self, data: bytes) -> None:
-        """Drops what comes too late; `drained` says so."""
+        """Sends, or drops the data if the connection is closing, in which case `drained` raises."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -237,7 +238,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             raise ClientDisconnectedError("the client closed the connection")
 
     def on_response_end(self) -> None:
-        """Goes on to the next request, if the response was a producer's: other handlers are waited for."""
+        """Continues with the next request, if the response was a producer's: other handlers first have to return."""
         if self._producer is not None:
             self._producer = None
             self._on_answered()
@@ -255,14 +256,14 @@ class ServerConnection(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size() > 0
 
     def close_when_idle(self) -> None:
-        """Closes now, or when the running request has been answered, whose client is told so if it still can be."""
+        """Closes now, or after the running request, whose response says so if its head was not sent yet."""
         if self._responder is not None:
             self._responder.keep_alive = False
         elif not self._is_busy and not self._is_discarding:
             self._close()
 
     def shut_down(self) -> None:
-        """Ends the running request; a producer's last words may still leave."""
+        """Ends the running request; a producer may still send the end of its response."""
         if self._producer is not None:
             self._producer.shut_down()
         elif self._task is not None:
@@ -282,8 +283,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         return self._responder is not None or self._task is not None
 
     def _advance(self) -> None:
-        """Starts the next request if it is whole and the client reads; else waits for what is missing."""
-        if self._is_advancing:  # an answer given at once ends in here: the loop below goes on, however many there are
+        """Starts the next request if it is whole and the client reads; else waits for the rest of it."""
+        if self._is_advancing:  # called by a response that ended at once: the loop below continues
             return
         self._is_advancing = True
         try:
@@ -313,47 +314,46 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._handle(request, Responder(self, request, keep_alive=keep_alive))
             num_answered += 1
             if num_answered == MAX_ANSWERS_IN_A_ROW and not self._is_busy:
-                self._run(self._pass_on())
+                self._run(self._yield_turn())
 
     def _handle(self, request: Request, responder: Responder) -> None:
-        """Has the handler answer; its fault costs its own request, whatever it is."""
+        """Calls the handler; an error in it, whatever it is, ends this request alone."""
         self._responder = responder
         try:
             work = self._state.handler(request, responder)
         except Exception as error:  # noqa: BLE001
-            self._on_handled(error)
+            self._on_handler_done(error)
             return
         if isinstance(work, Coroutine):
             self._run(work)
-        elif responder.is_finished:
-            self._may_go_on()  # which is up to who called this
-        elif work is None:
-            self._on_handled(None)
+        elif work is None or responder.is_finished:
+            self._on_handler_done(None)
         else:
             self._producer = work
             if self._is_write_paused:
                 work.pause()
 
-    async def _pass_on(self) -> None:
-        """Waits until the client reads, and lets others run."""
+    async def _yield_turn(self) -> None:
+        """Lets other connections run, and waits until the client reads."""
         await asyncio.sleep(0)
         await self.drained()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Goes on when the work is done."""
+        """Runs the work in a task, and continues when that is done."""
         self._task = self._loop.create_task(work, name="kvist-http-request")
-        self._task.add_done_callback(self._handler_done)
+        self._task.add_done_callback(self._on_task_done)
 
     def _await_bytes(self) -> None:
+        """Sets the deadline for the rest of the request."""
         phase = self._parser.phase
-        if self._is_guest:  # whose deadline stands from its beginning on
+        if self._is_guest:  # its one deadline was set when it connected
             if phase == "body":
                 self._refuse(_NO_PLACE)
             return
         if phase == "body":
             self._state.idle.pop(self, None)
         else:
-            self._state.idle.setdefault(self)  # whose place in the row stays: a head that trickles in is no request
+            self._state.idle.setdefault(self)  # keeps its place in the order: a head that trickles in is no request
         if self._parser.pop_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
@@ -365,56 +365,50 @@ class ServerConnection(asyncio.BufferedProtocol):
             }
             self._deadline.set(phase, timeouts_s[phase])
 
-    def _handler_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled():
-            self._on_handled(task.exception())
+            self._on_handler_done(task.exception())
         elif self._transport.is_closing():
             self._on_answered()
         else:
             self.cut()
 
-    def _on_handled(self, error: BaseException | None) -> None:
-        """The handler is done, and so is the response unless it failed."""
+    def _on_handler_done(self, error: BaseException | None) -> None:
+        """The handler has returned or failed; if its response is not finished, it failed as well."""
         responder = self._responder
         if self._transport.is_closing():
             if error is not None:
                 self._log_failure(error)
         elif responder is not None and (error is not None or not responder.is_finished):
             self._log_failure(error)
-            self._release_body()
+            self._hold_body(0)
             self._fail(responder)
             return
         self._on_answered()
 
     def _on_answered(self) -> None:
-        """Goes on to what the client asked next, or ends."""
-        if self._may_go_on():
-            self._advance()
-
-    def _may_go_on(self) -> bool:
-        """Lets go of what was answered, and returns whether another request may follow; else ends."""
+        """Releases what belongs to the answered request, then continues with the next one or closes."""
         responder, self._responder = self._responder, None
-        self._release_body()
+        self._hold_body(0)
         if self._transport.is_closing():
-            return False
+            return
         if (responder is None or responder.keep_alive) and not self._state.is_closing:
             self._transport.resume_reading()
-            return True
-        if self._parser.num_buffered_bytes:
+            self._advance()
+        elif self._parser.num_buffered_bytes:
             self._linger()
         else:
             self._close()
-        return False
 
     def _log_failure(self, error: BaseException | None) -> None:
-        if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, and known to the handler
+        if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, which handlers report
             return
         self._state.counts.num_handler_failures += 1
         logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
 
     def _fail(self, responder: Responder) -> None:
-        """A response cut short ends the connection without its last chunk, so that the client notices."""
+        """Answers 500, or cuts off a response that has begun, so that the client notices."""
         if responder.has_started:
             self.cut()
         else:
@@ -422,7 +416,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
 
     def _cancel_handler(self) -> None:
-        """The client has left; a handler whose response is finished owes it nothing and may end in peace."""
+        """Stops the handler, because the client has left; one whose response is finished may end by itself."""
         if self._responder is None or self._responder.is_finished:
             return
         if self._producer is not None:
@@ -437,7 +431,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _refuse(self, refusal: RequestRefusedError) -> None:
         self._state.counts.num_refused += 1
-        self._release_body()
+        self._hold_body(0)
         self._answer_and_close(refusal)
 
     def _answer_and_close(self, refusal: RequestRefusedError) -> None:
@@ -448,7 +442,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Ends our side, and discards input for a moment: closing on unread input would reset the answer away."""
+        """Ends our side and discards input for a moment: closing with unread input could cost the client the answer."""
         self._is_discarding = True
         if not self._is_guest:
             self._state.idle.setdefault(self)
@@ -460,7 +454,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._bound_close()
 
     def _close(self) -> None:
-        """Closes once what is written has left; a client that does not read it is cut off."""
+        """Closes once everything was sent; a client that does not read is cut off."""
         if not self._transport.is_closing():
             self._bound_close()
             self._transport.close()
@@ -468,7 +462,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _bound_close(self) -> None:
         self._deadline.set("close", self._limits.write_timeout_s if self.has_unsent else self._limits.linger_timeout_s)
 
-    def _expired(self, phase: str) -> None:
+    def _on_deadline(self, phase: str) -> None:
         self._state.counts.num_timeouts += phase != "close"
         if phase == "idle" and self._is_guest:
             self._refuse(_NO_PLACE)
@@ -482,14 +476,11 @@ class ServerConnection(asyncio.BufferedProtocol):
     # Memory held by request bodies, over all connections.
 
     def _hold_body(self, num_bytes: int) -> None:
+        """Counts the bytes of this connection's request body; raises RequestRefusedError if that is too much in all."""
         self._state.counts.num_body_bytes_held += num_bytes - self._num_body_bytes_held
         self._num_body_bytes_held = num_bytes
         if num_bytes and self._state.counts.num_body_bytes_held > self._limits.max_buffered_body_bytes:
             raise RequestRefusedError(503, "overloaded", "too many request bodies are held; try again")
-
-    def _release_body(self) -> None:
-        self._state.counts.num_body_bytes_held -= self._num_body_bytes_held
-        self._num_body_bytes_held = 0
 
 
 class HttpServer:
@@ -508,7 +499,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         is_shared: bool = False,
     ) -> None:
-        """Let other processes listen on the same port if it `is_shared`: each gets some of the connections."""
+        """If the port `is_shared`, other processes may listen on it too, and each gets some of the connections."""
         self._is_shared = is_shared
         self._host = host
         self._port = port
@@ -529,9 +520,8 @@ class HttpServer:
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._clock = LoopClock(loop)
-        self._clock.__enter__()
-        self._state = ServerState(self._handler, self._limits, self._clock)
+        self._state = ServerState(self._handler, self._limits, LoopClock(loop))
+        self._state.clock.__enter__()
         self._server = await loop.create_server(
             lambda: ServerConnection(self._state),
             self._host,
@@ -553,7 +543,7 @@ class HttpServer:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stops listening, lets running requests go on for `close_timeout_s`, or not if an error ends it; ends them."""
+        """Stops listening and ends running requests, after `close_timeout_s` unless an error ends the block."""
         assert self._server is not None
         self._server.close()
         self._state.is_closing = True
@@ -571,7 +561,7 @@ class HttpServer:
             finally:
                 tasks = [task for c in connections if (task := c.abort()) is not None]
                 await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
-                self._clock.__exit__()
+                self._state.clock.__exit__()
 
 
 async def _wait_lost(connections: list[ServerConnection], timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""One connection to a worker carries one exchange at a time and says of a failure whether the worker saw the request.
+"""One connection to a worker: it carries one exchange at a time, and a failure says if the worker saw the request.
 
-A worker's bytes become a response only if they have one reading; a byte too many ends the connection's reuse. What the
-socket brings is handed on in the callback that read it; a receiver that cannot take more pauses the reading, and the
-worker feels that.
+A worker's bytes become a response only if they have one reading; a connection with bytes behind that is not reused.
+Bytes are passed on in the callback that read them; a receiver that cannot take more pauses the reading, which makes the
+worker wait.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class ResponseParser:
         return self._body.feed(data)
 
     def feed_eof(self) -> None:
-        """The worker closed the connection: ends a body that lasts until then."""
+        """Ends a body that lasts until the worker closes the connection."""
         if isinstance(self._body, UntilCloseBody):
             self._body.is_complete = True
 
@@ -120,16 +120,16 @@ class ResponseParser:
 
 
 class ResponseReceiver(Protocol):
-    """Who is told of one exchange: the head, then the body as it comes, its end; or a failure in place of the rest.
+    """Receives one response: the head, the body as it comes, its end; or a failure in place of the rest.
 
-    Nothing comes before `send` has returned, nor after the end, the failure, or `Exchange.close`.
+    Nothing is called before `send` has returned, nor after the end, the failure, or `Exchange.close`.
     """
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Takes the status and the end-to-end headers of the response."""
+        """Receives the status and the end-to-end headers of the response."""
 
     def on_data(self, piece: bytes) -> None:
-        """Takes the next bytes of its body, at least one, unchanged and in order."""
+        """Receives the next bytes of the body, at least one, unchanged and in order."""
 
     def on_end(self) -> None:
         """The response is whole."""
@@ -150,7 +150,7 @@ class Exchange:
     is_paused: bool = False
 
     def pause(self) -> None:
-        """Reads no more of the response for now; time in which the worker is not read does not count against it."""
+        """Stops reading the response for now; the worker's timeouts do not run meanwhile."""
         self.is_paused = True
         if self.connection is not None:
             self.connection.pause()
@@ -161,7 +161,7 @@ class Exchange:
             self.connection.resume()
 
     def close(self) -> None:
-        """Ends it at once, so that the worker stops working on a request nobody waits for. Idempotent."""
+        """Ends the exchange at once, so that the worker stops working on a request nobody waits for. Idempotent."""
         self.receiver = None
         if self.connection is not None:
             self.connection.abort()
@@ -181,7 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
         """`on_free`: another exchange may follow; `on_lost`: none will."""
         self.worker = worker
         self.is_reused = False
-        self.heard_s: float | None = None
+        self.last_byte_s: float | None = None
         """When the last byte came, by the clock."""
         self._clock = clock
         self._limits = limits
@@ -202,7 +202,7 @@ class UpstreamConnection(asyncio.Protocol):
         if exchange is None or exchange.receiver is None:
             self._transport.abort()
             return
-        self.heard_s = self._clock.now_s()
+        self.last_byte_s = self._clock.now_s()
         parser, had_head = self._parser, self._parser.head is not None
         try:
             piece = parser.feed(data)
@@ -261,8 +261,8 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._deadline.set("idle", self._limits.idle_timeout_s)
 
-    def rest(self) -> None:
-        """Waits in the pool for its next exchange, not longer than workers keep connections that are not used."""
+    def keep_idle(self) -> None:
+        """Waits in the pool for its next exchange, but not as long as workers keep unused connections."""
         self.is_reused = True
         self._deadline.set("pooled", self._limits.pooled_timeout_s)
 
@@ -279,7 +279,7 @@ class UpstreamConnection(asyncio.Protocol):
         receiver, exchange.receiver = exchange.receiver, None
         if exchange.is_paused:
             self._transport.resume_reading()
-        # A worker that answered before it had read the request leaves the rest of that in the buffer.
+        # If the worker answered before it had read the whole request, the rest of that is still in the buffer.
         is_clean = self._parser.leaves_connection_clean and self._transport.get_write_buffer_size() == 0
         if is_clean and not self._transport.is_closing():
             self._on_free(self)

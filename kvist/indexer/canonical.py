@@ -163,7 +163,7 @@ class CanonicalFollower:
 
     def silent_ranks(self, since_s: float) -> list[int]:
         """Return the ranks that sent nothing since then, or for so long that they count as silent."""
-        return [number for number, rank in self._ranks.items() if rank.session.is_missed(since_s)]
+        return [number for number, rank in self._ranks.items() if rank.session.is_silent_since(since_s)]
 
     def on_peer_ranks(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
         """Drop each silent rank that a peer's heartbeats, which name all of its ranks, do not name."""
@@ -176,7 +176,7 @@ class CanonicalFollower:
         for number in self.silent_ranks(since_s):
             rank = self._ranks[number]
             if number not in named and number < MAX_RANKS:
-                self._apply_steps(rank, rank.session.on_forgotten(now_s), now_s)
+                self._apply_steps(rank, rank.session.on_rank_gone(now_s), now_s)
             elif number not in named:  # a companion: the publisher no longer tells of other groups
                 self._drop(rank)
 

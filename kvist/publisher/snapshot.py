@@ -18,7 +18,7 @@ import numpy as np
 
 from kvist.events import Batch, WorkerRank
 from kvist.events.codec import encode_snapshot_part
-from kvist.events.snapshot import HeldBlocks, cut
+from kvist.events.snapshot import HeldBlocks, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher.buffers import ReplayBuffer
 from kvist.publisher.residency import held_blocks
@@ -114,7 +114,7 @@ class ReplayResponder:
             return None
         heartbeat, slices = copy.held.result()
         empty = HeldBlocks(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.uint8))
-        for part in cut(heartbeat, HeldBlocks(*map(np.concatenate, zip(empty, *slices, strict=True)))):
+        for part in snapshot_parts(heartbeat, HeldBlocks(*map(np.concatenate, zip(empty, *slices, strict=True)))):
             yield Message(topic, part.sequence, encode_snapshot_part(part))
         return heartbeat.sequence
 

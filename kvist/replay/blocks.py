@@ -15,7 +15,7 @@ from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, Worke
 from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, identity
+from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, snapshot_id
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, read_envelope
@@ -50,7 +50,7 @@ class SnapshotCollector:
             part = decode_snapshot_part(message.payload, source)
             rank = part.source
             begun = self._begun.setdefault(rank, {})
-            if begun and identity(next(iter(begun.values()))[0]) != identity(part):
+            if begun and snapshot_id(next(iter(begun.values()))[0]) != snapshot_id(part):
                 begun.clear()
             begun.setdefault(part.part_idx, (part, message))
             if len(begun) < part.num_parts:

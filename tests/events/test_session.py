@@ -56,7 +56,7 @@ class Script:
             session.on_departure()
             steps = []
         elif rest == "unknown":
-            steps = session.on_forgotten(self.now_s)
+            steps = session.on_rank_gone(self.now_s)
         elif rest.startswith("hb"):
             text, _, held = rest[2:].partition("/")
             steps = session.on_heartbeat(number, int(text), SAME, HELD[held], self.now_s)
@@ -358,17 +358,17 @@ def test_session_with_a_peer_that_has_snapshots_follows_its_table(table, state):
 def test_what_was_not_heard_since_a_connection_or_for_long_is_missed_until_a_peer_does_not_know_it():
     script = Script()
     session = script.session
-    assert not session.is_missed(script.now_s)
+    assert not session.is_silent_since(script.now_s)
     script.play("0")
-    assert not session.is_missed(script.now_s)
-    assert session.is_missed(script.now_s + 1)
+    assert not session.is_silent_since(script.now_s)
+    assert session.is_silent_since(script.now_s + 1)
     for word in ("+1", "hb1"):
         script.play(word)
-    assert not session.is_missed(script.now_s)
+    assert not session.is_silent_since(script.now_s)
     script.play("+11")
-    assert session.is_missed(0.0)
+    assert session.is_silent_since(0.0)
     script.play("unknown")
-    assert not session.is_missed(script.now_s + 1)
+    assert not session.is_silent_since(script.now_s + 1)
     assert (session.epoch, session.expected_sequence, session.num_lost) == (None, 0, 1)
 
 

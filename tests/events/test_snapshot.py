@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvist.errors import MalformedMessageError
 from kvist.events import snapshot as snapshots
 from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_canonical, is_snapshot_part
-from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly, block_digest, cut
+from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly, block_digest, snapshot_parts
 from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
 
 PART = SnapshotPart("worker-0", 1, 2**63, 7, 16, 0, 1, 3, 2**64 - 1, bytes(range(16)), bytes(range(8)), b"\x01\x0f")
@@ -48,7 +48,7 @@ def held_blocks(num_blocks: int, seed: int = 0) -> HeldBlocks:
 
 def parts_of(held: HeldBlocks) -> list[SnapshotPart]:
     state = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, (Heartbeat(*held.holding()),))
-    return list(cut(state, held))
+    return list(snapshot_parts(state, held))
 
 
 def put_together(parts) -> Snapshot:

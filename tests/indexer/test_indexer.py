@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -58,6 +59,18 @@ async def test_the_index_equals_the_truth_over_zmq_under_the_routers_name(indexe
         assert statistics.lag_s < 20
 
 
+class FaultyPublication(MemoryPublication):
+    """Sends what `wire` makes of each message: nothing for a loss, two for a duplicate, an earlier one for a delay."""
+
+    def __init__(self, url: str, wire: Callable[[Message], list[Message]]) -> None:
+        super().__init__(Endpoint.parse(url))
+        self._wire = wire
+
+    def send(self, message: Message) -> None:
+        for delivered in self._wire(message):
+            super().send(delivered)
+
+
 class Chaos:
     """A wire that loses, repeats and holds back, and still keeps the order of what arrives."""
 
@@ -85,7 +98,7 @@ async def test_the_index_equals_the_truth_over_a_wire_that_loses_repeats_and_del
     indexer, make_truth, digest_of, until, memory_url, seed
 ):
     wire = Chaos(seed)
-    publication = MemoryPublication(Endpoint.parse(memory_url), wire)
+    publication = FaultyPublication(memory_url, wire)
     with publisher_at(publication) as publisher:
         indexer.add_source("w1", memory_url)
         truth = make_truth(publisher, seed=seed)
@@ -107,7 +120,7 @@ async def test_a_heartbeat_heals_the_loss_of_the_last_event_of_all(indexer, make
     def wire(message: Message) -> list[Message]:
         return [] if is_lossy.is_set() and b"heartbeat" not in message.payload else [message]
 
-    with publisher_at(MemoryPublication(Endpoint.parse(memory_url), wire)) as publisher:
+    with publisher_at(FaultyPublication(memory_url, wire)) as publisher:
         indexer.add_source("w1", memory_url)
         truth = make_truth(publisher)
         truth.store(5)
@@ -205,11 +218,11 @@ async def test_while_a_rank_is_resyncing_it_says_so(indexer, make_truth, until, 
         lost.append(message)
         return []
 
-    class Mute(MemoryPublication):
+    class Mute(FaultyPublication):
         def replay(self, request):  # noqa: ARG002 - the Protocol's name
             return None
 
-    publication = Mute(Endpoint.parse(memory_url), wire)
+    publication = Mute(memory_url, wire)
     with publisher_at(publication, limits=PublisherLimits(coalesce_s=0.0, heartbeat_s=0.02)) as publisher:
         indexer.add_source("w1", memory_url)
         await until(lambda: indexer.states("w1"))  # or the first batch would be missed, and never replayed

@@ -14,7 +14,7 @@ from index_invariants import check_invariants
 from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import encode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.session import SourceState
-from kvist.events.snapshot import HeldBlocks, blocks_digest, cut
+from kvist.events.snapshot import HeldBlocks, blocks_digest, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader
@@ -97,7 +97,7 @@ class Publisher:
             np.array([depth for depth, _ in self.held.values()], np.uint32),
             np.array([tiers for _, tiers in self.held.values()], np.uint8),
         )
-        return [Message(TOPIC, state.sequence, encode_snapshot_part(part)) for part in cut(state, held)]
+        return [Message(TOPIC, state.sequence, encode_snapshot_part(part)) for part in snapshot_parts(state, held)]
 
     def _message(self, sequence, event):
         return Message(TOPIC, sequence, encode_batch(Batch(*RANK, self.epoch, sequence, 4, 1.5, (event,))))

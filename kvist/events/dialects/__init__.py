@@ -1,4 +1,4 @@
-"""Dialects: what engines say, made into engine events by pure functions.
+"""Dialects: pure functions that decode engines' own messages into engine events.
 
 vLLM and SGLang send msgpack batches over ZeroMQ (`block_events`); TensorRT-LLM is polled and hands out dicts
 (`trtllm`). One malformed event never costs the others.

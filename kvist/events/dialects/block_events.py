@@ -8,8 +8,8 @@ group. Where blocks were skipped the tokens cover the whole span, and the normal
 entries of a hybrid cache have a smaller `block_size`, and offloaded blocks may come without tokens: both are the
 normaliser's too. With EAGLE a block's hash covers the tokens behind it, too (`lookahead_token_ids`, some for each
 block), and its canonical hash the first of them: requests must be hashed the same way. Two blocks that differ only in
-those behind the first count as one. What a request has reported anew (`kv_cache_report_mode`), from its prompt's start,
-is like one more copy of each block, but for the request's session, which Kvist's router names.
+those behind the first count as one. A request can have blocks reported anew (`kv_cache_report_mode`), from its prompt's
+start: such an event looks like one more copy of each block, but has the request's session, which Kvist's router names.
 
 SGLang: hashes are signed; the LoRA name and the salt stand in the event; with EAGLE, `token_ids` are overlapping pairs:
 a block's hash covers one token more than the block there as well.
@@ -40,7 +40,7 @@ _FIELDS = {
 FIELD_ORDERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     engine: {tag: fields.split() for tag, fields in by_tag.items()} for engine, by_tag in _FIELDS.items()
 }
-"""What the fields of each engine's positional form are called, by tag."""
+"""The names of the fields in each engine's positional form, by tag."""
 
 REPORT_SESSION: Final = "kvist-full-report"
 """The `session_id` of requests that have blocks reported anew, which vLLM's events repeat."""
@@ -108,7 +108,7 @@ _any_decoder = msgspec.msgpack.Decoder()
 
 
 def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngineBatch:
-    """Return the batch's events, by a key of `FIELD_ORDERS`; raises MalformedMessageError if it is none."""
+    """Return a batch's events; `engine` is a key of `FIELD_ORDERS`. Raises MalformedMessageError if it is no batch."""
     try:
         batch = _envelope_decoder.decode(payload)
     except DECODE_ERRORS as error:
@@ -147,7 +147,7 @@ def _read_event(raw: msgspec.Raw, field_order: Mapping[str, Sequence[str]]) -> _
 
 
 def _engine_event(raw: _RawEvent | None, rank: int, engine: str) -> EngineEvent | None:
-    """Return what an event says, None if that is of no use to an index; raises ValueError for a broken one."""
+    """Convert an event, or return None if an index has no use for it; raises ValueError for a broken one."""
     if raw is None:
         return None
     if isinstance(raw, _AllBlocksCleared):
@@ -205,7 +205,7 @@ def _tier(medium: str | None, locality: str | None) -> Tier | None:
 
 
 def window_of(kind: str | None, sliding_window: int | None) -> Window:
-    """Return the window of a cache group; without a kind, that no window is named says nothing."""
+    """Return the window of a cache group; UNKNOWN if the engine names neither a kind nor a window."""
     if kind in _FULL_KINDS:
         return FULL
     if kind == "mamba":
@@ -222,7 +222,7 @@ def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int]:
 
 
 class _ChainKeys(NamedTuple):
-    """What a chain's extra keys say; blocks from `num_hashable_blocks` on have no canonical hash."""
+    """The contents of a chain's extra keys; blocks from `num_hashable_blocks` on have no canonical hash."""
 
     num_hashable_blocks: int
     cache_salt: str | None

@@ -78,7 +78,7 @@ _KNOWN_TYPES = {"created", "stored", "removed", "updated"}
 
 
 class EventIdTracker:
-    """Checks that each rank's event ids count up by one, before anything is filtered out."""
+    """Checks that each rank's event ids count up by one."""
 
     def __init__(self) -> None:
         self._last_event_id_by_rank: dict[int, int] = {}
@@ -105,7 +105,7 @@ def decode(
     num_ignored = num_malformed = 0
     for raw in events:
         if tracker is not None:
-            decoded += _observe_id(raw, tracker)
+            decoded += _clear_after_gap(raw, tracker)
         try:
             event = msgspec.convert(raw, _Event)
             engine_events = _engine_events(event, block_size)
@@ -120,8 +120,8 @@ def decode(
     return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed)
 
 
-def _observe_id(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:
-    """Return what a gap before this event amounts to."""
+def _clear_after_gap(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:
+    """Return the clearing of a rank if events of it are missing before this one."""
     if not isinstance(raw, Mapping) or not isinstance(raw.get("event_id"), int):
         return []
     rank = raw.get("attention_dp_rank")

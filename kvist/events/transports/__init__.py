@@ -1,7 +1,7 @@
 """Transports behind one Protocol; `base` holds the delivery contract.
 
-A URL chooses one (`endpoint`), which is imported when it is first opened: ZeroMQ for tcp:// and ipc://, whose streams
-are read without libzmq (`zmtp`), the brokers of nats:// and mqtt://, and memory:// within a process.
+A URL (`endpoint`) chooses one, which is imported when it is first opened: ZeroMQ for tcp:// and ipc://, where
+subscribers do without libzmq (`zmtp`), the brokers of nats:// and mqtt://, and memory:// within a process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def open_publication(url: str, worker: str | None = None) -> Publication:
-    """Bind a publication of `worker`, unless a broker's URL names it; raises InvalidValueError for a URL of no use."""
+    """Open a publication of `worker`, which a broker's URL may name instead; raises InvalidValueError for a bad URL."""
     if is_broker_url(url):
         broker = BrokerUrl.parse(url).with_worker(worker)
         if broker.is_mqtt:
@@ -53,7 +53,7 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
 def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> Subscription:
     """Return a subscription to all topics; entering it connects.
 
-    `splitter` makes ZeroMQ's streams faster, and so does letting their messages wait for each other as long as that.
+    ZeroMQ's streams are read faster with a `splitter`, and if a message may wait `patience_s` for others.
     """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription

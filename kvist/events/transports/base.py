@@ -26,11 +26,11 @@ class Message(NamedTuple):
 
 
 class ReplayRequest(NamedTuple):
-    """What is asked of a publisher: what it sent on a topic from `start_sequence` of `epoch` on.
+    """Asks a publisher for what it sent on a topic from `start_sequence` of `epoch` on.
 
-    Topic None asks for all topics in the words every engine understands, which have no place for an epoch; an empty one
-    asks for all as well. Without an epoch the answer is what is still kept. With one, the asker speaks Kvist: the
-    answer may begin with a snapshot, and goes on from there.
+    Topic None asks for all topics, in the form every engine understands, which has no epoch; an empty topic asks for
+    all as well. Without an epoch the answer is what is still kept. With one, which only Kvist's publishers understand,
+    the answer may begin with a snapshot, and continues from there.
     """
 
     topic: bytes | None
@@ -39,17 +39,17 @@ class ReplayRequest(NamedTuple):
 
 
 WHAT_FOLLOWS = ReplayRequest(None, (1 << 63) - 1)
-"""Asks for nothing that was sent yet: an engine answers with nothing, a publisher of Kvist's with its heartbeats."""
+"""Asks for messages not sent yet: an engine answers with nothing, a publisher of Kvist's with its heartbeats."""
 EVERYTHING = ReplayRequest(None, 0)
-"""Asks for all that is kept: of who said nothing to that, so that a publisher is spared it."""
+"""Asks for all that is kept. Put to peers that answered nothing to `WHAT_FOLLOWS`, which spares Kvist's publishers."""
 WHO_IS_THERE = ReplayRequest(b"", (1 << 63) - 1)
-"""Asks a publisher of Kvist's which ranks it has: it answers with their heartbeats, and an engine not at all."""
+"""Asks a publisher of Kvist's for its ranks: it answers with their heartbeats, and an engine not at all."""
 
 
 class ReplaySource(Protocol):
-    """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe.
+    """Answers replay requests. Called from the publication's own thread, so implementations are thread-safe.
 
-    Iterating over an answer may wait, up to seconds for a large snapshot: it is not to be done in an event loop.
+    Iterating over an answer may wait, up to seconds for a large snapshot: never do it in an event loop.
     """
 
     def replay(self, request: ReplayRequest) -> Iterable[Message]:
@@ -82,7 +82,7 @@ class Subscription(Protocol):
 
     @property
     def num_connects(self) -> int:
-        """How often a peer was connected so far, while entered; counts at least those that brought what was received.
+        """How often a peer was connected so far; includes every connection that brought a received message.
 
         A stream without epochs is in doubt after each reconnect: another process may have taken the endpoint.
         """
@@ -97,11 +97,11 @@ class Subscription(Protocol):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether a peer is connected and all that it brought was received, as far as can be told from here."""
+        """Whether a peer is connected and all that it sent was received, as far as this end can tell."""
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be received just now, for people to read; None while all is well. It names no secret."""
+        """Why nothing can be received now, for people to read and without secrets; None while all is well."""
 
     async def __aenter__(self) -> Self:
         """Connect in the background; returns at once, whether or not the peer is there."""
@@ -112,24 +112,23 @@ class Subscription(Protocol):
     async def receive(self) -> Sequence[Message]:
         """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
-        None are returned, at once, to tell that `is_peer_gone` has become true.
-        They may be a `MessageBlock`. Cancelling loses no message.
+        Returns without any when `is_peer_gone` becomes true. They may be a `MessageBlock`. Cancelling loses no message.
         """
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
-        """Return the publisher's answer, oldest first; None when it cannot be asked, or is silent for `timeout_s`."""
+        """Return the publisher's answer, oldest first; None if it cannot be asked, or is silent for `timeout_s`."""
 
 
 MAX_MESSAGE_BYTES = 64 << 20
 """The topic and payload a subscriber accepts from a network; more is counted and skipped."""
 MAX_ANSWER_BYTES = 1 << 30
-"""What an answer to a question may take here; a longer one is a peer gone wrong, and no answer."""
+"""The memory an answer may take here; a longer one comes from a broken peer, and is dropped."""
 MAX_ANSWER_S = 300.0
-"""How long an answer may take, whatever signs of life there are: it holds up what others ask."""
+"""How long an answer may take, whatever signs of life there are: other questions wait behind it."""
 MESSAGE_BYTES = 128
-"""What a message of an answer takes here beside topic and payload: an empty one counts, too."""
+"""What a message of an answer takes in memory beside topic and payload."""
 PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 15.0
-"""When a subscriber gives up a connection whose other end vanished without a word, and connects anew."""
+"""How often a connection is checked, and how long its other end may be silent before it is closed and opened anew."""
 MIN_RECONNECT_S, MAX_RECONNECT_S = 0.1, 2.0
 """The wait before a peer that is away is tried again: doubled each time."""
 MAX_DRAIN = 1024

@@ -18,11 +18,11 @@ from kvist.events.transports.base import Message
 from kvist.events.transports.received import MalformedCounter
 
 STREAM, ASK, ANSWER = "kvist", "kvist-ask", "kvist-answer"
-"""What a name begins with: live events, questions for a replay, and the answers. Only the first are kept in streams."""
+"""The first token of a subject or topic: of live events, which alone JetStream keeps, of questions, and of answers."""
 
 _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
 PRIVATE_OPTIONS = (*_TLS_OPTIONS, "creds", "nkey")
-"""Paths of files, which say who one is and mean nothing on another host."""
+"""Paths of files that prove who we are, and that mean nothing on another host."""
 _VALUES = {
     "replay_port": (r"none|\d+", "none or a port"),
     "engine": (r"(?i:vllm|sglang)", "one of vllm, sglang"),
@@ -33,7 +33,7 @@ _VALUES = {
     "max_bytes": (r"[1-9]\d{0,17}", "a positive number of bytes"),
     "deliver": (r"all", "all"),
 }
-"""What an option's value must look like, and how that is said; others' need only be given."""
+"""The pattern of each option's value, and its description for errors; other options need only have a value."""
 _HEADER = struct.Struct(">QQ")
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-~")
 _RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
@@ -48,17 +48,17 @@ def is_broker_url(url: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return a text that may be or hold a broker's URL, without what stands before the host."""
+    """Return a text that may contain a broker's URL, without user and password."""
     return re.sub(r"(?<=://).*@", "***@", text, flags=re.DOTALL)
 
 
 def public_url(url: str) -> str:
-    """Return a valid URL of any stream as it may be shown: a broker's without login and files, others as they are."""
+    """Return a valid URL of any stream for display: a broker's without login and files, others unchanged."""
     return BrokerUrl.parse(url).public if is_broker_url(url) else url
 
 
 class Host(NamedTuple):
-    """Where a broker listens; an IPv6 address stands without brackets."""
+    """Where a broker listens; an IPv6 address has no brackets."""
 
     name: str
     port: int
@@ -69,7 +69,7 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BrokerUrl:
-    """A parsed broker URL. User, password and the files that prove who one is are in no text made from it."""
+    """A parsed broker URL. No text made from it contains user, password, or the files that prove who we are."""
 
     scheme: str
     hosts: tuple[Host, ...]
@@ -113,7 +113,7 @@ class BrokerUrl:
 
     @property
     def public(self) -> str:
-        """Return the URL without secrets and without paths of files, which mean nothing on another host."""
+        """Return the URL without secrets and paths of files."""
         path = "/".join(quote(name, safe="") for name in (self.model, self.worker) if name is not None)
         options = [f"{name}={quote(self.options[name], safe='')}" for name in self.options]
         options = [option for option in options if option.partition("=")[0] not in PRIVATE_OPTIONS]
@@ -122,7 +122,7 @@ class BrokerUrl:
 
     @property
     def has_secrets(self) -> bool:
-        """Return whether the URL says more than `public` does."""
+        """Return whether the URL has a login or files, which `public` leaves out."""
         return self.user is not None or self.names_files
 
     @property
@@ -131,7 +131,7 @@ class BrokerUrl:
         return any(name in PRIVATE_OPTIONS for name in self.options)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return whom to trust and what to show, None without TLS; raises InvalidValueError for unusable files."""
+        """Return the TLS context with the URL's files, or None; raises InvalidValueError for unusable files."""
         if not self.has_tls:
             return None
         certificate = self.options.get("tls_cert")
@@ -145,9 +145,9 @@ class BrokerUrl:
         return context
 
     def with_worker(self, worker: str | None) -> BrokerUrl:
-        """Return the URL of this worker; raises InvalidValueError if it names none, or another.
+        """Return the URL with this worker; raises InvalidValueError if there is none, or the URL names another.
 
-        Another is refused because `MODEL` with a plain slash reads as a model and a worker.
+        Another is refused because a `MODEL` with a plain slash is parsed as a model and a worker.
         """
         if worker is not None and self.worker not in (None, worker):
             raise _invalid(self.public, f"{worker} as WORKER, or none; a slash within MODEL is written as %2F")
@@ -156,12 +156,12 @@ class BrokerUrl:
         return self if worker is None else replace(self, worker=worker)
 
     def name(self, kind: str, *tokens: str) -> str:
-        """Return the subject or topic of this worker that begins with `kind` and ends with these tokens."""
+        """Return this worker's subject or topic, from `kind` to the last of these tokens."""
         assert self.worker is not None, "with_worker() comes first"
         return ("/" if self.is_mqtt else ".").join((kind, escape(self.model), escape(self.worker), *tokens))
 
     def token_of(self, topic: bytes) -> str:
-        """Return the last token of a message's subject: the rank, or for a topic that is no rank's, all of it."""
+        """Return the last token of a message's subject: the rank, or the whole topic if that is no rank's."""
         rank = topic.removeprefix(self._rank_topic)
         if rank != topic and _RANK.fullmatch(rank):
             return rank.decode()
@@ -183,14 +183,14 @@ def escape(name: str | bytes) -> str:
 
 
 def pack(publication_id: int, message: Message) -> bytes:
-    """Return a publication's number, drawn at its start so that a restart is noticed, the sequence and the payload."""
+    """Encode a message for a broker; the publication's number is random, so that subscribers notice a restart."""
     return _HEADER.pack(publication_id, message.sequence) + message.payload
 
 
 def unpack(topic: bytes, data: bytes, malformed: MalformedCounter) -> tuple[int, Message] | None:
-    """Return the publication's number and the message of what `pack` returned; None, counted, for anything else."""
+    """Decode what `pack` returned into the publication's number and the message; count anything else, return None."""
     if len(data) < _HEADER.size:
-        malformed.skip_message([len(topic), len(data)])
+        malformed.count_message([len(topic), len(data)])
         return None
     publication_id, sequence = _HEADER.unpack_from(data)
     return publication_id, Message(topic, sequence, data[_HEADER.size :])

@@ -1,4 +1,4 @@
-"""One connection to a broker that is kept, and what is heard over it: the same for both kinds of broker."""
+"""One connection to a broker, kept up, and the subscriptions over it: the same for both kinds of broker."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from kvist.events.transports.broker import BrokerUrl, Host
 _logger = logging.getLogger(__name__)
 
 REFUSED_RETRY_S, MAX_REFUSED_RETRY_S = 30.0, 300.0
-"""The wait before a broker that refused us is asked again: doubled each time, for somebody must change something."""
+"""The wait before a broker that refused us is tried again: doubled each time, since somebody must change something."""
 
 _MAX_DOUBLINGS = 16
-_END_AGAIN_S = 2.0
+_CANCEL_AGAIN_S = 2.0
 
 ClientT = TypeVar("ClientT")
 
 Receive: TypeAlias = Callable[[str, bytes | None], None]
-"""Takes a subject or topic, and what came there: None for word that nobody listens."""
+"""Gets a subject or topic, and what came there; None when the broker says that nobody listens to what was sent."""
 
 
 class BrokerLink(ABC, Generic[ClientT]):
     """Keeps one connection while entered; `client` is None while there is none.
 
-    A client connects once, and every reconnect is another client's, to the next of the URL's hosts and no other. A
-    broker that is away is tried again with back-off, one that refuses us after half a minute and more.
+    Each connection has a client of its own, and goes to the next of the URL's hosts. A broker that is away is tried
+    again with back-off, one that refuses us after half a minute or more.
     """
 
     failures: ClassVar[tuple[type[Exception], ...]]
     """What a client raises when a connection or a broker fails."""
 
     def __init__(self, url: BrokerUrl, prepare: Callable[[ClientT], Awaitable[None]] | None = None) -> None:
-        """`prepare` is called with each new connection before it counts as one; what else it raises ends `running`."""
+        """`prepare` is called with each new connection first; an error that is none of `failures` ends `running`."""
         self.client: ClientT | None = None
         self.num_connects = 0
         self.problem: str | None = "not connected yet"
         self.forbidden: str | None = None
-        """What of all that is wanted the broker of this connection does not permit."""
+        """What the broker of this connection does not permit, in words; None while it permits all."""
         self.tried = asyncio.Event()
         """Set once the first attempt to connect has ended, well or not."""
         self._url = url
         self._prepare = prepare
-        self._names: dict[Receive, str] = {}
-        self._subscribed: dict[Receive, object] = {}
+        self._names: dict[Receive, str] = {}  # what each receiver is subscribed to, on every connection
+        self._subscriptions: dict[Receive, object] = {}  # those made on this connection
+        self.lost = asyncio.Event()
+        """Set once the connection that `client` is, or was, is lost; each has another one."""
         self._is_up = asyncio.Event()
-        self._lost = asyncio.Event()
         self._num_failures = 0
         self._is_refused = False
-        self._since: str | None = None
+        self._failing_since: str | None = None
         self._logged_reason: str | None = None
 
     @abstractmethod
@@ -65,28 +66,27 @@ class BrokerLink(ABC, Generic[ClientT]):
         """Connect a client, and disconnect it at the end."""
 
     @abstractmethod
-    async def _watch(self, client: ClientT) -> None:
+    async def _wait_closed(self, client: ClientT) -> None:
         """Wait for the end of a connection, and raise what it ended with."""
 
     @abstractmethod
-    def _reason(self, error: Exception) -> tuple[str, bool]:
+    def _explain(self, error: Exception) -> tuple[str, bool]:
         """Return why there is no connection, in words, and whether the broker refused us."""
 
     @abstractmethod
     async def _subscribe(self, client: ClientT, name: str, receive: Receive) -> object:
-        """Have what comes under a name received; return what `_unsubscribe` needs."""
+        """Subscribe to a subject or topic; return what `_unsubscribe` needs."""
 
     @abstractmethod
-    async def _unsubscribe(self, client: ClientT, subscribed: Any) -> None:
+    async def _unsubscribe(self, client: ClientT, subscription: Any) -> None:
         """Undo a subscription."""
 
-    @abstractmethod
-    async def _settle(self, client: ClientT) -> None:
+    async def _confirm_subscriptions(self, client: ClientT) -> None:
         """Wait until the broker knows all subscriptions."""
 
     @abstractmethod
     async def publish(self, name: str, data: bytes, answer: str = "") -> None:
-        """Send, once there is a connection; where `answer` is heard, a broker that can tells that nobody listens."""
+        """Send, once there is a connection; if nobody listens, brokers that can report it do so under `answer`."""
 
     async def __aenter__(self) -> Self:
         """Start connecting; returns at once."""
@@ -94,41 +94,38 @@ class BrokerLink(ABC, Generic[ClientT]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await end(self.running)
+        await cancel_and_wait(self.running)
 
-    async def connected(self) -> ClientT:
+    async def wait_connected(self) -> ClientT:
         while self.client is None:
             await self._is_up.wait()
         return self.client
 
-    async def lost(self) -> None:
-        await self._lost.wait()
-
     @asynccontextmanager
-    async def listening(self, name: str, receive: Receive) -> AsyncIterator[None]:
-        """Hear what comes under a name, in which the last token may be the broker's wildcard, on every connection."""
+    async def subscription(self, name: str, receive: Receive) -> AsyncIterator[None]:
+        """Subscribe on every connection to a name, in which the last token may be the broker's wildcard."""
         self._names[receive] = name
         try:
             if self.client is not None:
-                self._subscribed[receive] = await self._subscribe(self.client, name, receive)
-                await self._settle(self.client)
+                self._subscriptions[receive] = await self._subscribe(self.client, name, receive)
+                await self._confirm_subscriptions(self.client)
             yield
         finally:
             del self._names[receive]
-            subscribed = self._subscribed.pop(receive, None)
+            subscription = self._subscriptions.pop(receive, None)
             with suppress(*self.failures):
-                if self.client is not None and subscribed is not None:
-                    await self._unsubscribe(self.client, subscribed)
+                if self.client is not None and subscription is not None:
+                    await self._unsubscribe(self.client, subscription)
 
-    async def stay(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:
-        """Call `use` with each connection, until it returns; again after a while where it fails though that stands."""
+    async def use_connections(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:
+        """Run `use` with each connection until it returns; if it fails on one that stands, try that again later."""
         while True:
-            client, lost = await self.connected(), self._lost
+            client, lost = await self.wait_connected(), self.lost
             using = asyncio.create_task(use(client), name="kvist-link-use")
             try:
-                await first_of(using, lost.wait())
+                await wait_first(using, lost.wait())
             finally:
-                await end(using)
+                await cancel_and_wait(using)
             if not using.cancelled() and not isinstance(using.exception(), self.failures):
                 return using.result()
             with suppress(TimeoutError):
@@ -140,70 +137,71 @@ class BrokerLink(ABC, Generic[ClientT]):
             self.forbidden = None
             try:
                 async with self._open(host) as client:
-                    await self._begin(client)
-                    await self._serve(client)
+                    await self._set_up(client)
+                    await self._keep(client)
             except InvalidValueError:
                 raise
             except self.failures as error:
-                self._note_failure(host, error)
+                self._report_failure(host, error)
                 self.tried.set()
             await asyncio.sleep(self._retry_s())
             self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
-    async def _begin(self, client: ClientT) -> None:
-        """Prepare a connection, and hear over it all that is to be heard."""
+    async def _set_up(self, client: ClientT) -> None:
+        """Prepare a new connection and make all subscriptions on it, also those that come meanwhile."""
         if self._prepare is not None:
             await self._prepare(client)
-        self._subscribed.clear()
-        while new := [(receive, name) for receive, name in self._names.items() if receive not in self._subscribed]:
+        self._subscriptions.clear()
+        while new := [(receive, name) for receive, name in self._names.items() if receive not in self._subscriptions]:
             for receive, name in new:
-                self._subscribed[receive] = await self._subscribe(client, name, receive)
-            await self._settle(client)
+                self._subscriptions[receive] = await self._subscribe(client, name, receive)
+            await self._confirm_subscriptions(client)
 
-    async def _serve(self, client: ClientT) -> None:
-        if self._since is not None:
+    async def _keep(self, client: ClientT) -> None:
+        """Publish a connection as `client` until it ends."""
+        if self._failing_since is not None:
             _logger.info("connected again url=%s", self._url.public)
         self.problem = self.forbidden
-        self._since = self._logged_reason = None
-        self.client, self._lost = client, asyncio.Event()
+        self._failing_since = self._logged_reason = None
+        self.client, self.lost = client, asyncio.Event()
         self.num_connects += 1
         self._is_up.set()
         self.tried.set()
         began_s = time.monotonic()
         try:
-            await self._watch(client)
+            await self._wait_closed(client)
         finally:
             self.client = None
             self._is_up.clear()
-            self._lost.set()
+            self.lost.set()
             if time.monotonic() - began_s > base.MAX_RECONNECT_S:
                 self._num_failures = 0
 
     def _retry_s(self) -> float:
-        """Return how long to wait now; never the same, so that a fleet does not come back at once."""
+        """Return how long to wait before the next attempt; at random, so that a fleet does not reconnect at once."""
         if self._is_refused:
             return min(REFUSED_RETRY_S * 2.0**self._num_failures, MAX_REFUSED_RETRY_S) * random.uniform(1, 1.5)
         back_off_s = min(base.MIN_RECONNECT_S * 2.0**self._num_failures, base.MAX_RECONNECT_S)
         return back_off_s * random.uniform(0.5, 1.5)
 
-    def _note_failure(self, host: Host, error: Exception) -> None:
-        reason, self._is_refused = self._reason(error)
-        self._since = self._since or time.strftime("%H:%M:%S UTC", time.gmtime())
-        self.problem = f"broker {host}: {reason} (since {self._since})"
+    def _report_failure(self, host: Host, error: Exception) -> None:
+        reason, self._is_refused = self._explain(error)
+        self._failing_since = self._failing_since or time.strftime("%H:%M:%S UTC", time.gmtime())
+        self.problem = f"broker {host}: {reason} (since {self._failing_since})"
         if reason != self._logged_reason:
             _logger.warning("not connected, and tried again: %s url=%s", reason, self._url.public)
         self._logged_reason = reason
 
 
-async def end(task: asyncio.Task[None]) -> None:
+async def cancel_and_wait(task: asyncio.Task[None]) -> None:
     """Cancel the task until it ends: up to Python 3.11 `asyncio.wait_for` may swallow a cancellation."""
     while not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=_END_AGAIN_S)
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
 
 
-async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[None]) -> None:
-    """Wait until one of these is done; tasks are left to go on."""
+async def wait_first(*waits: Coroutine[Any, Any, object] | asyncio.Task[None]) -> None:
+    """Wait until one of these is done; tasks are not cancelled."""
     own = [asyncio.create_task(wait, name="kvist-wait") for wait in waits if not isinstance(wait, asyncio.Task)]
     tasks = [wait for wait in waits if isinstance(wait, asyncio.Task)]
     try:

@@ -1,6 +1,6 @@
-"""The two ends of a stream on a broker, but for what is one kind of broker's.
+"""Both ends of a stream on a broker, as far as they are the same for NATS and MQTT.
 
-Brokers' clients are asyncio, and publishers are not: a publication has a thread with an event loop of its own.
+The brokers' clients are asyncio, and publishers are not: a publication has a thread with an event loop of its own.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import Generic, Self
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.broker import ANSWER, ASK, BrokerUrl, unpack
-from kvist.events.transports.broker_link import BrokerLink, ClientT, end, first_of
-from kvist.events.transports.broker_replay import Answers, Asking
+from kvist.events.transports.broker_link import BrokerLink, ClientT, cancel_and_wait, wait_first
+from kvist.events.transports.broker_replay import ReplayClient, ReplayServer
 from kvist.events.transports.received import MalformedCounter, MessageQueue
 
 _logger = logging.getLogger(__name__)
 
 CAPACITY = 1024
-"""Messages that wait for the broker; beyond them the publisher keeps its own, and drops the oldest if it must."""
+"""Messages that wait for the broker; further ones wait in the publisher, which drops its oldest if it must."""
 CAPACITY_BYTES = 16 << 20
 """The same bound in bytes of payload; a single message may exceed it."""
 WINDOW = 64
-"""Messages that are sent before the broker must have taken them; those under way when it is lost are sent again."""
+"""Messages sent before the broker must have taken them; if the connection is lost, these are sent again."""
 OPEN_WAIT_S = 2.0
-"""How long opening a publication waits to hear whether the broker takes it. One that is away is tried again later."""
+"""How long opening a publication waits to learn whether the broker accepts it; one that is away is tried later."""
 
 _STOP_TIMEOUT_S = 3.0
 _MAX_KNOWN_PUBLICATIONS = 8
 
 
 class BrokerPublication(ABC, Generic[ClientT]):
-    """Sends from a thread of its own. While the broker is away what is sent waits, up to the capacity.
+    """Sends from a thread of its own; while the broker is away, messages wait, up to the capacity.
 
-    Opening raises InvalidValueError for what the URL says and cannot be, if that is known soon; sending raises it,
-    as an OSError, later.
+    Opening raises InvalidValueError for settings in the URL that turn out wrong soon; if later, sending raises it as an
+    OSError.
     """
 
     def __init__(self, url: BrokerUrl) -> None:
         self.endpoint = url.public
         self._url = url.with_worker(None)
         self._id = secrets.randbits(64)
-        self._answers = Answers()
+        self._replay_server = ReplayServer()
         self._messages: deque[Message] = deque()  # changed and read under the lock
         self._lock = threading.Lock()
         self._num_bytes = 0
@@ -76,7 +76,7 @@ class BrokerPublication(ABC, Generic[ClientT]):
         """Send messages, in order, and return once they need not be sent again; may be called with none."""
 
     def serve_replay(self, source: ReplaySource) -> None:
-        self._answers.source = source
+        self._replay_server.source = source
 
     def send(self, message: Message) -> None:
         if self._failure is not None:
@@ -94,7 +94,7 @@ class BrokerPublication(ABC, Generic[ClientT]):
             self._call(self._arrived.set)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what was taken for up to `timeout_s`, then end; idempotent, from any thread but the own one."""
+        """Send what still waits for up to `timeout_s`, then end; idempotent, from any thread but its own."""
         is_first, self._is_closed = not self._is_closed, True
         self._call(self._closing.set)
         self._call(self._arrived.set)
@@ -107,7 +107,7 @@ class BrokerPublication(ABC, Generic[ClientT]):
             _logger.warning(text, len(self._messages), self.endpoint)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call the function in the loop soon, from any thread; no-op once it has ended."""
+        """Call the function in the event loop soon, from any thread; no-op once that has ended."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function)
@@ -126,24 +126,24 @@ class BrokerPublication(ABC, Generic[ClientT]):
 
     async def _serve(self) -> None:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        async with self._link as link, link.listening(self._url.name(ASK), self._on_question):
-            sending = asyncio.create_task(link.stay(self._send_all), name="kvist-broker-sending")
+        async with self._link as link, link.subscription(self._url.name(ASK), self._on_question):
+            sending = asyncio.create_task(link.use_connections(self._send_all), name="kvist-broker-sending")
             try:
-                await first_of(self._closing.wait(), link.tried.wait(), link.running)
+                await wait_first(self._closing.wait(), link.tried.wait(), link.running)
                 if not link.running.done():
                     self._opened.set()
-                    await first_of(self._closing.wait(), link.running, sending)
+                    await wait_first(self._closing.wait(), link.running, sending)
                 if link.client is not None:  # else there is nobody to send to
-                    await first_of(link.lost(), sending)
+                    await wait_first(link.lost.wait(), sending)
             finally:
-                await end(sending)
-                await self._answers.close()
+                await cancel_and_wait(sending)
+                await self._replay_server.close()
             for task in (link.running, sending):
                 if task.done() and not task.cancelled():
                     task.result()
 
     async def _send_all(self, client: ClientT) -> None:
-        """Send what there is and what comes until the publication is closed."""
+        """Send what waits and what comes until the publication is closed."""
         while True:
             self._arrived.clear()
             with self._lock:
@@ -159,16 +159,16 @@ class BrokerPublication(ABC, Generic[ClientT]):
                 await self._arrived.wait()
 
     def _on_question(self, _: str, data: bytes | None) -> None:
-        self._answers.receive(data or b"", self._send_page)
+        self._replay_server.receive(data or b"", self._send_page)
 
     async def _send_page(self, question: str, page: bytes) -> None:
-        if self._link.client is not None:  # else the asker hears nothing, and asks again
+        if self._link.client is not None:  # else the subscriber gets no answer, and asks again
             with suppress(*self._link.failures):
                 await self._link.publish(self._url.name(ANSWER, question), page)
 
 
 class BrokerSubscription(ABC, Generic[ClientT]):
-    """Follows one worker over a link; each publication that is heard of after another counts as a connection, too."""
+    """Follows one worker over a link; each publication that comes after another counts as a connection, too."""
 
     is_peer_gone = False
     is_caught_up = True
@@ -179,14 +179,14 @@ class BrokerSubscription(ABC, Generic[ClientT]):
         self._url = url.with_worker(None)
         self._malformed = MalformedCounter(url.public)
         self._queue = MessageQueue(url.public)
-        # Publications stay known: the first message of one may come before its connection counts.
+        # Several, since messages of a publication may come before and after its connection counts.
         self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
         self._num_successors = 0
         self._stack = AsyncExitStack()
 
     @abstractmethod
     async def _enter(self) -> None:
-        """Have the link in `_link`, and listen to what is to be received, until `_stack` is closed."""
+        """Set `_link`, enter it and subscribe over it, until `_stack` is closed."""
 
     @property
     def num_connects(self) -> int:
@@ -216,18 +216,18 @@ class BrokerSubscription(ABC, Generic[ClientT]):
         """Ask the publisher, once the broker is there; None at once if the publisher is known to be gone."""
         if self.is_peer_gone:
             return None
-        asking = Asking(request)
-        answer = self._url.name(ANSWER, asking.name)
+        client = ReplayClient(request)
+        answer = self._url.name(ANSWER, client.name)
         with suppress(TimeoutError, *self._link.failures):
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(timeout_s):
-                    await self._link.connected()
-                    await stack.enter_async_context(self._link.listening(answer, asking.receive))
-                return await asking.ask(partial(self._link.publish, self._url.name(ASK), answer=answer), timeout_s)
+                    await self._link.wait_connected()
+                    await stack.enter_async_context(self._link.subscription(answer, client.receive))
+                return await client.ask(partial(self._link.publish, self._url.name(ASK), answer=answer), timeout_s)
         return None
 
     def _on_event(self, name: str, data: bytes | None) -> None:
-        """Take a message of the stream."""
+        """Queue a message of the stream."""
         token = name.rpartition("/" if self._url.is_mqtt else ".")[2]
         unpacked = unpack(self._url.topic_of(token), data or b"", self._malformed)
         if unpacked is not None:
@@ -235,6 +235,7 @@ class BrokerSubscription(ABC, Generic[ClientT]):
             self._queue.put(unpacked[1])
 
     def _on_publication(self, publication_id: int) -> None:
+        """Record which publication something came from."""
         if publication_id not in self._publications:
             self._num_successors += bool(self._publications)
             self._publications.append(publication_id)

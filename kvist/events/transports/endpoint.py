@@ -1,10 +1,10 @@
-"""Endpoint URLs: one string that says where a stream is, and who speaks there.
+"""Endpoint URLs: one string that says where a stream is, and which engine's it is.
 
 tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publisher take a free one
 ?replay_port=N       where replay requests go: by default the port after the stream's (vLLM's 5557 and 5558) or,
                      for ipc, the path with `.replay` appended; `none` when the engine serves no replay
 ?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
-?bind=1              the subscriber binds, for engines whose side connects; one at a time is heard
+?bind=1              the subscriber binds, for engines that connect; one at a time is followed
 ?eagle=drop          the engine computes the last block of each hit again: vLLM with EAGLE, without lookahead hashes
 
 nats://…  mqtt://…   a stream on a broker: see `broker`
@@ -23,7 +23,7 @@ _OPTIONS = ("replay_port", "engine", "bind", "eagle")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed endpoint URL. `replay_address` None means that nobody can be asked. No secret is in any text of it."""
+    """A parsed endpoint URL, without secrets in any text of it. `replay_address` None: there is no replay."""
 
     address: str
     replay_address: str | None
@@ -46,7 +46,7 @@ class Endpoint:
         return cls(address, replay, engine, is_bound, drops_last_block="eagle" in options)
 
     def check_client(self) -> None:
-        """Raise MissingExtraError if the client of the endpoint's broker is not installed; it is imported."""
+        """Import the client of the endpoint's broker; raises MissingExtraError if it is not installed."""
         if self.broker is not None:
             import_module(f"kvist.events.transports.{'mqtt' if self.broker.is_mqtt else 'nats'}")
 
@@ -56,7 +56,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Return the URL that parses to this endpoint's addresses; engine and bind are the subscriber's to add."""
+        """Return the URL that parses to this endpoint's addresses; subscribers add engine and bind."""
         if self.scheme != "tcp":
             return self.address
         replay_port = "none" if self.replay_address is None else self.replay_address.rpartition(":")[2]

@@ -1,7 +1,7 @@
-"""What a JetStream stream keeps: set up as the URL says, and read in order from any message on.
+"""JetStream streams: created as the URL says, and read in order from any message on.
 
-Nothing newer than nats-server 2.9 is used, and what the server says of a stream is compared with what was asked of it:
-older servers ignore settings they do not know.
+Nothing newer than nats-server 2.9 is used. The settings that the server reports are compared with those that were
+asked for, since older servers ignore settings they do not know.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nats.js import api
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.broker import STREAM, BrokerUrl, escape, unpack
-from kvist.events.transports.received import Collected, MalformedCounter
+from kvist.events.transports.received import MalformedCounter, ReplayAnswer
 
 _logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_AGE_S, DEFAULT_MAX_BYTES = 86_400, 1 << 30
-"""What a stream keeps at most if the URL does not say: a day, and a GiB."""
+"""What a stream keeps at most if the URL does not say: a day, and 1 GiB."""
 PAGE_MESSAGES = 256
 PULL_TIMEOUT_S = 10.0
 CONSUMER_TIMEOUT_S = 60.0
-"""When the server forgets a reader that asks for nothing any more."""
+"""When the server removes the consumer of a reader that asks for nothing any more."""
 
 
 async def ensure_stream(client: Client, url: BrokerUrl) -> None:
@@ -75,10 +75,10 @@ def _subjects(url: BrokerUrl) -> str:
 async def read_stream(
     client: Client, stream: str, subject: str, start_sequence: int, *, waits: bool = False
 ) -> AsyncGenerator[list[Msg], None]:
-    """Yield pages of the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on.
+    """Yield pages of the stream's messages on a subject, wildcards allowed, from a sequence of the stream on.
 
-    Before them come none, when the server has heard of the reader. With `waits` there is no end. Raises
-    nats.errors.Error, or TimeoutError, when the server stops to answer.
+    The first page is empty, and comes once the server has the consumer. With `waits` there is no end. Raises
+    nats.errors.Error, or TimeoutError, when the server stops answering.
     """
     config = api.ConsumerConfig(
         deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -108,7 +108,7 @@ async def read_stream(
 
 
 async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message] | None:
-    """Return what the stream has of the worker's last publication from a sequence on; None if it knows nothing."""
+    """Return the stream's messages of the worker's last publication from a sequence on; None if it has none at all."""
     stream = url.options["jetstream"]
     if request.topic:
         subjects = [url.name(STREAM, url.token_of(request.topic))]
@@ -121,7 +121,7 @@ async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> l
 
 
 async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequence: int) -> list[Message] | None:
-    """Return what the stream has on one subject of the publication that sent there last; None without any."""
+    """Return the messages on one subject of the publication that sent there last; None if there are none."""
     stream, topic = url.options["jetstream"], url.topic_of(subject.rpartition(".")[2])
     malformed = MalformedCounter(url.public)
     try:
@@ -136,12 +136,12 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
         return unpacked is not None and unpacked[0] == newest[0] and unpacked[1].sequence >= start_sequence
 
     low, high = 1, last.seq
-    while low < high:  # the messages that are wanted are the subject's last ones
+    while low < high:  # a binary search: the wanted messages are the last ones of the subject
         middle = (low + high) // 2
         found = await client.jsm().get_msg(stream, seq=middle, subject=subject, next=True)
         is_far_enough = is_wanted(unpack(topic, found.data or b"", malformed))
         low, high = (low, middle) if is_far_enough else ((found.seq or middle) + 1, high)
-    answer = Collected()
+    answer = ReplayAnswer()
     async with aclosing(read_stream(client, stream, subject, low)) as pages:
         async for page in pages:
             for message in page:

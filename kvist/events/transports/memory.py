@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
 from typing import Self
 
 from kvist.errors import InvalidValueError
@@ -16,22 +15,17 @@ from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MessageQueue
 
-Wire = Callable[[Message], Iterable[Message]]
-"""What becomes of a message on its way: none for a loss, two for a duplicate, an earlier one for a delay."""
-
-
-# Who is at which address: changed under the lock, and read without it, since values are replaced as a whole.
+# Publications and subscriptions by address: changed under the lock, and read without it, since values are replaced.
 _lock = threading.Lock()
 _publications: dict[str, MemoryPublication] = {}
 _subscriptions: dict[str, tuple[MemorySubscription, ...]] = {}
 
 
 class MemoryPublication:
-    """The publisher's end of a `memory://` endpoint; `wire` may lose, repeat or delay what is sent."""
+    """The publisher's end of a `memory://` endpoint."""
 
-    def __init__(self, endpoint: Endpoint, wire: Wire | None = None) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint.address
-        self._wire = wire
         self._source: ReplaySource | None = None
         with _lock:
             if self.endpoint in _publications:
@@ -46,9 +40,8 @@ class MemoryPublication:
     def send(self, message: Message) -> None:
         if _publications.get(self.endpoint) is not self:
             raise BrokenPipeError(f"{self.endpoint} is closed")
-        delivered = (message,) if self._wire is None else tuple(self._wire(message))
         for subscription in _subscriptions.get(self.endpoint, ()):
-            subscription.deliver(delivered)
+            subscription.deliver(message)
 
     def replay(self, request: ReplayRequest) -> list[Message] | None:
         return None if self._source is None else list(self._source.replay(request))
@@ -89,11 +82,10 @@ class MemorySubscription:
     def is_caught_up(self) -> bool:
         return self._queue.is_empty and self._address in _publications
 
-    def deliver(self, messages: Iterable[Message]) -> None:
-        """Have messages queued; called by the publication, from any thread."""
+    def deliver(self, message: Message) -> None:
+        """Queue a message; called by the publication, from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            for message in messages:
-                self._loop.call_soon_threadsafe(self._queue.put, message)
+            self._loop.call_soon_threadsafe(self._queue.put, message)
 
     async def receive(self) -> list[Message]:
         return await self._queue.receive()

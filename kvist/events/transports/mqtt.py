@@ -34,13 +34,13 @@ from kvist.events.transports.broker_link import BrokerLink, Receive
 from kvist.events.transports.broker_stream import WINDOW, BrokerPublication, BrokerSubscription
 
 _logger = logging.getLogger(__name__)
-# What the client says of its connection is said in `MqttLink.problem`.
+# What the client logs of its connection is in `MqttLink.problem`.
 _client_logger = logging.getLogger(f"{__name__}.client")
 _client_logger.setLevel(logging.CRITICAL)
 
 KEEPALIVE_S = 10
-"""How long a connection may be quiet before it is tried; the broker gives up a silent client after 1.5 times as long,
-and publishes its last will."""
+"""How long a connection may be quiet before a ping; the broker gives up a silent client after 1.5 times as long, and
+publishes its last will."""
 CONNECT_TIMEOUT_S = 5.0
 PAGE_BYTES = 64 << 10
 """Bytes in a page of an answer: AWS IoT takes no message above 128 KiB."""
@@ -54,15 +54,12 @@ _SUBSCRIPTION_REFUSED = 128
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Who publishes in a place. `publication_id` tells one start of a publisher from the next."""
+    """Says who publishes under a topic; `publication_id` tells one start of a publisher from the next."""
 
     worker: str
     model: str
     state: Literal["alive", "gone"]
     publication_id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
 
 
 _decode = msgspec.json.Decoder(Announcement).decode
@@ -84,41 +81,42 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
         super().__init__(url)
 
     def _new_link(self) -> MqttLink:
-        self._answers.page_bytes = PAGE_BYTES
-        self._place = self._url.name(STREAM)
-        announce = partial(Announcement, self._url.worker or "", self._url.model, publication_id=f"{self._id:016x}")
-        self._announcement, self._farewell = announce(state="alive").encode(), announce(state="gone").encode()
-        will = aiomqtt.Will(self._place, self._farewell, QOS, retain=True)
+        self._replay_server.page_bytes = PAGE_BYTES
+        self._topic = self._url.name(STREAM)
+        alive = Announcement(self._url.worker or "", self._url.model, "alive", f"{self._id:016x}")
+        self._alive = msgspec.json.encode(alive)
+        self._gone = msgspec.json.encode(msgspec.structs.replace(alive, state="gone"))
+        will = aiomqtt.Will(self._topic, self._gone, QOS, retain=True)
         return MqttLink(self._url, self._id, self._announce, will)
 
     async def _announce(self, client: aiomqtt.Client) -> None:
-        await client.publish(self._place, self._announcement, QOS, retain=True)
+        await client.publish(self._topic, self._alive, QOS, retain=True)
 
     async def _send_all(self, client: aiomqtt.Client) -> None:
         client.pending_calls_threshold = 2 * WINDOW
         try:
-            async with self._link.listening(self._place, self._on_announcement):
+            async with self._link.subscription(self._topic, self._on_announcement):
                 await super()._send_all(client)
         finally:
             with suppress(aiomqtt.MqttError):
-                await client.publish(self._place, self._farewell, QOS, retain=True, timeout=FAREWELL_TIMEOUT_S)
+                await client.publish(self._topic, self._gone, QOS, retain=True, timeout=FAREWELL_TIMEOUT_S)
 
     async def _deliver(self, client: aiomqtt.Client, messages: Sequence[Message]) -> None:
-        """Send at once, and wait until all is acknowledged: a dead broker is found by its keepalive."""
+        """Send all at once, and wait for the acknowledgements: a dead broker is found by its keepalive."""
         if self._is_displaced:
             self._is_displaced = False
             await self._announce(client)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for message in messages:
-                    place = self._url.name(STREAM, self._url.token_of(message.topic))
-                    sending = client.publish(place, pack(self._id, message), QOS, timeout=math.inf)
+                    topic = self._url.name(STREAM, self._url.token_of(message.topic))
+                    sending = client.publish(topic, pack(self._id, message), QOS, timeout=math.inf)
                     tasks.create_task(sending, name="kvist-mqtt-publish")
         except* aiomqtt.MqttError as failed:
             raise failed.exceptions[0] from None
 
     def _on_announcement(self, _: str, data: bytes | None) -> None:
-        """See that nobody's farewell stays in the place of our announcement, as a late last will; warn of others."""
+        """Announce again after somebody else's announcement, such as a late last will; warn of other publishers."""
         theirs = decode_announcement(data or b"")
         if theirs is None or theirs.state == "gone":
             self._is_displaced = True
@@ -129,21 +127,21 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
 
 
 class MqttSubscription(BrokerSubscription[aiomqtt.Client]):
-    """Follows one worker. Its publisher is gone once it said so, or the broker did in its place."""
+    """Follows one worker, whose publisher announces that it is gone, or else its last will does."""
 
     def __init__(self, url: BrokerUrl) -> None:
         """Raises InvalidValueError for TLS files that cannot be used."""
         super().__init__(url)
         self.is_peer_gone = False
-        """Whether the publication heard last has ended: it said so, or its last will did."""
-        self._place = self._url.name(STREAM)
+        """Whether the latest publication has ended, by its own announcement or its last will."""
+        self._topic = self._url.name(STREAM)
         self._publication_id: int | None = None
         self._link = MqttLink(self._url, secrets.randbits(64), self._forget_publication)
 
     async def _enter(self) -> None:
         await self._stack.enter_async_context(self._link)
-        await self._stack.enter_async_context(self._link.listening(self._place, self._on_announcement))
-        await self._stack.enter_async_context(self._link.listening(f"{self._place}/+", self._on_event))
+        await self._stack.enter_async_context(self._link.subscription(self._topic, self._on_announcement))
+        await self._stack.enter_async_context(self._link.subscription(f"{self._topic}/+", self._on_event))
 
     async def _forget_publication(self, _: aiomqtt.Client) -> None:
         self._publication_id = None
@@ -153,14 +151,14 @@ class MqttSubscription(BrokerSubscription[aiomqtt.Client]):
             return  # somebody removed the announcement
         announcement = decode_announcement(data)
         if announcement is None:
-            self._malformed.skip_message([len(self._place), len(data)])
+            self._malformed.count_message([len(self._topic), len(data)])
             return
         publication_id = int(announcement.publication_id, 16)
         if announcement.state == "alive":
             self._on_publication(publication_id)
         elif self._publication_id in (None, publication_id):
             self.is_peer_gone = True
-            self._queue.return_now()
+            self._queue.wake_receiver()
 
     def _on_publication(self, publication_id: int) -> None:
         super()._on_publication(publication_id)
@@ -173,10 +171,10 @@ class RefusedError(aiomqtt.MqttError):
 
 
 class MqttLink(BrokerLink[aiomqtt.Client]):
-    """A link to an MQTT broker, which hands each message on where it arrives.
+    """A link to an MQTT broker.
 
-    The client id is one's own, and the same each time: a broker that still holds an old connection ends that, its last
-    will included, before the new one begins.
+    Its client id is its own and always the same, so a broker that still holds an old connection ends that, and
+    publishes its last will, before the new one begins.
     """
 
     failures = (aiomqtt.MqttError,)
@@ -207,17 +205,14 @@ class MqttLink(BrokerLink[aiomqtt.Client]):
             raise RefusedError(f"no permission to subscribe to {name}")
         return name
 
-    async def _unsubscribe(self, client: aiomqtt.Client, subscribed: str) -> None:
-        await client.unsubscribe(subscribed, timeout=UNSUBSCRIBE_TIMEOUT_S)
-
-    async def _settle(self, client: aiomqtt.Client) -> None:
-        """Return at once: subscriptions are acknowledged one by one."""
+    async def _unsubscribe(self, client: aiomqtt.Client, subscription: str) -> None:
+        await client.unsubscribe(subscription, timeout=UNSUBSCRIBE_TIMEOUT_S)
 
     async def publish(self, name: str, data: bytes, answer: str = "") -> None:  # noqa: ARG002 - no broker tells
-        await (await self.connected()).publish(name, data, QOS)
+        await (await self.wait_connected()).publish(name, data, QOS)
 
-    def _receive(self, message: aiomqtt.Message) -> None:
-        """Hand a message to whom it is for."""
+    def _dispatch(self, message: aiomqtt.Message) -> None:
+        """Pass a message to those who subscribed to its topic."""
         topic, wildcard = message.topic.value, f"{message.topic.value.rpartition('/')[0]}/+"
         for receive, name in tuple(self._names.items()):
             if name in (topic, wildcard):
@@ -237,10 +232,10 @@ class MqttLink(BrokerLink[aiomqtt.Client]):
             keepalive=KEEPALIVE_S,
             timeout=CONNECT_TIMEOUT_S,
             tls_context=self._tls,
-            max_inflight_messages=0,  # its own window costs a look at every message for each acknowledgement
-            queue_type=cast("type[asyncio.Queue[aiomqtt.Message]]", partial(_Doorway, self._receive)),
+            max_inflight_messages=0,  # its own window scans all messages at each acknowledgement
+            queue_type=cast("type[asyncio.Queue[aiomqtt.Message]]", partial(_CallbackQueue, self._dispatch)),
         )
-        # The client connects in a thread, which nothing stops: when cancelled meanwhile, its socket must be waited for.
+        # The client connects in a thread, which nothing stops: if cancelled meanwhile, wait for it and disconnect.
         entering = asyncio.create_task(client.__aenter__(), name="kvist-mqtt-connect")
         try:
             await asyncio.shield(entering)
@@ -255,11 +250,11 @@ class MqttLink(BrokerLink[aiomqtt.Client]):
             with suppress(aiomqtt.MqttError):
                 await client.__aexit__(None, None, None)
 
-    async def _watch(self, client: aiomqtt.Client) -> None:
+    async def _wait_closed(self, client: aiomqtt.Client) -> None:
         async for _ in client.messages:
-            raise AssertionError("messages are handed on where they arrive")
+            raise AssertionError("messages are dispatched where they arrive")
 
-    def _reason(self, error: Exception) -> tuple[str, bool]:
+    def _explain(self, error: Exception) -> tuple[str, bool]:
         if isinstance(error, RefusedError):
             return str(error), True
         if isinstance(error, aiomqtt.MqttCodeError) and isinstance(error.rc, ReasonCode):
@@ -273,22 +268,22 @@ class MqttLink(BrokerLink[aiomqtt.Client]):
         return (cause.strerror or str(cause)) if isinstance(cause, OSError) else "connection lost", False
 
 
-class _Doorway(asyncio.Queue[aiomqtt.Message]):
-    """Hands each message on where it arrives: the client's own queue costs a task for each."""
+class _CallbackQueue(asyncio.Queue[aiomqtt.Message]):
+    """Passes each message to a callback at once: reading the client's own queue costs a task for each."""
 
-    def __init__(self, receive: Callable[[aiomqtt.Message], None], maxsize: int = 0) -> None:
+    def __init__(self, on_message: Callable[[aiomqtt.Message], None], maxsize: int = 0) -> None:
         super().__init__(maxsize)
-        self._hand_on = receive
+        self._on_message = on_message
 
     def put_nowait(self, item: aiomqtt.Message) -> None:
-        self._hand_on(item)
+        self._on_message(item)
 
 
 class _Client(aiomqtt.Client):
-    """A client that watches its socket at once when it has something to write there.
+    """A client that begins to watch its socket for writing at once.
 
-    aiomqtt 2.5 does so by `call_soon_threadsafe`. If the connection is lost meanwhile, the socket's number is watched,
-    though it is closed or another's by then; and a wake-up of the loop for each packet is a tenth of what one costs.
+    aiomqtt 2.5 does so by `call_soon_threadsafe`: if the connection is lost meanwhile, it watches a descriptor that is
+    closed or another's by then; and waking the loop for each packet is a tenth of what a packet costs.
     """
 
     def _on_socket_register_write(self, client: mqtt.Client, userdata: object, sock: Any) -> None:

@@ -1,7 +1,7 @@
-"""Streams over NATS: live events on core subjects, replays paged over subjects of their own, history in JetStream.
+"""Streams over NATS: live events on core subjects, replays in pages on subjects of their own, history in JetStream.
 
 docs/transports.md has the subjects. nats-py's own reconnecting is not used: it tries at a fixed pace whatever the
-reason, dials servers that the server names, and ends for good when a login is revoked.
+reason, connects to servers that the server names, and gives up for good when a login is revoked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 from kvist.events.transports import base
 from kvist.events.transports.base import WHO_IS_THERE, Message, ReplayRequest
 from kvist.events.transports.broker import PRIVATE_OPTIONS, STREAM, BrokerUrl, Host, pack
-from kvist.events.transports.broker_link import BrokerLink, Receive, end
+from kvist.events.transports.broker_link import BrokerLink, Receive, cancel_and_wait
 from kvist.events.transports.broker_replay import PAGE_BYTES
 from kvist.events.transports.broker_stream import BrokerPublication, BrokerSubscription
 from kvist.events.transports.jetstream import ensure_stream, read_kept, read_stream
@@ -39,11 +39,11 @@ from kvist.events.transports.jetstream import ensure_stream, read_kept, read_str
 _logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5
-"""How long a server may take for each step of a connection's start."""
+"""How long a server may take for each step of connecting."""
 CLOSE_TIMEOUT_S = 1.0
-"""How long closing may take: after a failed TLS handshake a client waits for what never comes."""
+"""How long closing may take: after a failed TLS handshake a client waits in vain."""
 FLUSH_TIMEOUT_S = 5.0
-"""How long whoever sends waits for a server that takes nothing, each time."""
+"""How long each send waits for a server that reads nothing."""
 HISTORY_TIMEOUT_S = 60.0
 FAILURES = (OSError, nats.errors.Error, TimeoutError)
 
@@ -66,8 +66,8 @@ class NatsPublication(BrokerPublication[Client]):
         return NatsLink(self._url, self._prepare)
 
     async def _prepare(self, client: Client) -> None:
-        """Have the stream that keeps what is sent; settings that turn out wrong later do not end what is published."""
-        self._answers.page_bytes = min(PAGE_BYTES, client.max_payload - _PAGE_OVERHEAD_BYTES)
+        """Ensure that the URL's JetStream stream exists; wrong settings are an error only on the first connection."""
+        self._replay_server.page_bytes = min(PAGE_BYTES, client.max_payload - _PAGE_OVERHEAD_BYTES)
         if "jetstream" not in self._url.options:
             return
         try:
@@ -103,7 +103,7 @@ class NatsSubscription(BrokerSubscription[Client]):
         self._history_problem: str | None = None
         self._stream_created: datetime | None = None
         self._next_sequence = 1
-        """The first message of that stream that was not read yet, with `deliver=all`."""
+        """The number in that stream of the first message not read yet, with `deliver=all`."""
 
     @property
     def num_connects(self) -> int:
@@ -115,18 +115,19 @@ class NatsSubscription(BrokerSubscription[Client]):
         return self._link.problem or self._history_problem
 
     async def _enter(self) -> None:
-        self._link = await self._stack.enter_async_context(shared_link(self._url, self))
+        self._link = await self._stack.enter_async_context(shared_link(self._url))
         if "deliver" in self._url.options:
-            reading = asyncio.create_task(self._link.stay(self._read_history), name=f"kvist-nats-{self._url.public}")
-            self._stack.push_async_callback(end, reading)
+            reading = self._link.use_connections(self._read_history)
+            task = asyncio.create_task(reading, name=f"kvist-nats-{self._url.public}")
+            self._stack.push_async_callback(cancel_and_wait, task)
         else:
-            await self._stack.enter_async_context(self._link.listening(self._url.name(STREAM, "*"), self._on_event))
+            await self._stack.enter_async_context(self._link.subscription(self._url.name(STREAM, "*"), self._on_event))
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
-        """Ask the publisher, and where none answers, the stream that the URL names, if any."""
+        """Ask the publisher; if it does not answer, read the stream that the URL names, if any."""
         messages = await super().replay(request, timeout_s)
         client = self._link.client
-        # The stream knows what was sent, and not who is there.
+        # The stream knows which messages were sent, but not which publishers are there.
         if messages is None and client and "jetstream" in self._url.options and request != WHO_IS_THERE:
             with suppress(*FAILURES):
                 async with asyncio.timeout(HISTORY_TIMEOUT_S):
@@ -134,11 +135,11 @@ class NatsSubscription(BrokerSubscription[Client]):
         return messages
 
     async def _read_history(self, client: Client) -> None:
-        """Deliver what the stream has from where an earlier connection was, then what comes; waits if nobody reads."""
+        """Deliver what the stream has from where an earlier connection stopped, then new messages; wait for readers."""
         stream = self._url.options["jetstream"]
         try:
             info = await client.jsm().stream_info(stream)
-            if info.created != self._stream_created:  # a server that lost its store has another one
+            if info.created != self._stream_created:  # a server that lost its storage has made another one
                 self._stream_created, self._next_sequence = info.created, 1
             start_sequence = min(self._next_sequence, info.state.last_seq + 1)
             pages = read_stream(client, stream, self._url.name(STREAM, "*"), start_sequence, waits=True)
@@ -157,9 +158,9 @@ class NatsSubscription(BrokerSubscription[Client]):
 
 
 class _Client(Client):
-    """Speaks to no server without TLS when TLS is wanted: nats-py leaves that to what the server says of itself.
+    """Refuses a server without TLS if TLS is wanted, which nats-py leaves to the server to say.
 
-    And goes on behind a message whose subject or headers are no text, which anyone may send: nats-py stops reading.
+    And skips a message whose subject or headers are not text, which anyone may send: nats-py would stop reading.
     """
 
     num_unreadable = 0
@@ -179,7 +180,7 @@ class _Client(Client):
             self.num_unreadable += 1
 
     async def _process_op_err(self, e: Exception) -> None:
-        """Drop what was not sent: nats-py fails to close over it, and would tell nobody that the connection is lost."""
+        """Drop unsent data, over which nats-py would fail to close and never report that the connection is lost."""
         self._pending, self._pending_data_size = [], 0
         try:
             await super()._process_op_err(e)
@@ -193,32 +194,34 @@ class _Client(Client):
 
 
 class NatsLink(BrokerLink[Client]):
-    """A link to a NATS server. Several may use its client: for each subject, and for JetStream."""
+    """A link to a NATS server, which several subscriptions share."""
 
-    failures = (*FAILURES, ValueError)  # of a file that is none, or from the first line of a stranger
+    failures = (*FAILURES, ValueError)  # of an unusable file, or a first line that is not NATS
+
+    num_users = 0
 
     async def _subscribe(self, client: Client, name: str, receive: Receive) -> Subscription:
-        async def received(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             receive(message.subject, None if message.headers else message.data)  # only the server sends headers
 
-        return await client.subscribe(name, cb=received)
+        return await client.subscribe(name, cb=on_message)
 
-    async def _unsubscribe(self, client: Client, subscribed: Subscription) -> None:  # noqa: ARG002 - it knows its own
-        await subscribed.unsubscribe()
+    async def _unsubscribe(self, client: Client, subscription: Subscription) -> None:  # noqa: ARG002 - it has its own
+        await subscription.unsubscribe()
 
-    async def _settle(self, client: Client) -> None:
+    async def _confirm_subscriptions(self, client: Client) -> None:
         await client.flush()
 
     async def publish(self, name: str, data: bytes, answer: str = "") -> None:
-        # The server answers for a publisher that is not there, so that nobody has to wait for it.
-        await (await self.connected()).publish(name, data, answer)
+        # If no publisher is there, the server itself answers at once.
+        await (await self.wait_connected()).publish(name, data, answer)
 
-    async def _watch(self, client: Client) -> None:
+    async def _wait_closed(self, client: Client) -> None:
         assert isinstance(client, _Client)
         await client.is_over.wait()
         raise ConnectionError("the connection was lost")
 
-    def _reason(self, error: Exception) -> tuple[str, bool]:
+    def _explain(self, error: Exception) -> tuple[str, bool]:
         reason = str(error) or type(error).__name__
         is_refused = any(word in reason.lower() for word in ("authorization", "authentication"))
         return f"it refused the login: {reason}" if is_refused else reason, is_refused
@@ -235,20 +238,20 @@ class NatsLink(BrokerLink[Client]):
     async def _connect(self, client: _Client, host: Host) -> None:
         reasons: deque[Exception] = deque(maxlen=1)
 
-        async def failed(error: Exception) -> None:
+        async def on_error(error: Exception) -> None:
             reasons.append(error)
-            self._note_error(error, host)
+            self._report_error(error, host)
 
-        async def lost() -> None:
+        async def on_lost() -> None:
             client.is_over.set()
 
         try:
             await client.connect(
                 f"nats://{host}",
                 name="kvist",
-                error_cb=failed,
-                closed_cb=lost,
-                lame_duck_mode_cb=lost if len(self._url.hosts) > 1 else None,
+                error_cb=on_error,
+                closed_cb=on_lost,
+                lame_duck_mode_cb=on_lost if len(self._url.hosts) > 1 else None,
                 allow_reconnect=False,
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
@@ -260,12 +263,12 @@ class NatsLink(BrokerLink[Client]):
             )
         except nats.errors.NoServersError:
             raise reasons[0] if reasons else ConnectionError("no connection") from None
-        # Python 3.12 before 3.12.9, and 3.13 before 3.13.2, never have who calls `writelines` wait (its issue 127655).
+        # Python 3.12 before 3.12.9, and 3.13 before 3.13.2, never make callers of `writelines` wait (its issue 127655).
         writer = client._transport._io_writer  # type: ignore[union-attr]
         writer.writelines = lambda pieces: writer.write(b"".join(pieces))
 
-    def _note_error(self, error: Exception, host: Host) -> None:
-        """Take note of what a client reports by the way."""
+    def _report_error(self, error: Exception, host: Host) -> None:
+        """Report an error that a client tells of beside its work."""
         if "permissions violation" in str(error).lower():
             _logger.warning("broker does not permit it: %s broker=%s", error, host)
             self.problem = self.forbidden = f"broker {host} does not permit it: {error}"
@@ -274,10 +277,10 @@ class NatsLink(BrokerLink[Client]):
 
 
 async def _close(client: Client) -> None:
-    """Close what there is of a connection, also of one that never came to be, and even when cancelled meanwhile."""
+    """Close a connection, however far it got, and even when cancelled meanwhile."""
 
     async def close() -> None:
-        with suppress(*FAILURES, AssertionError):  # nor was it told which server
+        with suppress(*FAILURES, AssertionError):  # a client that never connected has no server
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await client.close()
         writer = getattr(client._transport, "_io_writer", None)
@@ -292,24 +295,24 @@ async def _close(client: Client) -> None:
         raise
 
 
-_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, tuple[NatsLink, set[object]]]] = WeakKeyDictionary()
+_shared_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, NatsLink]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def shared_link(url: BrokerUrl, user: object) -> AsyncIterator[NatsLink]:
-    """Give the loop's link with this login, closed by its last user; raises InvalidValueError as `login_options`."""
+async def shared_link(url: BrokerUrl) -> AsyncIterator[NatsLink]:
+    """Yield the event loop's link with this login, closed by its last user; raises as `login_options` does."""
     login_options(url)
-    links = _shared.setdefault(asyncio.get_running_loop(), {})
+    links = _shared_links.setdefault(asyncio.get_running_loop(), {})
     key = (url.scheme, url.hosts, url.user, url.password, *(url.options.get(name) for name in PRIVATE_OPTIONS))
     if key not in links:
-        links[key] = (await NatsLink(url).__aenter__(), set())
-    link, users = links[key]
-    users.add(user)
+        links[key] = await NatsLink(url).__aenter__()
+    link = links[key]
+    link.num_users += 1
     try:
         yield link
     finally:
-        users.remove(user)
-        if not users:
+        link.num_users -= 1
+        if not link.num_users:
             del links[key]
             await link.__aexit__()
 

@@ -1,6 +1,6 @@
-"""What comes in over any transport: the malformed is counted, and what waits to be read is bounded.
+"""What every transport does with incoming messages: malformed ones are counted, waiting ones are bounded.
 
-Answers are bounded one by one, and all of a process together, since many publishers may lie at once.
+Answers are bounded each, and all of a process together, since many publishers may send too much at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _logger = logging.getLogger(__name__)
 
 QUEUE_CAPACITY = 10_000
 QUEUE_BYTES = 256 << 20
-"""What a subscriber may lag, to a broker or within the process, before it loses the newest."""
+"""How far a subscriber, to a broker or within the process, may lag before it loses the newest messages."""
 MAX_ANSWERS_BYTES = 4 << 30
-"""What the answers of a process may take at a time; one that does not fit beside the others is asked for again."""
+"""What all answers of a process may take at a time; one that does not fit is asked for again."""
 
 
 class MalformedCounter:
-    """Counts, for one source, messages that were skipped and peers that were left; logs the first of each."""
+    """Counts one source's malformed messages and the connections that broke the protocol; logs the first of each."""
 
     def __init__(self, source: str) -> None:
         self.num = 0
@@ -32,8 +32,8 @@ class MalformedCounter:
         self._has_logged_message = False
         self._has_logged_peer = False
 
-    def skip_message(self, frame_bytes: Sequence[int]) -> None:
-        """Count a message whose frames have these sizes, as far as they are known."""
+    def count_message(self, frame_bytes: Sequence[int]) -> None:
+        """Count a skipped message, whose frames have these sizes as far as they are known."""
         self.num += 1
         if not self._has_logged_message:
             self._has_logged_message = True
@@ -41,8 +41,8 @@ class MalformedCounter:
             text = f"malformed message skipped: not topic, 8 bytes and a payload of at most {max_mib} MiB"
             _logger.warning("%s source=%s num_frames=%d frame_bytes=%s", text, self.source, *found)
 
-    def leave_peer(self, reason: str) -> None:
-        """Count a peer that broke the protocol, or speaks another; the connection to it is given up."""
+    def count_peer(self, reason: str) -> None:
+        """Count a peer that broke the protocol, or speaks another one, whose connection is closed."""
         self.num += 1
         if not self._has_logged_peer:
             self._has_logged_peer = True
@@ -50,7 +50,7 @@ class MalformedCounter:
 
 
 class MessageQueue:
-    """Messages that wait in one event loop to be received; beyond its bounds the newest are lost."""
+    """Messages that wait in one event loop to be received; when it is full, new ones are dropped."""
 
     def __init__(self, source: str) -> None:
         self.num_lost = 0
@@ -59,7 +59,7 @@ class MessageQueue:
         self._num_bytes = 0
         self._must_return = False
         self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._removed = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
@@ -76,8 +76,8 @@ class MessageQueue:
         self._num_bytes = num_bytes
         self._arrived.set()
 
-    def return_now(self) -> None:
-        """Have `receive` return, though there may be no message."""
+    def wake_receiver(self) -> None:
+        """Have `receive` return now, or the next time, though there may be no message."""
         self._must_return = True
         self._arrived.set()
 
@@ -89,18 +89,18 @@ class MessageQueue:
         self._must_return = False
         messages = [self._messages.popleft() for _ in range(min(len(self._messages), base.MAX_DRAIN))]
         self._num_bytes -= sum(len(message.payload) for message in messages)
-        self._taken.set()
+        self._removed.set()
         return messages
 
     async def wait_for_room(self) -> None:
         """Wait until fewer than `MAX_DRAIN` messages are here."""
         while len(self._messages) >= base.MAX_DRAIN:
-            self._taken.clear()
-            await self._taken.wait()
+            self._removed.clear()
+            await self._removed.wait()
 
 
 class AnswerBudget:
-    """Knows what all answers take together; safe to use from any thread."""
+    """Counts the bytes that all answers take together; safe to use from any thread."""
 
     def __init__(self) -> None:
         self.num_refused = 0
@@ -108,7 +108,7 @@ class AnswerBudget:
         self._lock = threading.Lock()
 
     def reserve(self, size_bytes: int) -> bool:
-        """Count so many bytes more, if there is room for them; return whether."""
+        """Count so many bytes more if there is room for them; return whether there is."""
         with self._lock:
             if self.taken_bytes + size_bytes > MAX_ANSWERS_BYTES:
                 self.num_refused += 1
@@ -125,8 +125,8 @@ class AnswerBudget:
 BUDGET = AnswerBudget()
 
 
-class Collected(list[Message]):
-    """The messages of one answer; they count as taken until it is dropped."""
+class ReplayAnswer(list[Message]):
+    """The messages of one answer, which count in the budget until it is garbage-collected."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 import zmq
@@ -27,11 +28,11 @@ from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 
 SEND_HWM = 10_000
-"""Messages kept for one slow subscriber before it starts to lose them: as many as the replay buffer has for it."""
+"""Messages queued for one slow subscriber before it starts to lose them: as many as the replay buffer keeps."""
 REPLAY_HWM = 1_000
-"""Replies in flight to one client: the replay thread waits for the client beyond that."""
+"""Replies in flight to one client; with more, the replay thread waits for the client."""
 MAX_REQUEST_BYTES = 4096
-"""A frame of a replay request."""
+"""The largest frame of a replay request."""
 REPLAY_SEND_TIMEOUT_S = 2.0
 """How long one reply may wait for its client; then the rest of that replay is dropped."""
 END = (-1).to_bytes(8, "big", signed=True)
@@ -51,10 +52,11 @@ class ZmqPublication:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.SNDHWM, REPLAY_HWM)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        # Mandatory: a full or vanished client is an error here, instead of a reply that silently disappears.
+        # Mandatory: a full or vanished client is an error, and not a reply that silently disappears.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_TIMEOUT_S * 1000))
-        self._server: ReplayServer | None = None
+        self._replay_thread: threading.Thread | None = None
+        self._is_stopping = False
         try:
             address = bind(self._stream, endpoint.address)
             replay_address = None if endpoint.replay_address is None else bind(self._router, endpoint.replay_address)
@@ -65,7 +67,10 @@ class ZmqPublication:
 
     def serve_replay(self, source: ReplaySource) -> None:
         if self._has_replay:
-            self._server = ReplayServer(self._router, source)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            answer_all = partial(self._answer_all, source)
+            self._replay_thread = threading.Thread(target=answer_all, name="kvist-replay", daemon=True)
+            self._replay_thread.start()
 
     def send(self, message: Message) -> None:
         frames = (message.topic, message.sequence.to_bytes(8, "big"), message.payload)
@@ -79,54 +84,38 @@ class ZmqPublication:
     def close(self, timeout_s: float = 5.0) -> None:
         if self._context.closed:
             return
-        if self._server is not None:
-            self._server.close()
+        if self._replay_thread is not None:  # which may wait for a client that reads nothing
+            self._is_stopping = True
+            os.eventfd_write(self._stop, 1)
+            self._replay_thread.join()
+            os.close(self._stop)
         self._router.close(linger=0)
         self._stream.close(linger=int(timeout_s * 1000))
-        # Seen once, on a busy machine: libzmq waited on, for ever. Whoever closes must not.
+        # Seen once, on a busy machine: libzmq waited for ever here. The caller must not.
         ending = threading.Thread(target=self._context.term, name="kvist-zmq-end", daemon=True)
         ending.start()
         ending.join(timeout_s + _END_TIMEOUT_S)
 
-
-class ReplayServer:
-    """A thread that answers replay requests on a ROUTER socket until it is closed."""
-
-    def __init__(self, router: Socket, source: ReplaySource) -> None:
-        self._router = router
-        self._source = source
-        self._is_stopping = False
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kvist-replay", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread; a client that takes nothing is waited for as ever."""
-        self._is_stopping = True
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        os.close(self._stop)
-
-    def _run(self) -> None:
+    def _answer_all(self, source: ReplaySource) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         while self._stop not in dict(poller.poll()):
-            # The client went away, or takes nothing: its next request starts from the beginning.
+            # A client that is gone or reads nothing gets no more of this answer, and may ask again.
             with suppress(zmq.ZMQError):
-                self._answer(self._router.recv_multipart())
+                self._answer(source, self._router.recv_multipart())
 
-    def _answer(self, request: list[bytes]) -> None:
+    def _answer(self, source: ReplaySource, request: list[bytes]) -> None:
         if len(request) not in (3, 4, 5) or any(len(number) != 8 for number in request[2::2]):
             return
         client, start, *rest = request[0], int.from_bytes(request[2], "big"), *request[3:]
         has_topic = len(rest) > 0
         epoch = int.from_bytes(rest[1], "big") if len(rest) == 2 else None
         ends_at_s = time.monotonic() + base.MAX_ANSWER_S
-        for message in self._source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
+        for message in source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
             topic = (message.topic,) if has_topic else ()
             self._router.send_multipart((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
-            if self._is_stopping or time.monotonic() >= ends_at_s:  # others wait, and the client no longer does
+            if self._is_stopping or time.monotonic() >= ends_at_s:  # other clients wait, and this one has given up
                 return
         self._router.send_multipart((client, b"", *((b"",) if has_topic else ()), END, b""))
 
@@ -145,7 +134,7 @@ def bind(zmq_socket: Socket, address: str) -> str:
 
 
 def refuse_to_steal(address: str) -> None:
-    """Raise if somebody listens at an ipc path: ZeroMQ would take it over without a word."""
+    """Raise InvalidValueError if somebody listens at an ipc path, which ZeroMQ would silently take over."""
     if not address.startswith("ipc://"):
         return
     with socket.socket(socket.AF_UNIX) as probe, suppress(FileNotFoundError, ConnectionRefusedError):

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
@@ -106,7 +107,8 @@ class Api:
         """Return whether the request has the API key or the administrators' key, if a key is needed."""
         if self._api_key is None:
             return True
-        return request.bears(self._api_key) or (self._admin_key is not None and request.bears(self._admin_key))
+        keys = (key for key in (self._api_key, self._admin_key) if key is not None)
+        return any(request.has_bearer_token(key) for key in keys)
 
     def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
         """Answer a query at once; return a coroutine that answers any other request."""
@@ -165,7 +167,7 @@ class Api:
     def _query_by_hash(self, body: bytes) -> bytes:
         query, local_hashes = read_hash_query(body)
         member = self._registry.get(query.namespace)
-        matches = [member.index.match(sequence_hashes(local_hashes))]
+        matches = [member.index.match(np.array(sequence_hashes(local_hashes), np.uint64))]
         return answer_to(matches, member.block_size, member.indexer.resyncing)
 
     async def _register(self, request: Request, responder: Responder) -> None:
@@ -209,7 +211,7 @@ class Api:
         if self._admin_key is None:
             if not request.is_direct_from_loopback():
                 raise ApiError(HTTPStatus.FORBIDDEN, "administration is on loopback only, or with --admin-key")
-        elif not request.bears(self._admin_key):
+        elif not request.has_bearer_token(self._admin_key):
             raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key")
 
 

@@ -133,13 +133,13 @@ def read_query(body: bytes) -> tuple[QueryBody, NDArray[np.uint32]]:
         _refuse_item("token_ids", query.token_ids, error.value)
 
 
-def read_hash_query(body: bytes) -> tuple[HashQueryBody, NDArray[np.uint64]]:
+def read_hash_query(body: bytes) -> tuple[HashQueryBody, list[int]]:
     """Return the body of `POST /query_by_hash` and its hashes; raises ApiError."""
     query = _read(_hash_query_decoder, body)
     wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
     if wrong is not None:
         _refuse_item("block_hashes", query.block_hashes, wrong)
-    return query, np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # Dynamo's clients send i64
+    return query, [value % (1 << 64) for value in query.block_hashes]  # Dynamo's clients send i64
 
 
 def answer_to(matches: Iterable[Match], block_size: int, resyncing: AbstractSet[WorkerRank]) -> bytes:

@@ -110,7 +110,7 @@ def _content_type(headers: Headers) -> bytes:
 
 def is_administrator(request: Request, admin_key: str | None) -> bool:
     """Return whether the request bears the admin key or, where none is set, comes straight from loopback."""
-    return request.is_direct_from_loopback() if admin_key is None else request.bears(admin_key)
+    return request.is_direct_from_loopback() if admin_key is None else request.has_bearer_token(admin_key)
 
 
 def require_administrator(request: Request, admin_key: str | None) -> None:

@@ -261,11 +261,11 @@ class Announcements:
             if self._receive(message.data):
                 report([worker for worker, _ in self._announced.values()], is_complete=False)
 
-        async with shared_link(self._url.broker, self) as link:
+        async with shared_link(self._url.broker) as link:
             while True:
                 try:
                     async with asyncio.timeout(CONNECT_S):
-                        client = await link.connected()
+                        client = await link.wait_connected()
                 except TimeoutError:
                     raise SourceError(link.problem or "no connection") from None
                 with suppress(*FAILURES):  # the link says why

@@ -53,7 +53,7 @@ def test_eagle_pairs_become_tokens_whose_blocks_overlap_by_one():
     assert event == EngineStored([MINUS_FIVE, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], 4, is_eagle=True)
     (stored,) = Normaliser(4).normalise(event)
     assert isinstance(stored, Stored)
-    first = int(local_block_hashes([1, 2, 3, 4, 5], 4, is_eagle=True)[0])
+    first = local_block_hashes([1, 2, 3, 4, 5], 4, is_eagle=True)[0]
     assert stored.hashes[:8] == first.to_bytes(8, "little")
 
 

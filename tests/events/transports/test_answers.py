@@ -6,7 +6,7 @@ import pytest
 
 from kvist.events.transports import Message
 from kvist.events.transports.base import MESSAGE_BYTES
-from kvist.events.transports.received import BUDGET, Collected
+from kvist.events.transports.received import BUDGET, ReplayAnswer
 
 MESSAGE = Message(b"t", 0, bytes(99))
 SIZE_BYTES = MESSAGE_BYTES + 100
@@ -15,7 +15,7 @@ SIZE_BYTES = MESSAGE_BYTES + 100
 def test_an_answer_that_does_not_fit_beside_the_others_is_refused_until_they_are_dropped(monkeypatch):
     before_bytes, num_before = BUDGET.taken_bytes, BUDGET.num_refused
     monkeypatch.setattr("kvist.events.transports.received.MAX_ANSWERS_BYTES", before_bytes + 3 * SIZE_BYTES)
-    first, second = Collected(), Collected()
+    first, second = ReplayAnswer(), ReplayAnswer()
     assert first.add(MESSAGE)
     assert first.add(MESSAGE)
     assert second.add(MESSAGE)
@@ -29,7 +29,7 @@ def test_an_answer_that_does_not_fit_beside_the_others_is_refused_until_they_are
 
 def test_an_answer_that_is_too_large_by_itself_takes_nothing_from_the_others(monkeypatch):
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", SIZE_BYTES)
-    num_before, answer = BUDGET.num_refused, Collected()
+    num_before, answer = BUDGET.num_refused, ReplayAnswer()
     assert answer.add(MESSAGE)
     assert not answer.add(MESSAGE)
     assert (len(answer), BUDGET.num_refused) == (1, num_before)
@@ -38,7 +38,7 @@ def test_an_answer_that_is_too_large_by_itself_takes_nothing_from_the_others(mon
 @pytest.mark.parametrize("size_bytes", [0, 1, SIZE_BYTES])
 def test_what_was_counted_before_an_answer_has_messages_is_given_back_too(size_bytes):
     before_bytes = BUDGET.taken_bytes
-    answer = Collected()
+    answer = ReplayAnswer()
     assert answer.reserve(size_bytes)
     assert BUDGET.taken_bytes == before_bytes + size_bytes
     del answer

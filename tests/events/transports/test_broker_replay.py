@@ -16,8 +16,8 @@ from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.transports.broker_replay import (
     MAX_OPEN_QUESTIONS,
     PAGE_BYTES,
-    Answers,
-    Asking,
+    ReplayClient,
+    ReplayServer,
 )
 
 REQUEST = ReplayRequest(b"kv/w/0", 3, 77)
@@ -41,29 +41,31 @@ def random_messages(num: int, max_bytes: int) -> list[Message]:
     return [Message(b"kv/w/%d" % (idx % 3), idx, rng.randbytes(rng.randint(0, max_bytes))) for idx in range(num)]
 
 
-def answers_of(source: ReplaySource) -> Answers:
-    answers = Answers()
-    answers.source = source
-    return answers
+def server_of(source: ReplaySource) -> ReplayServer:
+    server = ReplayServer()
+    server.source = source
+    return server
 
 
 class Wire:
-    """Carries questions to `answers` and pages to whoever asks; `change` may lose or repeat pages."""
+    """Carries questions to `server` and pages to whoever asks; `change` may lose or repeat pages."""
 
-    def __init__(self, answers: Answers, change: Callable[[int, bytes], list[bytes]] = lambda _, page: [page]) -> None:
-        self.answers = answers
+    def __init__(
+        self, server: ReplayServer, change: Callable[[int, bytes], list[bytes]] = lambda _, page: [page]
+    ) -> None:
+        self.server = server
         self.num_pages = self.num_questions = 0
         self._change = change
-        self._asking: dict[str, Asking] = {}
+        self._asking: dict[str, ReplayClient] = {}
 
     async def ask(self, request: ReplayRequest = REQUEST, timeout_s: float = 5) -> list[Message] | None:
-        asking = Asking(request)
+        asking = ReplayClient(request)
         self._asking[asking.name] = asking
         return await asking.ask(self._send, timeout_s)
 
     async def _send(self, data: bytes) -> None:
         self.num_questions += 1
-        self.answers.receive(data, self.deliver)
+        self.server.receive(data, self.deliver)
 
     async def deliver(self, name: str, page: bytes) -> None:
         for each in self._change(self.num_pages, page):
@@ -75,7 +77,7 @@ class Wire:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.answers.close()
+        await self.server.close()
 
 
 @pytest.mark.parametrize(
@@ -91,29 +93,29 @@ class Wire:
 )
 async def test_an_answer_arrives_whole_and_in_order(messages) -> None:
     source = Source(messages)
-    async with Wire(answers_of(source)) as wire:
+    async with Wire(server_of(source)) as wire:
         assert await wire.ask() == messages
         assert source.requests == [REQUEST]
         assert wire.num_pages == wire.num_questions
 
 
 async def test_pages_are_as_small_as_the_broker_wants_them() -> None:
-    answers = answers_of(Source([Message(b"t", 0, bytes(10_000))]))
-    answers.page_bytes = 1000
+    server = server_of(Source([Message(b"t", 0, bytes(10_000))]))
+    server.page_bytes = 1000
     sizes: list[int] = []
 
     def note(_: int, page: bytes) -> list[bytes]:
         sizes.append(len(page))
         return [page]
 
-    async with Wire(answers, note) as wire:
+    async with Wire(server, note) as wire:
         assert await wire.ask() == [Message(b"t", 0, bytes(10_000))]
     assert len(sizes) == 11
     assert max(sizes) < 1000 + 256
 
 
 async def test_a_page_is_sent_once_however_often_it_is_asked_for() -> None:
-    answers = answers_of(Source([Message(b"t", 0, bytes(10 * PAGE_BYTES))]))
+    server = server_of(Source([Message(b"t", 0, bytes(10 * PAGE_BYTES))]))
     sent: list[bytes] = []
     was_sent = asyncio.Event()
 
@@ -124,27 +126,27 @@ async def test_a_page_is_sent_once_however_often_it_is_asked_for() -> None:
     for page_idx in (0, 1):
         was_sent.clear()
         for idx in (page_idx, page_idx + 7, page_idx) if page_idx else (0,):
-            answers.receive(_question(bytes(16), idx), send)
+            server.receive(_question(bytes(16), idx), send)
         await was_sent.wait()
-    await answers.close()
+    await server.close()
     assert [msgspec.msgpack.decode(page)[2] for page in sent] == [0, 1]
 
 
 async def test_a_repeated_page_changes_nothing() -> None:
     messages = random_messages(200, 10_000)
-    async with Wire(answers_of(Source(messages)), lambda _, page: [page, page]) as wire:
+    async with Wire(server_of(Source(messages)), lambda _, page: [page, page]) as wire:
         assert await wire.ask() == messages
 
 
 async def test_a_lost_page_ends_the_answer() -> None:
-    answers = answers_of(Source(random_messages(200, 10_000)))
-    async with Wire(answers, lambda idx, page: [] if idx == 2 else [page]) as wire:
+    server = server_of(Source(random_messages(200, 10_000)))
+    async with Wire(server, lambda idx, page: [] if idx == 2 else [page]) as wire:
         assert await wire.ask(timeout_s=0.05) is None
         assert await wire.ask() == random_messages(200, 10_000)
 
 
 async def test_silence_is_no_answer() -> None:
-    async with Wire(answers_of(Source([])), lambda _idx, _page: []) as wire:
+    async with Wire(server_of(Source([])), lambda _idx, _page: []) as wire:
         assert await wire.ask(timeout_s=0.01) is None
 
 
@@ -153,7 +155,7 @@ async def test_two_askers_get_each_their_own() -> None:
         def replay(self, request: ReplayRequest) -> list[Message]:
             return [Message(b"t", request.start_sequence, bytes(20_000))] * 50
 
-    async with Wire(answers_of(ByStart())) as wire:
+    async with Wire(server_of(ByStart())) as wire:
         one, other = await asyncio.gather(wire.ask(ReplayRequest(b"t", 1)), wire.ask(ReplayRequest(b"t", 2)))
     assert one == [Message(b"t", 1, bytes(20_000))] * 50
     assert other == [Message(b"t", 2, bytes(20_000))] * 50
@@ -168,7 +170,7 @@ async def test_a_range_does_not_wait_for_a_snapshot_that_is_long_in_coming() -> 
                 may_go_on.wait()
             yield Message(b"t", request.start_sequence, b"")
 
-    async with Wire(answers_of(SlowForEpochs())) as wire:
+    async with Wire(server_of(SlowForEpochs())) as wire:
         slow = asyncio.create_task(wire.ask(ReplayRequest(b"t", 1, 5)))
         assert await wire.ask(ReplayRequest(b"t", 2)) == [Message(b"t", 2, b"")]
         may_go_on.set()
@@ -177,7 +179,7 @@ async def test_a_range_does_not_wait_for_a_snapshot_that_is_long_in_coming() -> 
 
 async def test_signs_of_life_of_a_slow_source_are_not_held_back_until_a_page_is_full(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.broker_replay.MAX_PAGE_S", 0.0)
-    async with Wire(answers_of(Source(random_messages(5, 10)))) as wire:
+    async with Wire(server_of(Source(random_messages(5, 10)))) as wire:
         assert await wire.ask() == random_messages(5, 10)
         assert wire.num_pages == 6  # each message when it is there, and the end
 
@@ -187,12 +189,12 @@ def _question(question_id: bytes, page_idx: int = 0, start_sequence: int = 0) ->
 
 
 async def test_what_is_no_question_is_counted_and_skipped(logged) -> None:
-    async with Wire(answers_of(Source([]))) as wire:
+    async with Wire(server_of(Source([]))) as wire:
         good = _question(bytes(16))
         malformed = [b"", b"\xc1", good[:-1], _question(bytes(16), 0, -1), _question(b"short id"), b"\x90"]
         for data in (*malformed, b"\x96\xaa" + b"\xff" * 10, b"\x97" + good[1:] + DEEP):
-            wire.answers.receive(data, wire.deliver)
-        assert wire.answers.num_malformed == 8
+            wire.server.receive(data, wire.deliver)
+        assert wire.server.num_malformed == 8
         assert len(logged("kvist.events.transports.broker_replay")) == 1
         assert await wire.ask() == []
         assert wire.num_pages == 1
@@ -203,21 +205,21 @@ async def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten(u
 
     def open_all(wire: Wire) -> None:
         for number in range(MAX_OPEN_QUESTIONS):
-            wire.answers.receive(_question(number.to_bytes(16, "big")), wire.deliver)
+            wire.server.receive(_question(number.to_bytes(16, "big")), wire.deliver)
 
-    async with Wire(answers_of(Source(messages))) as wire:
+    async with Wire(server_of(Source(messages))) as wire:
         open_all(wire)
         await until(lambda: wire.num_pages == MAX_OPEN_QUESTIONS)
         assert await wire.ask(timeout_s=0.05) is None
     monkeypatch.setattr("kvist.events.transports.broker_replay.QUESTION_TIMEOUT_S", 0.0)
-    async with Wire(answers_of(Source(messages))) as wire:
+    async with Wire(server_of(Source(messages))) as wire:
         open_all(wire)
-        await until(lambda: not wire.answers._asked)
+        await until(lambda: not wire.server._requested_pages)
         monkeypatch.undo()
         assert await wire.ask() == messages
 
 
-def _page(asking: Asking, page_idx: int, is_last: bool, data: bytes) -> bytes:
+def _page(asking: ReplayClient, page_idx: int, is_last: bool, data: bytes) -> bytes:
     return msgspec.msgpack.encode(["kvist-page1", bytes.fromhex(asking.name), page_idx, is_last, data])
 
 
@@ -233,7 +235,7 @@ def _page(asking: Asking, page_idx: int, is_last: bool, data: bytes) -> bytes:
     ids=["no page", "no text", "deep", "cut", "lying about its size"],
 )
 async def test_an_answer_that_is_none_is_given_up(pages) -> None:
-    asking = Asking(REQUEST)
+    asking = ReplayClient(REQUEST)
     coming = iter(pages(asking))
 
     async def send(_: bytes) -> None:
@@ -244,7 +246,7 @@ async def test_an_answer_that_is_none_is_given_up(pages) -> None:
 
 
 async def test_pages_of_other_questions_and_other_numbers_are_ignored() -> None:
-    asking, other = Asking(REQUEST), Asking(REQUEST)
+    asking, other = ReplayClient(REQUEST), ReplayClient(REQUEST)
 
     async def send(_: bytes) -> None:
         for page in (_page(other, 0, True, b""), _page(asking, 1, True, b"x"), _page(asking, 0, True, b"")):
@@ -254,7 +256,7 @@ async def test_pages_of_other_questions_and_other_numbers_are_ignored() -> None:
 
 
 async def test_an_asker_is_told_at_once_that_nobody_is_there() -> None:
-    asking = Asking(REQUEST)
+    asking = ReplayClient(REQUEST)
 
     async def send(_: bytes) -> None:
         asking.receive("", None)
@@ -264,21 +266,21 @@ async def test_an_asker_is_told_at_once_that_nobody_is_there() -> None:
 
 async def test_too_long_an_answer_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 3 * PAGE_BYTES)
-    async with Wire(answers_of(Source([Message(b"t", 0, bytes(4 * PAGE_BYTES))]))) as wire:
+    async with Wire(server_of(Source([Message(b"t", 0, bytes(4 * PAGE_BYTES))]))) as wire:
         assert await wire.ask() is None
 
 
 async def test_many_messages_of_no_bytes_are_too_long_an_answer(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 2 * PAGE_BYTES)
     num_messages = 3 * PAGE_BYTES // MESSAGE_BYTES
-    async with Wire(answers_of(Source([Message(b"", idx, b"") for idx in range(num_messages)]))) as wire:
-        wire.answers.page_bytes = 1024
+    async with Wire(server_of(Source([Message(b"", idx, b"") for idx in range(num_messages)]))) as wire:
+        wire.server.page_bytes = 1024
         assert await wire.ask() is None
 
 
 async def test_an_answer_that_never_ends_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
-    asking = Asking(REQUEST)
+    asking = ReplayClient(REQUEST)
 
     page_idxs = count()
 

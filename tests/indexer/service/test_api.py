@@ -65,7 +65,7 @@ async def test_tiers_add_up_and_an_instance_has_what_its_best_rank_has(client, e
 async def test_a_prompt_may_be_given_by_its_local_hashes(client, engine, eventually, is_signed):
     engine.publish(stored([101, 102], TOKENS[:8]))
     await client.register(engine.port)
-    hashes = local_block_hashes(TOKENS, 4).tolist()
+    hashes = local_block_hashes(TOKENS, 4)
     if is_signed:
         hashes = [value - (1 << 64) if value >> 63 else value for value in hashes]
     await eventually(lambda: client.scores(TOKENS))

@@ -1,7 +1,7 @@
 """A subscriber that speaks ZMTP 3 over TCP itself: large reads, many messages at once, no object for each.
 
-`connection` is the protocol, without I/O, on the bytes in an `inbox`; `wire` has the bytes, and what compiled code that
-finds messages among them must keep to. `link` and `subscription` are the asyncio around them.
+`connection` is the protocol, without I/O; `wire` has its bytes, and the contract of compiled code that finds messages
+among them. `sockets` and `subscription` are the asyncio around them; `replay` asks questions.
 """
 
 from kvist.events.transports.zmtp.subscription import ZmtpSubscription

@@ -1,43 +1,119 @@
-"""What a publisher says once it is ready: bytes in the inbox become messages there, and bytes to send."""
+"""The protocol behind the handshake: bytes in the inbox become messages there, and commands become bytes to send."""
 
 from __future__ import annotations
 
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
 from kvist.events.transports import base
+from kvist.events.transports.base import MAX_DRAIN
+from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp import wire
-from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerError, Splitter, StopReason
 
+CAPACITY_BYTES = 256 << 10
+"""What is read ahead of the consumer; more only while a larger message is being received."""
+MIN_READ_BYTES = 16 << 10
+"""With less room than this an inbox counts as full: small reads cost as much as large ones."""
 MAX_FRAMES = 1000
-"""Frames of one message that are skipped in patience; a peer that sends more never means to end it."""
+"""Frames of one message that are skipped; a peer that sends more will not end it."""
 
 MAX_COMMANDS_WITHIN = 16
-"""Commands between the frames of one message: a sign of life may fall there, and for each the frames before it move."""
+"""Commands between the frames of one message: a PING may fall there, and each one moves the frames before it."""
+
+
+class Inbox:
+    """A buffer `[messages in the table | not split yet, from begin to end | room]`.
+
+    Messages do not move while they are in the table; `take` copies them, and moves up what is not split.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Hold messages of up to almost `max_bytes` each, including commands between their frames."""
+        self._max_bytes = max_bytes
+        self._table = np.empty((MAX_DRAIN, 5), np.int64)
+        self.num_messages = self.begin = self.end = 0
+        self._use_new_memory(CAPACITY_BYTES)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing, not even part of a message."""
+        return self.end == 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether messages must be taken before more can be read."""
+        has_room = self.num_messages < MAX_DRAIN and self.capacity - self.end >= MIN_READ_BYTES
+        return self.num_messages > 0 and not has_room
+
+    @property
+    def free_rows(self) -> NDArray[np.int64]:
+        return self._table[self.num_messages :] if self.num_messages else self._table
+
+    def space(self) -> memoryview:
+        """Return the memory to read into; call it only if not full. Raises PeerError when a message does not fit."""
+        if self.num_messages == 0:
+            num_bytes = self.end - self.begin
+            if self.capacity - num_bytes < MIN_READ_BYTES and self.capacity < self._max_bytes:
+                self._use_new_memory(min(self.capacity * 2, self._max_bytes), self._view[self.begin : self.end])
+            elif self.begin > 0:
+                self.buffer.move(0, self.begin, num_bytes)
+                self.begin, self.end = 0, num_bytes
+        if self.end == self.capacity:
+            raise PeerError(f"a message needs more than {self._max_bytes} bytes")
+        return self._view[self.end : self.capacity]
+
+    def add(self, num_messages: int, begin: int) -> None:
+        """Add the messages written to `free_rows`, of which the last ends at `begin`."""
+        self.num_messages += num_messages
+        self.begin = begin
+
+    def take(self) -> MessageBlock:
+        """Remove and return all whole messages."""
+        block = MessageBlock(self.buffer[: self.begin + PADDING_BYTES], self._table[: self.num_messages].copy())
+        num_rest_bytes = self.end - self.begin
+        if self.capacity > CAPACITY_BYTES >= 2 * num_rest_bytes:
+            self._use_new_memory(CAPACITY_BYTES, self._view[self.begin : self.end])
+        else:
+            self.buffer.move(0, self.begin, num_rest_bytes)
+            self.num_messages, self.begin, self.end = 0, 0, num_rest_bytes
+        return block
+
+    def _use_new_memory(self, capacity: int, rest: bytes | memoryview = b"") -> None:
+        """Continue with nothing but `rest`, in new memory."""
+        self.capacity = capacity
+        # Anonymous memory: a page that no message has reached costs nothing, so a quiet source holds little.
+        self.buffer = mmap.mmap(-1, capacity + PADDING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._view = memoryview(self.buffer)
+        self._view[: len(rest)] = rest
+        self.num_messages, self.begin, self.end = 0, 0, len(rest)
 
 
 class Connection:
-    """Takes what a publisher says, from the handshake to its last message. No I/O, no clock.
+    """Reads what a publisher sends after the handshake. No I/O, no clock.
 
-    The owner puts bytes into the inbox, calls `advance`, and sends `take_outgoing`. After a PeerError it is over.
+    The owner puts bytes into the inbox, calls `advance`, and sends `take_outgoing`. A PeerError ends the connection.
     """
 
     def __init__(
         self, inbox: Inbox, splitter: Splitter | None, malformed: MalformedCounter, minor_version: int = 1
     ) -> None:
-        """Subscribe at a peer of ZMTP 3.`minor_version`; `inbox` has nothing of another connection."""
+        """Subscribe at a peer of ZMTP 3.`minor_version`; nothing of another connection is in `inbox`."""
         self.has_pong = minor_version >= 1
         """Whether the peer is known to answer a PING, so that its silence means something."""
-        self.num_messages = 0
-        self._inbox = inbox
+        self.inbox = inbox
         self._splitter = splitter
         self._malformed = malformed
         self._outgoing = bytearray(wire.subscribe_to_all(minor_version))
         self._num_skip_bytes = 0
-        self._num_refused_frames = 0  # of a message that is skipped just now
-        self._num_commands_within = 0  # the message that is coming just now
+        self._num_refused_frames = 0  # of the message that is being skipped
+        self._num_commands_within = 0  # the message that is being received
 
     def take_outgoing(self) -> bytes:
-        """Return what is to be sent, once."""
+        """Remove and return the bytes to send."""
         if not self._outgoing:
             return b""
         outgoing = bytes(self._outgoing)
@@ -48,17 +124,17 @@ class Connection:
         self._outgoing += wire.ping()
 
     def advance(self) -> None:
-        """Take from the inbox what is there, until a message is cut or the table is full; raises PeerError."""
+        """Process the bytes in the inbox, until a message is cut or the table is full; raises PeerError."""
         while self._read_traffic():
             pass
 
     def _read_traffic(self) -> bool:
-        inbox = self._inbox
+        inbox = self.inbox
         if self._num_skip_bytes:
             num_bytes = min(self._num_skip_bytes, inbox.end - inbox.begin)
             inbox.begin += num_bytes
             self._num_skip_bytes -= num_bytes
-        if inbox.begin == inbox.end or inbox.num_messages == base.MAX_DRAIN:
+        if inbox.begin == inbox.end or inbox.num_messages == MAX_DRAIN:
             return False
         if self._splitter is not None and not self._num_refused_frames:
             num_messages, begin, reason = self._splitter(
@@ -71,8 +147,8 @@ class Connection:
         return self._read_frames()
 
     def _read_frames(self) -> bool:
-        """Take a command, a message frame by frame, or a frame of one that is none; return whether it was all there."""
-        inbox = self._inbox
+        """Read a command, a message, or a frame of a malformed message; return whether it was all there."""
+        inbox = self.inbox
         frames: list[FrameHeader] = []
         at = inbox.begin
         while len(frames) < 3:
@@ -80,7 +156,7 @@ class Connection:
             if header is None:
                 return False
             if header.flags & COMMAND:
-                return self._take_command(at, header)
+                return self._read_command(at, header)
             if self._num_refused_frames or not _is_expected(frames, header):
                 self._refuse_frame(frames, header)
                 return True
@@ -95,13 +171,12 @@ class Connection:
         return True
 
     def _add(self, num_messages: int, end: int) -> None:
-        self._inbox.add(num_messages, end)
-        self.num_messages += num_messages
+        self.inbox.add(num_messages, end)
         self._num_commands_within = 0
 
-    def _take_command(self, at: int, header: FrameHeader) -> bool:
-        """Do what a command says, if it is all there; the frames before it move up to those behind it."""
-        inbox, num_bytes = self._inbox, header.end - at
+    def _read_command(self, at: int, header: FrameHeader) -> bool:
+        """Execute a command, if it is all there, and close the gap it leaves between the frames of a message."""
+        inbox, num_bytes = self.inbox, header.end - at
         if header.end > inbox.end:
             return False
         self._on_command(*wire.read_command(inbox.buffer[header.start : header.end]))
@@ -113,20 +188,20 @@ class Connection:
         return True
 
     def _refuse_frame(self, before: list[FrameHeader], header: FrameHeader) -> None:
-        """Skip a frame of a message that is not ours, with all that came of it; its body is never buffered."""
+        """Skip a frame of a malformed message, and those before it; its body is never buffered."""
         if not self._num_refused_frames:
-            self._malformed.skip_message([*(frame.num_bytes for frame in before), header.num_bytes])
+            self._malformed.count_message([*(frame.num_bytes for frame in before), header.num_bytes])
             self._num_refused_frames, self._num_commands_within = len(before), 0
         self._num_refused_frames += 1
         if self._num_refused_frames > MAX_FRAMES:
             raise PeerError(f"a message has more than {MAX_FRAMES} frames")
-        self._inbox.begin = header.start
+        self.inbox.begin = header.start
         self._num_skip_bytes = header.num_bytes
         if not header.flags & MORE:
             self._num_refused_frames = 0
 
     def _on_command(self, name: bytes, body: bytes) -> None:
-        """Do what a command says; one that nobody knows says nothing."""
+        """Execute a command; unknown ones are ignored."""
         if name == b"PING":
             self.has_pong = True
             self._outgoing += wire.pong(body)

@@ -1,10 +1,12 @@
-"""A subscription over TCP or a Unix socket: connects, connects again, and hands out what has come."""
+"""A subscription over TCP or a Unix socket: connects, reconnects, and returns the messages that have come."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+import socket
+from collections.abc import Callable
 from typing import Self
 
 from kvist.errors import InvalidValueError, leave_group
@@ -13,14 +15,20 @@ from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter
-from kvist.events.transports.zmtp.connection import Connection
-from kvist.events.transports.zmtp.inbox import Inbox
-from kvist.events.transports.zmtp.link import Link, accept, connect, listen, shake_hands
+from kvist.events.transports.zmtp.connection import Connection, Inbox
 from kvist.events.transports.zmtp.replay import ask
+from kvist.events.transports.zmtp.sockets import accept, connect, listen, shake_hands
 from kvist.events.transports.zmtp.wire import PeerError, Splitter
 
 OVERHEAD_BYTES = 64 << 10
-"""Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
+"""Room for what one message may contain beside topic and payload: frame headers, and commands between its frames."""
+NAP_S = 0.002
+"""A dense stream is read once in so long: many small reads cost more than a few large ones.
+
+All naps of a process end together, so that one turn of the event loop serves many sources.
+"""
+DENSE_S = 0.0005
+"""A stream is dense if its messages are no further apart: then a nap collects four of them, or more."""
 
 _logger = logging.getLogger(__name__)
 
@@ -29,13 +37,14 @@ class ZmtpSubscription:
     """A subscriber's end for all topics.
 
     It reads no further than its inbox holds until that is taken: then the publisher queues, and at its high-water mark
-    loses what is for this subscriber. No receive brings messages of two connections.
+    drops messages for this subscriber. No receive returns messages of two connections.
     """
 
     is_peer_gone = False
     problem: str | None = None
 
     def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> None:
+        """With `patience_s`, a message may wait so long for others, so that they are read together."""
         self._malformed = MalformedCounter(endpoint.address)
         self._endpoint, self._address = endpoint, endpoint.address
         if endpoint.scheme == "tcp":
@@ -47,18 +56,16 @@ class ZmtpSubscription:
             if not endpoint.is_bound and (host == "*" or port == "0"):
                 raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
         self._splitter, self._patience_s = splitter, patience_s
-        self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_emptied = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._link: Link | None = None
         self.num_connects = 0
-        """How often a publisher was connected so far: that is, it was ready to send."""
+        """How often a publisher was connected so far, and its handshake done."""
         self._tasks = asyncio.TaskGroup()
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether a publisher is connected, nothing of what it sent is unread, and the connection has no end yet."""
-        return self._link is not None and self._inbox.is_empty and self._link.is_quiet
+        """Whether a publisher is connected, and nothing it sent is unread, not even the connection's end."""
+        return self._link is not None and self._link.is_caught_up
 
     @property
     def num_malformed(self) -> int:
@@ -75,33 +82,18 @@ class ZmtpSubscription:
         try:
             await leave_group(self._tasks, error)
         finally:
-            self._inbox.close()
             if self._listener is not None:
                 self._listener.close()
-            self._link = None
-            del self._connecting  # it held this subscription in turn
+            del self._connecting  # it refers to this subscription in turn
 
     async def receive(self) -> MessageBlock:
-        if self._inbox.num_messages == 0:
-            waiter = self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await waiter
-            finally:
-                self._waiter = None
-        block = self._inbox.take()
-        if self._link is not None:
-            self._link.on_taken()
-        if self._inbox.num_messages == 0:
-            self._is_emptied.set()
-        return block
+        while self._link is None or self._link.inbox.num_messages == 0:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._link.take()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         return await ask(self._endpoint, request, timeout_s, self._malformed)
-
-    def _arrived(self) -> None:
-        """Wake who waits for messages."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     async def _stay_connected(self) -> None:
         wait_s = base.MIN_RECONNECT_S
@@ -111,7 +103,7 @@ class ZmtpSubscription:
             try:
                 was_good = await self._follow()
             except PeerError as error:
-                self._malformed.leave_peer(error.reason)
+                self._malformed.count_peer(error.reason)
             except OSError as error:
                 if not has_logged:
                     _logger.info("not connected, and tried again: %s source=%s", error, self._address)
@@ -122,16 +114,189 @@ class ZmtpSubscription:
             wait_s = min(2 * wait_s, base.MAX_RECONNECT_S)
 
     async def _follow(self) -> bool:
-        """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
+        """Connect, and stay until the connection ends and its messages are taken; return whether the peer ended it."""
         sock = await (connect(self._address) if self._listener is None else accept(self._listener))
         minor_version = await shake_hands(sock, b"SUB", (b"PUB", b"XPUB"))
-        connection = Connection(self._inbox, self._splitter, self._malformed, minor_version)
+        inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
+        connection = Connection(inbox, self._splitter, self._malformed, minor_version)
         self.num_connects += 1
-        self._link = link = Link(sock, connection, self._inbox, self._malformed, self._arrived, self._patience_s)
-        await link.watch()
-        while self._inbox.num_messages:
-            self._is_emptied.clear()
-            await self._is_emptied.wait()
-        self._inbox.reset()
-        self._link = None
-        return not link.is_left
+        self._link = Link(sock, connection, self._malformed, self._arrived.set, self._patience_s)
+        try:
+            return await self._link.run()
+        finally:
+            self._link = None
+
+
+class Link:
+    """Reads from one connection until it ends, or we end it; pauses while the inbox is full.
+
+    While the event loop watches the socket, each arrival is read at once. A dense stream is not watched, but read after
+    a nap, which also saves the loop's bookkeeping (20 µs each time with asyncio's own transports, which must pause).
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connection: Connection,
+        malformed: MalformedCounter,
+        on_messages: Callable[[], None],
+        patience_s: float,
+    ) -> None:
+        """Own the socket, subscribe, and call `on_messages` whenever there are messages to take."""
+        self.inbox = connection.inbox
+        self._loop = asyncio.get_running_loop()
+        self._patience_s = patience_s
+        self._sock = sock
+        self._fd = sock.fileno()  # asyncio formats a socket for each look-up of one, and not a number
+        self._connection = connection
+        self._malformed = malformed
+        self._on_messages = on_messages
+        self._is_left = False  # we ended it: the peer broke the protocol or was silent
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._emptied = asyncio.Event()
+        self._last_read_s, self._num_silent_intervals = self._loop.time(), 0
+        self._next_read: asyncio.Handle | None = None
+        self._is_watching = False
+        self._flush()
+        self._watch()
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether everything was taken, and there is nothing to read, not even the connection's end."""
+        if not self.inbox.is_empty:
+            return False
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    async def run(self) -> bool:
+        """Return once the connection has ended and its messages are taken: whether it was the peer that ended it.
+
+        A peer that is silent for too long is left. The socket is closed in any case.
+        """
+        try:
+            while not self._ended.done():
+                await asyncio.wait([self._ended], timeout=base.PING_INTERVAL_S)
+                self._check_silence()
+        finally:
+            self._close()
+        while self.inbox.num_messages:
+            self._emptied.clear()
+            await self._emptied.wait()
+        return not self._is_left
+
+    def take(self) -> MessageBlock:
+        """Return the messages that are here, and continue reading if that had to pause."""
+        block = self.inbox.take()
+        self._advance()
+        if not (self._is_watching or self._next_read or self.inbox.is_full or self._ended.done()):
+            self._read()
+        if self.inbox.num_messages == 0:
+            self._emptied.set()
+        return block
+
+    def _read(self) -> None:
+        self._next_read = None
+        try:
+            space = self.inbox.space()
+            num_bytes = self._sock.recv_into(space)
+        except BlockingIOError:
+            self._watch()
+            return
+        except PeerError as error:
+            self._leave(error.reason)
+            return
+        except OSError:
+            num_bytes = 0
+        if num_bytes == 0:
+            self._close()
+            return
+        now_s = self._loop.time()
+        since_s, self._last_read_s, self._num_silent_intervals = now_s - self._last_read_s, now_s, 0
+        num_before = self.inbox.num_messages
+        self.inbox.end += num_bytes
+        self._advance()
+        if not self._ended.done():
+            num_messages = self.inbox.num_messages - num_before
+            is_dense = since_s < num_messages * (self._patience_s or DENSE_S)
+            self._schedule_read(now_s, is_dense, is_drained=num_bytes < len(space))
+
+    def _schedule_read(self, now_s: float, is_dense: bool, is_drained: bool) -> None:
+        """Choose what starts the next read: new bytes, the end of a nap, the next turn of the loop, or a `take`."""
+        if not is_dense and not self.inbox.is_full:
+            self._watch()
+            return
+        self._stop_watching()
+        if self.inbox.is_full:
+            return
+        if is_drained:
+            nap_s = self._patience_s or NAP_S
+            self._next_read = self._loop.call_at((now_s // nap_s + 1) * nap_s, self._read)
+        else:
+            self._next_read = self._loop.call_soon(self._read)
+
+    def _advance(self) -> None:
+        """Process the bytes in the inbox, report its messages, and send answers."""
+        if self._is_left:
+            return
+        try:
+            self._connection.advance()
+        except PeerError as error:
+            self._leave(error.reason)
+        if self.inbox.num_messages:
+            self._on_messages()
+        self._flush()
+
+    def _check_silence(self) -> None:
+        self._num_silent_intervals += 1  # counted, not timed: any time may pass while this loop does not run
+        if self.inbox.is_full:
+            self._num_silent_intervals = 0  # it is us who do not read
+        is_silent = self._num_silent_intervals * base.PING_INTERVAL_S >= base.PING_TIMEOUT_S
+        if is_silent and self._connection.has_pong:
+            _logger.info("peer left for its silence, and tried again: source=%s", self._malformed.source)
+            self._is_left = True
+            self._close()
+        else:
+            self._connection.ping()
+            self._flush()
+
+    def _flush(self) -> None:
+        outgoing = self._connection.take_outgoing()
+        if not outgoing or self._ended.done():
+            return
+        try:
+            num_bytes = self._sock.send(outgoing)
+        except BlockingIOError:
+            num_bytes = 0
+        except OSError:
+            return  # the peer is gone: reading ends with what it has sent
+        if num_bytes < len(outgoing):
+            self._leave("it asks and asks, and reads no answers")
+
+    def _leave(self, reason: str) -> None:
+        self._malformed.count_peer(reason)
+        self._is_left = True
+        self._close()
+
+    def _watch(self) -> None:
+        if not self._is_watching:
+            self._is_watching = True
+            self._loop.add_reader(self._fd, self._read)
+
+    def _stop_watching(self) -> None:
+        if self._is_watching:
+            self._is_watching = False
+            self._loop.remove_reader(self._fd)
+
+    def _close(self) -> None:
+        if self._ended.done():
+            return
+        self._ended.set_result(None)
+        self._stop_watching()
+        if self._next_read is not None:
+            self._next_read.cancel()
+        self._sock.close()

@@ -33,11 +33,11 @@ class StopReason(IntEnum):
     TABLE_FULL = 1
     """Every row of the table is taken."""
     UNUSUAL = 2
-    """What begins here is no ordinary message, as far as its bytes are there: somebody else must look at it."""
+    """The bytes that begin here are no ordinary message; `Connection` must parse them."""
 
 
 SplitResult: TypeAlias = tuple[int, int, int]
-"""How many rows were written, the position after the last of these messages, and a `StopReason`."""
+"""The number of rows written, the position after the last of these messages, and a `StopReason`."""
 
 Splitter: TypeAlias = Callable[[Buffer, int, int, NDArray[np.int64], int], SplitResult]
 """Finds whole ordinary messages: `split(buffer, start, end, table, max_message_bytes)`.
@@ -53,17 +53,18 @@ An ordinary message is three frames, each a byte of flags, a length, and a body 
     sequence  01 08, then the eight bytes
     payload   00 and one byte of length, or 02 and eight bytes of length, big-endian and unsigned
 
-where topic and payload together have at most `max_message_bytes`. Anything else is unusual, and known to be so early:
-flags are judged as soon as they are there, and a length as soon as it is whole, before any of its body is. What is cut
-but ordinary up to there needs more, and so does nothing at all. A full table is reported before looking further.
+where topic and payload together have at most `max_message_bytes`. Anything else is unusual, and must be reported early:
+flags are checked as soon as they are there, and a length as soon as it is whole, before any of its body is there. If
+the bytes end within a message that is ordinary so far, or there are none, the reason is NEED_MORE. A full table is
+reported before reading further.
 
-The returned position is `start` when nothing was found. A splitter never raises, keeps nothing, and does no more work
-than is proportional to what it found: it is called again with the same start when more bytes have come.
+The returned position is `start` when nothing was found. A splitter never raises, has no state, and does work only in
+proportion to what it found: it is called again with the same start when more bytes have come.
 """
 
 
 class PeerError(Exception):
-    """The peer does not keep to the protocol, or speaks another: this connection is over."""
+    """The peer breaks the protocol, or speaks another one: this connection is over."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -155,7 +156,7 @@ def subscribe_to_all(minor_version: int) -> bytes:
 
 
 def ping() -> bytes:
-    """Return a PING without context, which leaves it to the peer how long it bears our silence."""
+    """Return a PING without context, and without a time after which the peer should give us up."""
     return command(b"PING", bytes(2))
 
 

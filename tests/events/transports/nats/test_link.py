@@ -154,7 +154,7 @@ async def test_what_is_no_message_is_counted_and_skipped(wire, until):
     publication = wire.publish(wire.url(server))
     async with wire.subscribe(wire.url(server)) as subscription:
         await until(lambda: subscription.num_connects == 1)
-        client = await subscription._link.connected()
+        client = await subscription._link.wait_connected()
         await client.publish("kvist.org%2Fmodel.pod-1.0", b"short")
         wire.send(publication, 5)
         assert await wire.take(subscription, 1) == [5]
@@ -192,11 +192,11 @@ async def test_a_server_that_shuts_down_for_maintenance_is_left_for_another(wire
     url = f"nats://127.0.0.1:{leaving.port},127.0.0.1:{other.port}/m/w"
     async with wire.subscribe(url) as subscription:
         await until(lambda: subscription.num_connects == 1)
-        client = await subscription._link.connected()
+        client = await subscription._link.wait_connected()
         assert client.connected_url.port == leaving.port
         leaving.signal(signal.SIGUSR2)  # lame duck
         await until(lambda: subscription.num_connects == 2)
-        assert (await subscription._link.connected()).connected_url.port == other.port
+        assert (await subscription._link.wait_connected()).connected_url.port == other.port
 
 
 async def test_a_connection_is_not_made_in_the_clear_when_tls_is_wanted(wire, until):

@@ -9,8 +9,7 @@ from zmtp_splitter import split
 
 from kvist.events.transports import Message
 from kvist.events.transports.received import MalformedCounter
-from kvist.events.transports.zmtp.connection import Connection
-from kvist.events.transports.zmtp.inbox import Inbox
+from kvist.events.transports.zmtp.connection import Connection, Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_DRAIN
 from kvist.events.transports.zmtp.connection import MAX_COMMANDS_WITHIN, MAX_FRAMES
-from kvist.events.transports.zmtp.link import shake_hands
+from kvist.events.transports.zmtp.sockets import shake_hands
 from kvist.events.transports.zmtp.wire import PeerError
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + bytes(32)
@@ -43,7 +43,7 @@ async def test_it_greets_and_says_that_it_is_ready_and_reads_nothing_behind_that
 
 
 async def test_a_peer_that_goes_or_is_silent_amid_the_handshake_is_an_os_error(say, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmtp.link.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvist.events.transports.zmtp.sockets.CONNECT_TIMEOUT_S", 0.01)
     for said in (b"", say.greeting()[:9], say.greeting(), say.hello()[:-1]):
         for is_silent in (True, False):
             ours, theirs = socket.socketpair()

@@ -18,7 +18,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.zmtp import ZmtpSubscription
-from kvist.events.transports.zmtp.inbox import CAPACITY_BYTES
+from kvist.events.transports.zmtp.connection import CAPACITY_BYTES
 
 
 class Peer:
@@ -166,12 +166,12 @@ async def test_a_consumer_that_does_not_take_stops_the_reading_and_loses_nothing
     async with ZmtpSubscription(peer.endpoint) as subscription:
         _, writer = await peer.accept(say.hello())
         writer.write(b"".join(map(say.message, sent)))
-        await until(lambda: subscription._inbox.is_full)
-        assert subscription._inbox.capacity == CAPACITY_BYTES
+        await until(lambda: subscription._link and subscription._link.inbox.is_full)
+        assert subscription._link.inbox.capacity == CAPACITY_BYTES
         received = []
         while len(received) < len(sent):
             received += await receive(subscription)
-            assert subscription._inbox.capacity == CAPACITY_BYTES
+            assert subscription._link.inbox.capacity == CAPACITY_BYTES
     assert received == sent
 
 
@@ -180,7 +180,11 @@ async def test_what_waited_for_room_is_read_when_there_is_some_and_not_a_turn_la
     async with open_subscription(peer.endpoint, split) as subscription:
         _, writer = await peer.accept(say.hello())
         writer.write(b"".join(map(say.message, sent)))
-        await until(lambda: subscription._inbox.is_full and not writer.transport.get_write_buffer_size())
+        await until(
+            lambda: (
+                subscription._link and subscription._link.inbox.is_full and not writer.transport.get_write_buffer_size()
+            )
+        )
         taken = []
         for _ in range(2):
             with pytest.raises(StopIteration) as done:
@@ -197,16 +201,16 @@ async def test_the_memory_of_a_large_message_is_given_back(peer, say):
         for sequence in range(2):
             writer.write(say.message(Message(b"t", sequence, b"")))
             await receive(subscription)
-        assert subscription._inbox.capacity == CAPACITY_BYTES
+        assert subscription._link.inbox.capacity == CAPACITY_BYTES
 
 
 async def test_the_memory_of_a_large_message_is_given_back_when_its_peer_goes_amid_it(peer, say, until):
     async with ZmtpSubscription(peer.endpoint) as subscription:
         _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, bytes(3 << 20)))[:-1])
-        await until(lambda: subscription._inbox.capacity > CAPACITY_BYTES)
+        await until(lambda: subscription._link and subscription._link.inbox.capacity > CAPACITY_BYTES)
         writer.close()
         await peer.accept()
-        assert subscription._inbox.capacity == CAPACITY_BYTES
+        assert subscription._link is None
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 1 << 20])
@@ -215,9 +219,8 @@ async def test_leaving_gives_all_memory_back_at_once(peer, say, until, num_bytes
         _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         block = await subscription.receive()
         writer.write(say.message(Message(b"t", 1, bytes(2 << 20)))[:num_bytes])
-        inbox = subscription._inbox
-        await until(lambda: inbox.end >= min(num_bytes, 1))
-        held = [weakref.ref(each) for each in (inbox.buffer, subscription)]
+        await until(lambda inbox=subscription._link.inbox: inbox.end >= min(num_bytes, 1))
+        held = [weakref.ref(each) for each in (subscription._link.inbox.buffer, subscription)]
         gc.disable()
     try:
         del subscription
@@ -235,11 +238,11 @@ def short_pings(monkeypatch):
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 64, 89])
 async def test_a_peer_that_says_no_more_is_left_and_tried_again(peer, say, num_bytes, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmtp.link.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("kvist.events.transports.zmtp.sockets.CONNECT_TIMEOUT_S", 0.1)
     async with ZmtpSubscription(peer.endpoint) as subscription:
         reader, _ = await peer.accept(say.hello()[:num_bytes])
         await reader.readexactly(64)
-        monkeypatch.setattr("kvist.events.transports.zmtp.link.CONNECT_TIMEOUT_S", 60)
+        monkeypatch.setattr("kvist.events.transports.zmtp.sockets.CONNECT_TIMEOUT_S", 60)
         await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         assert await receive(subscription) == [Message(b"t", 0, b"x")]
         assert subscription.num_malformed == 0
@@ -262,7 +265,7 @@ async def test_a_consumer_that_does_not_take_is_not_taken_for_a_silent_peer(peer
     async with ZmtpSubscription(peer.endpoint) as subscription:
         reader, writer = await peer.accept(say.hello())
         writer.write(b"".join(map(say.message, sent)))
-        await until(lambda: subscription._inbox.is_full)
+        await until(lambda: subscription._link and subscription._link.inbox.is_full)
         for _ in range(40):
             await reader.readuntil(say.command(b"PING", b"\0\0"))
         monkeypatch.setattr("kvist.events.transports.base.PING_TIMEOUT_S", 60)  # this peer does not answer
@@ -314,7 +317,7 @@ async def test_a_name_is_looked_up_anew_each_time_and_a_failure_is_logged_once(p
 
 
 async def test_every_address_of_a_name_is_tried(peer, say, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmtp.link.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvist.events.transports.zmtp.sockets.CONNECT_TIMEOUT_S", 0.05)
     loop = asyncio.get_running_loop()
     connect = loop.sock_connect
 
@@ -374,7 +377,7 @@ async def test_whatever_a_peer_sends_nothing_is_raised_and_the_next_one_is_heard
 
         async def take():
             while (await subscription.receive())[-1].topic != b"the end":
-                assert subscription._inbox.capacity == CAPACITY_BYTES
+                assert subscription._link.inbox.capacity == CAPACITY_BYTES
 
         taking = asyncio.create_task(take())
         for _ in range(150):
