@@ -198,9 +198,8 @@ class PromptReader:
     def _read_form(self, path: str, body: bytes) -> ParsedRequest:
         named = model_in_form(body)
         model = None if named is None else body[named].decode(errors="replace")
-        target = self._models.resolve_alias(
-            {"model": model, "prompt": xxh3_64_hexdigest(body)}
-        )  # a conversation of its own
+        # Each form is a conversation of its own.
+        target = self._models.resolve_alias({"model": model, "prompt": xxh3_64_hexdigest(body)})
         parsed = _read_other({"model": target or model}, len(body) * CHARS_PER_TOKEN // FORM_BYTES_PER_TOKEN)
         return msgspec.structs.replace(parsed, path=path, is_renamed=target is not None)
 
