@@ -289,9 +289,9 @@ class Forwarding:
             self._deadline.set("request", timeout_s)
         self._reading_step = self.trace.step("read")
         path, body = self.request.path, self.request.body
-        self._read(lambda: None if self.tenant is UNRESOLVED else self.router.reader.read_now(path, body))
+        self._read_with(lambda: None if self.tenant is UNRESOLVED else self.router.reader.read_now(path, body))
 
-    def _read(self, read: Callable[[], ParsedRequest | None]) -> None:
+    def _read_with(self, read: Callable[[], ParsedRequest | None]) -> None:
         """Continue with what `read` returns; where it returns None, have a task read the prompt first."""
         self._reading = None
         try:
@@ -301,12 +301,12 @@ class Forwarding:
             self._refuse(error)
             return
         if parsed is None:
-            self._reading = asyncio.get_running_loop().create_task(self._read_slowly(), name="kvist-read-prompt")
+            self._reading = asyncio.get_running_loop().create_task(self._read_in_task(), name="kvist-read-prompt")
             self._reading.add_done_callback(self._on_reading_done)
         else:
             self._on_read(parsed)
 
-    async def _read_slowly(self) -> ParsedRequest:
+    async def _read_in_task(self) -> ParsedRequest:
         if self.tenant is UNRESOLVED:
             self.tenant = await self.router.resolve_tenant(self.request)
         return await self.router.reader.read(self.request.path, self.request.body)
@@ -315,7 +315,7 @@ class Forwarding:
         if self._reading is None:  # the client left, even if the prompt was read by then
             self._reading_step.end(ClientDisconnectedError("the client left"))
         else:
-            self._run(self._read, reading.result)
+            self._run(self._read_with, reading.result)
 
     def _on_read(self, parsed: ParsedRequest) -> None:
         """Check what the tenant may ask, and match the prompt or wait for a worker with room."""
@@ -488,7 +488,9 @@ class Forwarding:
         read_now = partial(self.router.reader.read_now, self.request.path)
         for part in split.parts:
             if part.is_running:  # else one has failed
-                part.request._read(partial(read_now, part.request.request.body) if single is None else lambda: single)
+                part.request._read_with(
+                    partial(read_now, part.request.request.body) if single is None else lambda: single
+                )
 
     def headers_for(self, worker: str) -> Headers:
         """Return the headers that this worker is sent."""

@@ -1,4 +1,4 @@
-"""Reads the usage that a worker reports out of its answer, as the answer is relayed."""
+"""Reads the usage that a worker reports out of its answer, without holding or altering the answer."""
 
 from __future__ import annotations
 

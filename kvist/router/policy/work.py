@@ -170,7 +170,7 @@ class WorkRows:
     def __init__(
         self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6, num_shared: int | None = None
     ) -> None:
-        """Use these rows, which may be in shared memory.
+        """Use these rows, which may be in shared memory; `first_unit_s` is the speed assumed before any is learnt.
 
         The first `num_shared` of them, or all, are written by their routers directly; the others later, as messages of
         their routers come.
