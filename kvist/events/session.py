@@ -255,7 +255,7 @@ class Session(Generic[T]):
         if messages is None or (snapshot_sequence is not None and self._is_beyond(snapshot_sequence)):
             return self._on_no_answer(now_s)
         self.num_replays += 1
-        asked_other_epoch = epoch != self.epoch and self.expected_sequence > 0
+        is_about_other_epoch = epoch != self.epoch and self.expected_sequence > 0
         if epoch is None or not self._accepts(epoch, now_s):
             if self._has_snapshots:
                 return self._on_no_answer(now_s)
@@ -266,7 +266,7 @@ class Session(Generic[T]):
         is_unproven = self._leaves_unproven(epoch, answer)
         steps = self._enter(epoch)
         self.is_unproven = is_unproven
-        if asked_other_epoch and not is_from_start:
+        if is_about_other_epoch and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
             self._timer.ask_at_s = now_s
             return steps

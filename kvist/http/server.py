@@ -1,7 +1,8 @@
 """The listening side: `async with HttpServer(handler, ...)` serves until the block ends, then lets requests finish.
 
-A connection is a small state machine on callbacks: bytes go to the parser; a whole request goes to the handler; the
-response's end starts the next request. Only a handler that is a coroutine has a task, and only that ever waits.
+A client's requests are handled one after the other, and a slow client costs little. A connection is a small state
+machine on callbacks: bytes go to the parser; a whole request goes to the handler; the response's end starts the next
+request. Only a handler that is a coroutine has a task, and only that ever waits.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Producer(Protocol):
-    """Sends a response by callbacks; until the response has ended, it is called when its client or server does this."""
+    """Sends a response by callbacks; the server calls these methods until the response has ended."""
 
     def pause(self) -> None:
         """The client does not read fast enough: send no more for now."""
@@ -196,7 +197,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def connection_lost(self, _exc: Exception | None) -> None:
         self._deadline.close()
         self._state.remove(self)
-        self._hold_body(0)
+        self._count_body(0)
         self._cancel_handler()
         self.resume_writing()
         self.lost.set_result(None)
@@ -297,7 +298,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         while not (self._is_busy or self._is_write_paused or self._is_discarding or self._transport.is_closing()):
             try:
                 request = self._parser.next_request()
-                self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
+                self._count_body(self._parser.num_body_bytes if request is None else len(request.body))
             except RequestRefusedError as refusal:
                 self._refuse(refusal)
                 return
@@ -382,7 +383,7 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._log_failure(error)
         elif responder is not None and (error is not None or not responder.is_finished):
             self._log_failure(error)
-            self._hold_body(0)
+            self._count_body(0)
             self._fail(responder)
             return
         self._on_answered()
@@ -390,7 +391,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _on_answered(self) -> None:
         """Releases what belongs to the answered request, then continues with the next one or closes."""
         responder, self._responder = self._responder, None
-        self._hold_body(0)
+        self._count_body(0)
         if self._transport.is_closing():
             return
         if (responder is None or responder.keep_alive) and not self._state.is_closing:
@@ -431,7 +432,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _refuse(self, refusal: RequestRefusedError) -> None:
         self._state.counts.num_refused += 1
-        self._hold_body(0)
+        self._count_body(0)
         self._answer_and_close(refusal)
 
     def _answer_and_close(self, refusal: RequestRefusedError) -> None:
@@ -475,7 +476,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     # Memory held by request bodies, over all connections.
 
-    def _hold_body(self, num_bytes: int) -> None:
+    def _count_body(self, num_bytes: int) -> None:
         """Counts the bytes of this connection's request body; raises RequestRefusedError if that is too much in all."""
         self._state.counts.num_body_bytes_held += num_bytes - self._num_body_bytes_held
         self._num_body_bytes_held = num_bytes

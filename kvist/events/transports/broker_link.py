@@ -54,7 +54,7 @@ class BrokerLink(ABC, Generic[ClientT]):
         self._names: dict[Receive, str] = {}  # what each receiver is subscribed to, on every connection
         self._subscriptions: dict[Receive, object] = {}  # those made on this connection
         self.lost = asyncio.Event()
-        """Set once the connection that `client` is, or was, is lost; each has another one."""
+        """Set once the current connection, or the last one, is lost; each connection has an event of its own."""
         self._is_up = asyncio.Event()
         self._num_failures = 0
         self._is_refused = False
@@ -158,7 +158,7 @@ class BrokerLink(ABC, Generic[ClientT]):
             await self._confirm_subscriptions(client)
 
     async def _keep(self, client: ClientT) -> None:
-        """Publish a connection as `client` until it ends."""
+        """Let others use a connection as `client` until it ends."""
         if self._failing_since is not None:
             _logger.info("connected again url=%s", self._url.public)
         self.problem = self.forbidden

@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
 
 import zmq
 
@@ -38,8 +37,6 @@ REPLAY_SEND_TIMEOUT_S = 2.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 _END_TIMEOUT_S = 1.0
-
-Socket: TypeAlias = zmq.Socket[bytes]
 
 
 class ZmqPublication:
@@ -120,7 +117,7 @@ class ZmqPublication:
         self._router.send_multipart((client, b"", *((b"",) if has_topic else ()), END, b""))
 
 
-def bind(zmq_socket: Socket, address: str) -> str:
+def bind(zmq_socket: zmq.Socket[bytes], address: str) -> str:
     """Bind the socket and return its address with a real port; raises InvalidValueError when it cannot be."""
     refuse_to_steal(address)
     if address.startswith("tcp://["):  # a name stays IPv4, for engines listen on that by default
