@@ -35,9 +35,7 @@ def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
 class MetricsPage:
     """Reads values on the event loop, a slice at a time, and renders them in a thread, one page at a time."""
 
-    def __init__(
-        self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | Collector | None = None
-    ) -> None:
+    def __init__(self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | Collector) -> None:
         """Show what `collect` yields, which may be interrupted at each None, and `registry`, read in the thread."""
         self._collect = collect
         self._registry = registry
@@ -69,7 +67,7 @@ class MetricsPage:
         return metrics
 
     def _render(self, metrics: list[Metric]) -> bytes:
-        return generate_latest(_Metrics([*metrics, *(() if self._registry is None else self._registry.collect())]))
+        return generate_latest(_Metrics([*metrics, *self._registry.collect()]))
 
 
 class _Metrics(list[Metric], Collector):

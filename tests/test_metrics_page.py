@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
@@ -45,20 +46,20 @@ class Samples(list[Sample]):
 
 async def test_a_page_is_rendered_in_another_thread_than_the_event_loops():
     values = Values()
-    assert b"value 1.0" in await MetricsPage(values.collect).text()
+    assert b"value 1.0" in await MetricsPage(values.collect, CollectorRegistry()).text()
     assert values.rendered_in
     assert threading.get_ident() not in values.rendered_in
 
 
 async def test_a_scrape_never_sees_what_was_read_before_it_came():
-    page = MetricsPage(Values().collect)
+    page = MetricsPage(Values().collect, CollectorRegistry())
     assert b"value 1.0" in await page.text()
     assert b"value 2.0" in await page.text()
 
 
 async def test_scrapes_that_come_while_a_page_is_made_share_the_next_one():
     values = Values()
-    page = MetricsPage(values.collect)
+    page = MetricsPage(values.collect, CollectorRegistry())
     first = asyncio.create_task(page.text())
     await values.begun.wait()
     assert len({await first, *await asyncio.gather(*(page.text() for _ in range(50)))}) == 2
@@ -67,7 +68,7 @@ async def test_scrapes_that_come_while_a_page_is_made_share_the_next_one():
 
 async def test_a_scrape_that_is_given_up_leaves_others_a_page_of_their_own():
     values = Values()
-    page = MetricsPage(values.collect)
+    page = MetricsPage(values.collect, CollectorRegistry())
     given_up = asyncio.create_task(page.text())
     waiting = asyncio.create_task(page.text())
     await values.begun.wait()
@@ -85,4 +86,4 @@ async def test_others_have_a_turn_between_two_slices_of_reading(monkeypatch: pyt
             yield None
             assert len(seen) == number + 1
 
-    await MetricsPage(collect).text()
+    await MetricsPage(collect, CollectorRegistry()).text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 HELP = "record event streams to a file"
 
 _MAX_SHOWN = 8
-_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.duration is not None and not 0 < args.duration < float("inf"):
         raise InvalidValueError("--duration", args.duration, "a positive number of seconds")
     specs = parse_sources(args.sources)
-    sources, rotate_bytes = [spec.source for spec in specs], _num_bytes(args.rotate_bytes)
+    sources, rotate_bytes = [spec.source for spec in specs], _parse_size(args.rotate_bytes)
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         recorder = Recorder(specs, writer)
         if writer.earlier is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             f"{report.num_gaps} gaps ({report.num_missing} messages missing), {report.num_duplicates} duplicates, "
             f"{report.num_restarts} restarts, {report.num_malformed} malformed; "
             f"{report.num_snapshots} snapshots and {report.num_recovered} messages asked for and recorded"
-            + (f"; partial: {_shown(report.partial)}" if report.partial else "")
+            + (f"; partial: {_abbreviate(report.partial)}" if report.partial else "")
             + (f"; not heard: {report.problem}" if report.problem else "")
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
@@ -81,16 +81,16 @@ def _totals(writer: RecordingWriter) -> str:
     )
 
 
-def _shown(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return ", ".join(names[:_MAX_SHOWN]) + more
 
 
-def _num_bytes(text: str | None) -> int | None:
+def _parse_size(text: str | None) -> int | None:
     """Return a size as a number of bytes: digits, and perhaps k, M or G behind them."""
     if text is None:
         return None
-    digits, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
-    if not (digits.isascii() and digits.isdecimal()):
+    match = re.fullmatch(r"([0-9]+)([kKmMgG]?)", text)
+    if match is None:
         raise InvalidValueError("--rotate-bytes", text, "a number of bytes, such as 500000, 64M or 2G")
-    return int(digits) * unit
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]

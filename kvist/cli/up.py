@@ -12,13 +12,12 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from kvist.cli._client import fetch
 from kvist.cli._demo import LOCAL_TOKENS, render, run_demo, summary
@@ -193,7 +192,6 @@ class ProcessGroup:
     def __init__(self) -> None:
         self._processes: list[asyncio.subprocess.Process] = []
         self._drains: list[asyncio.Task[bytes]] = []
-        self._files = TemporaryDirectory(prefix="kvist-up-")
 
     async def __aenter__(self) -> Self:
         return self
@@ -207,24 +205,24 @@ class ProcessGroup:
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
                     await asyncio.gather(*(process.wait() for process in self._processes))
         await asyncio.gather(*self._drains)
-        self._files.cleanup()
 
     async def start(self, name: str, *arguments: str) -> Child:
         """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises KvistError."""
-        process = await self._spawn(sys.executable, "-m", "kvist", "--log-level", "warning", *arguments)
-        return await self._until_ready(name, process, _read_url(process))
+        return await self._start(name, _read_url, sys.executable, "-m", "kvist", "--log-level", "warning", *arguments)
 
     async def start_envoy(self, host: str, port: int, picker_url: str, workers: list[str]) -> Child:
         """Start Envoy and wait until it forwards requests; raises KvistError."""
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
-        path = Path(self._files.name) / "envoy.json"
-        path.write_text(json.dumps(envoy_config(host, port, picker_url, workers)))
-        process = await self._spawn(find_envoy(), "-c", str(path), *_ENVOY_OPTIONS)
+        config = json.dumps(envoy_config(host, port, picker_url, workers))
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return await self._until_ready("envoy", process, _poll_url(process, url))
+        find_url = partial(_poll_url, url)
+        return await self._start("envoy", find_url, find_envoy(), "--config-yaml", config, *_ENVOY_OPTIONS)
 
-    async def _spawn(self, *command: str) -> asyncio.subprocess.Process:
+    async def _start(
+        self, name: str, find_url: Callable[[asyncio.subprocess.Process], Awaitable[str | None]], *command: str
+    ) -> Child:
+        """Start a command, and return it once `find_url` finds what it serves, or None where it has ended."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -232,15 +230,9 @@ class ProcessGroup:
             start_new_session=True,  # Ctrl-C reaches this process alone, which then ends its children in order
         )
         self._processes.append(process)
-        return process
-
-    async def _until_ready(
-        self, name: str, process: asyncio.subprocess.Process, find_url: Coroutine[Any, Any, str | None]
-    ) -> Child:
-        """Return the child at the URL that is found once it serves; None in its place means that it has ended."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                url = await find_url
+                url = await find_url(process)
         except TimeoutError:
             raise KvistError(f"{name}: not ready after {_START_TIMEOUT_S:g} s") from None
         if url is None:
@@ -259,7 +251,7 @@ async def _read_url(process: asyncio.subprocess.Process) -> str | None:
     return None
 
 
-async def _poll_url(process: asyncio.subprocess.Process, url: str) -> str | None:
+async def _poll_url(url: str, process: asyncio.subprocess.Process) -> str | None:
     """Return the URL once its /health answers, None if the process ends before."""
     while process.returncode is None:
         with suppress(KvistError, OSError):

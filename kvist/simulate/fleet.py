@@ -11,7 +11,6 @@ from itertools import accumulate, chain, count
 from math import inf
 from statistics import fmean
 
-from kvist.events import Tier
 from kvist.router.policy.decision import Prompt, is_worth_handing_over, usable_tokens
 from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE
 from kvist.simulate.driver import Driver
@@ -83,7 +82,7 @@ class Simulation:
             seed,
             windows=[group.window for group in memory.groups(trace.longest)],
             block_size=block_size,
-            tiers=(Tier.GPU, Tier.HOST) if memory.host_tokens else (Tier.GPU,),
+            num_tiers=2 if memory.host_tokens else 1,
         )
         self.jobs: list[Job] = []
         self._trace = trace
@@ -144,7 +143,8 @@ class Simulation:
         trace, machine, memory = self._trace, self._machines[idx], self._conditions.memory
         on_event = partial(self.index.receive, idx)
         pools = memory.pools(machine.cache_tokens, trace.block_size, trace.longest, on_event)
-        return Worker(idx, trace.block_size, machine, pools, self.index, self._driver, self._finish)
+        on_first_token = partial(self.index.on_first_token, idx)
+        return Worker(trace.block_size, machine, pools, self._driver, on_first_token, self._finish)
 
     def _arrive(self, request: Request, now_s: float) -> None:
         job = Job(len(self.jobs), request, now_s)

@@ -29,18 +29,18 @@ class LateIndex:
         *,
         windows: Sequence[KnownWindow] = (FULL,),
         block_size: int = 1,
-        tiers: Sequence[Tier] = (Tier.GPU,),
+        num_tiers: int = 1,
     ) -> None:
         """Begin with empty caches. A share of events is lost for good; `silent` workers hold so many blocks.
 
-        Workers have a group of layers for each window, the widest first, and caches in these tiers.
+        Workers have a group of layers for each window, the widest first, and caches in so many tiers.
         """
         self._delay_s, self._lost, self._random = delay_s, lost, Random(f"lost {seed}")
-        self._windows, self._block_size, self._tiers = windows, block_size, tiers
-        self._silent = silent or {}
-        self.expected = {idx: ExpectedBlocks(capacity, inf) for idx, capacity in self._silent.items()}
+        self._windows, self._block_size, self._num_tiers = windows, block_size, num_tiers
+        self.expected = {idx: ExpectedBlocks(capacity, inf) for idx, capacity in (silent or {}).items()}
+        """The blocks of silent workers."""
         self._held: list[list[list[set[Hashable]]]] = [
-            [[set() for _ in tiers] for _ in windows] for _ in range(num_workers)
+            [[set() for _ in range(num_tiers)] for _ in windows] for _ in range(num_workers)
         ]
         """Blocks by worker, group and tier."""
         self._events: deque[tuple[float, int, set[Hashable], Sequence[Hashable], bool]] = deque()
@@ -54,7 +54,7 @@ class LateIndex:
         self, worker_idx: int, now_s: float, group_id: int, tier: Tier, blocks: Sequence[Hashable], is_stored: bool
     ) -> None:
         """Receive a worker's event, which counts `delay_s` later: its group holds blocks in a tier, or no longer."""
-        if worker_idx not in self._silent and (not self._lost or self._random.random() >= self._lost):
+        if worker_idx not in self.expected and (not self._lost or self._random.random() >= self._lost):
             held = self._held[worker_idx][group_id][tier]
             self._events.append((now_s + self._delay_s, worker_idx, held, blocks, is_stored))
 
@@ -72,15 +72,15 @@ class LateIndex:
         for by_tier in self._held[worker_idx]:
             for held in by_tier:
                 held.clear()
-        if worker_idx in self._silent:
-            self.expected[worker_idx] = ExpectedBlocks(self._silent[worker_idx], inf)
+        if (expected := self.expected.get(worker_idx)) is not None:
+            self.expected[worker_idx] = ExpectedBlocks(expected.capacity, inf)
 
     def depths(self, blocks: Sequence[Hashable], now_s: float) -> list[tuple[int, ...]]:
         """Return how many leading blocks each worker holds by what is known now, by tier, with the faster ones."""
         while self._events and self._events[0][0] <= now_s:
             _, _, held, changed, is_stored = self._events.popleft()
             (held.update if is_stored else held.difference_update)(changed)
-        tier_counts = range(1, len(self._tiers) + 1)
+        tier_counts = range(1, self._num_tiers + 1)
         return [tuple(self._depth(blocks, groups, num_tiers) for num_tiers in tier_counts) for groups in self._held]
 
     def _depth(self, blocks: Sequence[Hashable], groups: Sequence[Sequence[set[Hashable]]], num_tiers: int) -> int:

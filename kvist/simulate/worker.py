@@ -23,7 +23,6 @@ from math import inf
 from kvist.events import Tier
 from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
 from kvist.simulate.driver import Driver
-from kvist.simulate.index import LateIndex
 from kvist.simulate.memory import MAX_RUNNING, MAX_STEP_TOKENS, Hold, Pool, find_prefix
 from kvist.simulate.trace import Request
 
@@ -91,20 +90,19 @@ class Worker:
 
     def __init__(
         self,
-        idx: int,
         block_size: int,
         machine: Machine,
         pools: Sequence[Pool],
-        index: LateIndex,
         driver: Driver,
+        on_first_token: Callable[[Request, float], None],
         on_finished: Callable[[Job, float], None],
     ) -> None:
         """Begin with nothing to do and an empty cache."""
         self.next_s = inf
         self.gaps_s: list[tuple[float, int]] = []
         """How long steps took, with the number of tokens in each that were not the first of an answer."""
-        self._idx, self._block_size, self._machine, self._pools = idx, block_size, machine, pools
-        self._index, self._driver, self._on_finished = index, driver, on_finished
+        self._block_size, self._machine, self._pools = block_size, machine, pools
+        self._driver, self._on_first_token, self._on_finished = driver, on_first_token, on_finished
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # a heap: by the step that ends the answer
@@ -222,7 +220,7 @@ class Worker:
         """Report the first token of a prompt that is computed, and decode the others, if this worker does."""
         request = job.request
         job.answered_at_s = min(job.answered_at_s, now_s)
-        self._index.on_first_token(self._idx, request, now_s)
+        self._on_first_token(request, now_s)
         self._driver.answered(now_s, job.request_id)
         if job.computes_for is not None:
             self._finish(job, now_s)
