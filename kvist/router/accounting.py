@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt
-from kvist.router.prefill.several import SplitAttempt
+from kvist.router.prefill.split import SplitAttempt
 from kvist.router.recording import SESSION_HEADER, Recorded
 from kvist.router.usage import ReportedUsage
 

@@ -59,7 +59,7 @@ from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, LocalReason
 from kvist.router.prefill.handover import Handover, Plan, Releases
-from kvist.router.prefill.several import SplitAttempt, SplitPart, single_answer, split_bodies
+from kvist.router.prefill.split import SplitAttempt, SplitPart, single_answer, split_bodies
 from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptReader, with_model
 from kvist.router.recording import RequestRecorder
 from kvist.router.regret import Routed

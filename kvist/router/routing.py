@@ -33,8 +33,8 @@ from kvist.router.policy.priced import PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import FETCH_SCALE, PriceSettings
 from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, LocalReason, Side
 from kvist.router.prefill.handover import DIALECTS, KVIST, Plan, why_local
-from kvist.router.prefill.several import single_answer
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
+from kvist.router.prefill.split import single_answer
 from kvist.router.prompts import APIS, ParsedRequest
 from kvist.router.recording import Hashes
 from kvist.router.regret import Routed, sample_of

@@ -36,7 +36,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.policy.in_flight import UNTIL_INDEXED_S
 from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
 from kvist.router.prefill.dialect import FALLBACKS
-from kvist.router.prefill.several import SplitPart
+from kvist.router.prefill.split import SplitPart
 from kvist.router.tenants import rows
 
 LIVES = seeds(3)

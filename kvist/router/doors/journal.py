@@ -15,7 +15,7 @@ from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt
 from kvist.router.doors.explain import explain_choice, explain_pull
 from kvist.router.policy.decision import usable_blocks
-from kvist.router.prefill.several import SplitAttempt
+from kvist.router.prefill.split import SplitAttempt
 from kvist.router.prompts import KnownModels
 
 if TYPE_CHECKING:

@@ -2,5 +2,5 @@
 
 `handover` has the plan of a request, the state of its hand-over and the release of prompts that nobody will fetch;
 `dialect` is what engines' protocols have in common, and each has a module: `vllm`, of which Kvist's is a kind, `sglang`
-and `trtllm`. `several` splits a request for several answers into one for each.
+and `trtllm`. `split` splits a request for several answers into one for each.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.prefill.several import MAX_ANSWERS, single_answer, split_bodies
+from kvist.router.prefill.split import MAX_ANSWERS, single_answer, split_bodies
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, ParsedRequest
 
 LONG = list(range(1000, 1400))
