@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -105,7 +104,6 @@ class EngineFollower:
         # Ranks that reported an empty cache after the last loss in the stream, which several ranks may share.
         self._complete_ranks: set[int] = set()
         self._now_s = 0.0
-        self._has_our_block_size = False
         self._is_applying_part = False
         self._num_ahead = num_ahead
         self._counts_copies = engine == "vllm"
@@ -254,39 +252,38 @@ class EngineFollower:
 
     def _apply_block(self, block: MessageBlock, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
         """Apply live messages, or those of `steps`, which are judged already; ordinary ones in bulk. Yields between."""
-        self._lane.set_block(block, None if steps else self._feed.restarts)
-        message_idx, num_messages = 0, len(block)
-        while message_idx < num_messages:
-            next_sequence, is_stopped = message_idx if steps else self._feed.next_sequence, True
+        lane = self._lane
+        lane.set_block(block, None if steps else self._feed.restarts)
+        while lane.message_idx < len(block):
+            next_sequence, is_stopped = lane.message_idx if steps else self._feed.next_sequence, True
             if next_sequence is not None:
-                result = self._lane.apply_messages(next_sequence, self._has_our_block_size)
-                message_idx, is_stopped = result.message_idx, result.is_stopped
-                if result.num_batches and steps:
-                    self._feed.on_judged_applied(result.num_batches)
-                elif result.num_batches:
-                    self._feed.on_applied(result.num_batches, now_s)
-                self._record_lane_result(result, now_s)
+                is_stopped, event = lane.apply_messages(next_sequence)
+                self._record_applied(event, now_s, is_judged=bool(steps))
             if is_stopped:
                 if steps:
-                    self._feed.apply_step(steps[message_idx])
+                    self._feed.apply_step(steps[lane.message_idx])
                 else:
-                    self.receive(block[message_idx], now_s)
-                message_idx = self._lane.skip_message()
+                    self.receive(block[lane.message_idx], now_s)
+                lane.skip_message()
             yield
 
-    def _record_lane_result(self, result: LaneResult, now_s: float) -> None:
+    def _record_applied(self, event: bytes | None, now_s: float, *, is_judged: bool) -> None:
         """Count what the lane applied, as if it had been received here, and apply the event at which it stopped."""
-        counters = self._counters
-        counters.num_events += result.num_events
-        counters.num_unknown_events += result.num_ignored_events
-        if result.has_our_block_size:
-            self._has_our_block_size = True
+        applied, counters = self._lane.stream, self._counters
+        counters.num_events += int(applied["num_events"])
+        counters.num_unknown_events += int(applied["num_ignored"])
+        if applied["has_block_size"]:
             counters.failure = None
-        if result.num_batches:
-            counters.count_applied(0, result.timestamp_s, now_s, time.time(), result.num_batches)
-        if result.part is not None:
+        num_batches = int(applied["num_batches"])
+        if num_batches:
+            if is_judged:
+                self._feed.on_judged_applied(num_batches)
+            else:
+                self._feed.on_applied(num_batches, now_s)
+            counters.count_applied(0, float(applied["timestamp_s"]), now_s, time.time(), num_batches)
+        if event is not None:
             self._is_applying_part = True
-            self._feed.apply_part(result.part)
+            self._feed.apply_part(event)
             self._is_applying_part = False
         counters.num_malformed = self._feed.num_malformed
 
@@ -295,9 +292,9 @@ class EngineFollower:
         if not isinstance(event, EngineStored):
             return
         if event.block_size == self._block_size:
-            self._has_our_block_size = True
+            self._lane.stream["has_block_size"] = 1
             self._counters.failure = None
-        elif not self._has_our_block_size:
+        elif not self._lane.stream["has_block_size"]:
             self._counters.count_refused(self._worker, event.block_size, self._block_size)
 
     def _sources(self) -> set[WorkerRank]:
@@ -329,23 +326,6 @@ class EngineFollower:
         return rank
 
 
-class LaneResult(NamedTuple):
-    """What one call of the lane applied, and what must be applied in Python before the next call.
-
-    If `is_stopped`, that is the whole message at `message_idx`. Otherwise it is `part`, if given: one event, encoded as
-    a batch of its own.
-    """
-
-    message_idx: int
-    num_batches: int
-    num_events: int
-    num_ignored_events: int
-    has_our_block_size: bool
-    timestamp_s: float
-    is_stopped: bool
-    part: bytes | None
-
-
 class EngineLane:
     """Applies ordinary messages: next in sequence, well-formed, of whole blocks without adapter, salt or image."""
 
@@ -357,7 +337,8 @@ class EngineLane:
         self._block = MessageBlock.of(())
         self._data = np.empty(0, np.uint8)
         self._streams = np.zeros(1, layout.STREAM)
-        self._stream = stream = self._streams[0]
+        self.stream = stream = self._streams[0]
+        """The stream's record (`engine_layout.STREAM`), which tells what the last call applied."""
         stream["block_size"], stream["default_rank"] = block_size, default_rank
         for row, tag in enumerate(("BlockStored", "BlockRemoved")):
             order = [FIELDS.get(name, 0) for name in FIELD_ORDERS[engine][tag]]
@@ -374,45 +355,42 @@ class EngineLane:
         self._block, self._data = block, np.frombuffer(block.buffer, np.uint8)
         if len(self._scratch[1]) > _MAX_SCRATCH_BYTES:
             self._allocate_scratch(_SCRATCH_BYTES)
-        self._stream["message_idx"], self._stream["is_checked"] = 0, 0
+        self.stream["message_idx"], self.stream["is_checked"] = 0, 0
 
-    def skip_message(self) -> int:
-        """Go past the current message, which was applied in Python; return the index of the next."""
-        message_idx = int(self._stream["message_idx"]) + 1
-        self._stream["message_idx"], self._stream["is_checked"] = message_idx, 0
-        return message_idx
+    @property
+    def message_idx(self) -> int:
+        """Return the index of the current message in the block."""
+        return int(self.stream["message_idx"])
 
-    def apply_messages(self, next_sequence: int, has_our_block_size: bool) -> LaneResult:
-        """Apply messages as long as they are ordinary and in sequence, for a sixth of a millisecond at most."""
-        index, stream = self._index, self._stream
-        stream["has_block_size"] = has_our_block_size
+    def skip_message(self) -> None:
+        """Go past the current message, which was applied in Python."""
+        self.stream["message_idx"], self.stream["is_checked"] = self.message_idx + 1, 0
+
+    def apply_messages(self, next_sequence: int) -> tuple[bool, bytes | None]:
+        """Apply messages as long as they are ordinary and in sequence, for a sixth of a millisecond at most.
+
+        Return whether the current message must be applied in Python before the next call; if not, that may be one of
+        its events, which is returned encoded as a batch of its own.
+        """
+        index, stream = self._index, self.stream
         rank = self.ranks.get(int(stream["checked_rank"])) or next(iter(self.ranks.values()), None)
         if rank is None:
             stream["num_batches"] = stream["num_events"] = stream["num_ignored"] = 0
-            reason = layout.UNUSUAL_MESSAGE
-        else:
-            held, messages = rank.residency.sync(), (self._data, self._block.table, next_sequence, _MAX_BYTES)
-            with index.writing:
-                reason = apply_messages(held, self._streams, *messages, *self._scratch, *self._fingerprints)
-            index.keep_to_cap()
+            return True, None
+        held, messages = rank.residency.sync(), (self._data, self._block.table, next_sequence, _MAX_BYTES)
+        with index.writing:
+            reason = apply_messages(held, self._streams, *messages, *self._scratch, *self._fingerprints)
+        index.keep_to_cap()
         if reason == layout.TOO_LARGE:
-            self._allocate_scratch(int(self._block.table[stream["message_idx"], PAYLOAD_BYTES]))
+            self._allocate_scratch(int(self._block.table[self.message_idx, PAYLOAD_BYTES]))
         is_unknown_rank = reason == layout.OTHER_RANK and int(stream["checked_rank"]) not in self.ranks
-        return LaneResult(
-            int(stream["message_idx"]),
-            int(stream["num_batches"]),
-            int(stream["num_events"]),
-            int(stream["num_ignored"]),
-            bool(stream["has_block_size"]),
-            float(stream["timestamp_s"]),
-            reason in (layout.NOT_NEXT, layout.UNUSUAL_MESSAGE) or is_unknown_rank,
-            self._unusual_event() if reason == layout.UNUSUAL_EVENT else None,
-        )
+        is_stopped = reason in (layout.NOT_NEXT, layout.UNUSUAL_MESSAGE) or is_unknown_rank
+        return is_stopped, self._unusual_event() if reason == layout.UNUSUAL_EVENT else None
 
     def _unusual_event(self) -> bytes:
         """Return the event that the last call stopped at, encoded as a batch of its own."""
-        stream, buffer = self._stream, self._block.buffer
-        start, rank = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["checked_rank"])
+        stream, buffer = self.stream, self._block.buffer
+        start, rank = int(self._block.table[self.message_idx, PAYLOAD_START]), int(stream["checked_rank"])
         event = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
         return b"\x93%b\x91%b\xcd%b" % (bytes(buffer[start + 1 : start + 10]), event, rank.to_bytes(2))
 

@@ -227,7 +227,7 @@ class Source:
         return 0 if self._follower is None else self._num_recorded_connects
 
     @property
-    def has_lost(self) -> bool:
+    def was_cleared(self) -> bool:
         """Return whether anything was cleared since the source was added or resumed."""
         return self._previous is not None or any(
             session.num_lost or session.num_diverged or session.num_epochs > 1 for session in self._sessions

@@ -37,7 +37,7 @@ class Checker:
     def check(self, payload: bytes) -> list[dict[str, Any]] | None:
         """Return the events of an accepted message, None for one that is not."""
         lane, block = self._lane, MessageBlock.of([Message(b"", 0, payload)])
-        lane._stream["message_idx"] = lane._stream["is_checked"] = 0
+        lane.stream["message_idx"] = lane.stream["is_checked"] = 0
         data = np.frombuffer(block.buffer, np.uint8)
         state = self._held, lane._streams, data, block.table, 0, 1 << 30
         reason = apply_messages(*state, *lane._scratch, *lane._fingerprints)
@@ -46,15 +46,15 @@ class Checker:
             return None
         events, self.hashes, self.tokens, _ = lane._scratch
         names = events.dtype.names
-        return [dict(zip(names, row, strict=True)) for row in events[: lane._stream["num_checked"]].tolist()]
+        return [dict(zip(names, row, strict=True)) for row in events[: lane.stream["num_checked"]].tolist()]
 
     @property
     def rank(self) -> int:
-        return int(self._lane._stream["checked_rank"])
+        return int(self._lane.stream["checked_rank"])
 
     @property
     def end(self) -> int:
-        return int(self._lane._stream["checked_end"])
+        return int(self._lane.stream["checked_end"])
 
 
 def words(array: NDArray[Any], start: int, count: int) -> list[int]:

@@ -82,6 +82,7 @@ class Engine:
         self.groups = rng.choice([[], [0], [0, 1, 1 << 30]])
         index = RadixIndex(seed=rng.getrandbits(32), segment_bits=1)
         self.lane = EngineLane(4, name, index)
+        self.lane.stream["has_block_size"] = 1
         for number in range(3):
             source = WorkerRank("w", number)
             self.lane.ranks[number] = EngineRank(source, 4, index)
@@ -122,14 +123,13 @@ class Engine:
     def read(self, content: bytes) -> None:
         block = self.input.block(content, self.rng)
         self.lane.set_block(block, None)
-        num_calls = num_batches = message_idx = 0
-        while message_idx == 0:
-            result = self.lane.apply_messages(0, True)
-            num_batches += result.num_batches
-            message_idx = result.message_idx
-            if result.part is not None:
-                self._admit(result.part)
-            if result.is_stopped:
+        num_calls = num_batches = 0
+        while self.lane.message_idx == 0:
+            is_stopped, event = self.lane.apply_messages(0)
+            num_batches += int(self.lane.stream["num_batches"])
+            if event is not None:
+                self._admit(event)
+            if is_stopped:
                 break
             num_calls += 1
             assert num_calls < 1000, "no end of it"

@@ -41,7 +41,7 @@ def _header_bytes(data: Bytes, at: int) -> int:
 
 @jit((BYTES, int64, int64, TABLE, int64))
 def _split(data: Bytes, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> tuple[int, int, int]:
-    """Return what a `Splitter` returns: rows written, position, reason."""
+    """Return what a `Splitter` returns: the number of rows written, the position, the reason it stopped."""
     at = start
     for row in range(len(table)):
         topic_bytes = _body_bytes(data, at, end, _MORE, max_message_bytes)
@@ -68,6 +68,5 @@ def _split(data: Bytes, start: int, end: int, table: NDArray[np.int64], max_mess
 
 
 def split(buffer: Buffer, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> SplitResult:
-    """Find whole ordinary messages, as `Splitter` says."""
-    rows, position, reason = _split(np.frombuffer(buffer, np.uint8), start, end, table, max_message_bytes)
-    return rows, position, reason
+    """Find whole ordinary messages, as a `Splitter` does."""
+    return _split(np.frombuffer(buffer, np.uint8), start, end, table, max_message_bytes)

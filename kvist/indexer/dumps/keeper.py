@@ -128,17 +128,17 @@ class StateKeeper:
         await self._exits.__aexit__(None, None, None)
 
     async def load(
-        self, destination: Destination, follow: Callable[[NamespaceHead], Awaitable[None]] | None = None
+        self, destination: Destination, register: Callable[[NamespaceHead], Awaitable[None]] | None = None
     ) -> None:
-        """Load the saved indexes, after awaiting `follow` for each of them; call it before `start`.
+        """Load the saved indexes, after awaiting `register` for each of them; call it before `start`.
 
         A damaged file is logged and set aside, and nothing of it loaded.
         """
         started_s = self._now_s()
         try:
             for head in await asyncio.to_thread(self._read_heads):
-                if follow is not None:
-                    await follow(head)
+                if register is not None:
+                    await register(head)
             takeover = Takeover(destination, str(self._path), is_old=True)
             async with aclosing(self._pieces()) as pieces:
                 await takeover.read(pieces)
@@ -237,7 +237,7 @@ class StateKeeper:
         """Return whether the fate of a stream that no longer waits is known; if so, count it."""
         if source not in followed:
             self._fates["dropped"] += 1
-        elif source.has_lost:
+        elif source.was_cleared:
             self._fates["cleared"] += 1
         elif SourceState.RESYNCING in source.states().values():
             return False

@@ -35,7 +35,7 @@ from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.service.bodies import (
     DEFAULT_GROUP,
-    answer_to,
+    encode_answer,
     read_hash_query,
     read_query,
     read_register,
@@ -162,13 +162,13 @@ class Api:
         # Engines with EAGLE hash one token more per block: match all blocks only if some engine holds the first one.
         if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
             matches.append(member.index.match(hashes_of(token_ids, is_eagle=True)))
-        return answer_to(matches, member.block_size, member.indexer.resyncing)
+        return encode_answer(matches, member.block_size, member.indexer.resyncing)
 
     def _query_by_hash(self, body: bytes) -> bytes:
         query, local_hashes = read_hash_query(body)
         member = self._registry.get(query.namespace)
         matches = [member.index.match(np.array(sequence_hashes(local_hashes), np.uint64))]
-        return answer_to(matches, member.block_size, member.indexer.resyncing)
+        return encode_answer(matches, member.block_size, member.indexer.resyncing)
 
     async def _register(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
@@ -303,7 +303,7 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
         if keeper is not None:
             if not is_restored:
                 registrations = Registrations(registry, rules)
-                await keeper.load(registrations, registrations.follow_all)
+                await keeper.load(registrations, registrations.register_all)
             keeper.start()
         registry.release()
         counters = RequestCounters()

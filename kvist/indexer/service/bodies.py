@@ -142,7 +142,7 @@ def read_hash_query(body: bytes) -> tuple[HashQueryBody, list[int]]:
     return query, [value % (1 << 64) for value in query.block_hashes]  # Dynamo's clients send i64
 
 
-def answer_to(matches: Iterable[Match], block_size: int, resyncing: AbstractSet[WorkerRank]) -> bytes:
+def encode_answer(matches: Iterable[Match], block_size: int, resyncing: AbstractSet[WorkerRank]) -> bytes:
     """Encode the answer to a query: the tokens that each instance holds, by tier, each tier with the faster ones.
 
     The matches' workers have names of `stream_name`. Ranks that are `resyncing` are left out.

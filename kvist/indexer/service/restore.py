@@ -50,7 +50,7 @@ class Registrations:
         self._registry = registry
         self._rules = rules
 
-    async def follow(
+    async def register(
         self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, endpoint: str, url: str
     ) -> None:
         """Register a stream unless it is registered already; a stream that may not be followed here is logged."""
@@ -61,7 +61,7 @@ class Registrations:
             if error.status != HTTPStatus.CONFLICT:
                 _logger.warning("not followed as before: %s instance_id=%d", error, instance_id)
 
-    async def follow_all(self, head: NamespaceHead) -> None:
+    async def register_all(self, head: NamespaceHead) -> None:
         """Register the streams of a namespace, except those that need a login, which is not in a dump."""
         namespace = Namespace(head.model_name, head.group)
         for state in head.streams:
@@ -70,7 +70,7 @@ class Registrations:
                 if self._find_stream(namespace, state) is None:
                     _logger.warning("not followed as before: its login is not kept worker=%s", state.worker)
                 continue
-            await self.follow(namespace, state.block_size, *name, state.endpoint, state.url)
+            await self.register(namespace, state.block_size, *name, state.endpoint, state.url)
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
         """Return the namespace's index, if it is followed and has blocks of that size."""
@@ -143,7 +143,7 @@ class Restorer:
         for instance in instances:
             namespace, number = Namespace(instance.model_name, instance.routing_group), instance.instance_id
             for dp_rank, listener in instance.listeners.items():
-                await self._registrations.follow(
+                await self._registrations.register(
                     namespace, instance.block_size, number, dp_rank, listener.endpoint, listener.url
                 )
         give_up_s = asyncio.get_running_loop().time() + CONNECT_TIMEOUT_S

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.events import Tier, WorkerRank
-from kvist.indexer.service.bodies import answer_to
+from kvist.indexer.service.bodies import encode_answer
 from kvist.indexer.service.registry import stream_name
 from kvist.radix import RadixIndex
 
@@ -35,7 +35,7 @@ def expected(match, doubted=frozenset()):
 
 
 def answer_of(index, hashes, doubted=frozenset()):
-    return msgspec.json.decode(answer_to([index.match(hashes)], BLOCK_SIZE, doubted))
+    return msgspec.json.decode(encode_answer([index.match(hashes)], BLOCK_SIZE, doubted))
 
 
 @pytest.mark.parametrize("num_streams", [0, 1, 2, 8, 9, 40, 300, 1000])
@@ -69,7 +69,7 @@ def test_of_several_matches_the_most_counts():
     index.store(WorkerRank("1:0", 0), Tier.GPU, None, hashes[:2])
     index.store(WorkerRank("1:0", 0), Tier.GPU, None, others)
     index.store(WorkerRank("2:0", 0), Tier.GPU, None, others[:1])
-    answer = msgspec.json.decode(answer_to([index.match(hashes), index.match(others)], BLOCK_SIZE, frozenset()))
+    answer = msgspec.json.decode(encode_answer([index.match(hashes), index.match(others)], BLOCK_SIZE, frozenset()))
     assert answer["scores"] == {"1": {"0": 64}, "2": {"0": 16}}
 
 
