@@ -45,7 +45,7 @@ class Indexer:
         has_full_reports: bool = False,
         clock: Callable[[], float] = time.monotonic,
         is_held: bool = False,
-        patience_s: float = 0.0,
+        max_delay_s: float = 0.0,
     ) -> None:
         """Feed `index` with blocks of `block_size` tokens: streams with another size are refused.
 
@@ -54,7 +54,7 @@ class Indexer:
         `has_full_reports` see `EngineFollower`.
 
         With `is_held`, streams are subscribed to but not read until `release`, so that `resume` can come first. A
-        message may wait up to `patience_s` for others, so that they are applied together.
+        message may wait up to `max_delay_s` for others, so that they are applied together.
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
@@ -63,7 +63,7 @@ class Indexer:
         self._num_ranks = num_ranks
         self._has_full_reports = has_full_reports
         self._limits: dict[str, int] = {}
-        self._clock, self._patience_s = clock, patience_s
+        self._clock, self._max_delay_s = clock, max_delay_s
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, dict[Source, asyncio.Task[None]]] = {}
         self._parked: dict[str, list[Source]] = {}
@@ -227,7 +227,7 @@ class Indexer:
 
     async def _follow(self, source: Source) -> None:
         try:
-            async with open_subscription(source.endpoint, split, self._patience_s) as subscription:
+            async with open_subscription(source.endpoint, split, self._max_delay_s) as subscription:
                 source.subscription = subscription
                 await self._released.wait()
                 await follow(

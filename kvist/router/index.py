@@ -48,7 +48,7 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 APPROXIMATE = "approximate"
 _EXPECTED = "expected "
-_PATIENCE_S = 0.01
+_MAX_EVENT_DELAY_S = 0.01
 """How long events are collected before they are applied: routing does as well without what was cached just now."""
 
 
@@ -353,7 +353,7 @@ class FleetIndex:
             num_ranks=self._config.data_parallel_size,
             has_full_reports=self._config.full_reports,
             clock=self._now_s,
-            patience_s=_PATIENCE_S,
+            max_delay_s=_MAX_EVENT_DELAY_S,
         ) as indexer:
             if self._keeper is not None:
                 fleet = FleetState(self.radix, indexer)

@@ -50,10 +50,10 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
     return ZmqPublication(endpoint)
 
 
-def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> Subscription:
+def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, max_delay_s: float = 0.0) -> Subscription:
     """Return a subscription to all topics; entering it connects.
 
-    ZeroMQ's streams are read faster with a `splitter`, and if a message may wait `patience_s` for others.
+    ZeroMQ's streams are read faster with a `splitter`, and if a message may wait `max_delay_s` for others.
     """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
@@ -69,4 +69,4 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, pati
         return NatsSubscription(endpoint.broker)
     from kvist.events.transports.zmtp import ZmtpSubscription
 
-    return ZmtpSubscription(endpoint, splitter, patience_s)
+    return ZmtpSubscription(endpoint, splitter, max_delay_s)

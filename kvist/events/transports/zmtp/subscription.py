@@ -43,8 +43,8 @@ class ZmtpSubscription:
     is_peer_gone = False
     problem: str | None = None
 
-    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, patience_s: float = 0.0) -> None:
-        """With `patience_s`, a message may wait so long for others, so that they are read together."""
+    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, max_delay_s: float = 0.0) -> None:
+        """With `max_delay_s`, a message may wait so long for others, so that they are read together."""
         self._malformed = MalformedCounter(endpoint.address)
         self._endpoint, self._address = endpoint, endpoint.address
         if endpoint.scheme == "tcp":
@@ -55,7 +55,7 @@ class ZmtpSubscription:
                 raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
             if not endpoint.is_bound and (host == "*" or port == "0"):
                 raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
-        self._splitter, self._patience_s = splitter, patience_s
+        self._splitter, self._max_delay_s = splitter, max_delay_s
         self._arrived = asyncio.Event()
         self._link: Link | None = None
         self.num_connects = 0
@@ -120,7 +120,7 @@ class ZmtpSubscription:
         inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
         connection = Connection(inbox, self._splitter, self._malformed, minor_version)
         self.num_connects += 1
-        self._link = Link(sock, connection, self._malformed, self._arrived.set, self._patience_s)
+        self._link = Link(sock, connection, self._malformed, self._arrived.set, self._max_delay_s)
         try:
             return await self._link.run()
         finally:
@@ -140,12 +140,12 @@ class Link:
         connection: Connection,
         malformed: MalformedCounter,
         on_messages: Callable[[], None],
-        patience_s: float,
+        max_delay_s: float,
     ) -> None:
         """Own the socket, subscribe, and call `on_messages` whenever there are messages to take."""
         self.inbox = connection.inbox
         self._loop = asyncio.get_running_loop()
-        self._patience_s = patience_s
+        self._max_delay_s = max_delay_s
         self._sock = sock
         self._fd = sock.fileno()  # asyncio formats a socket for each look-up of one, and not a number
         self._connection = connection
@@ -222,7 +222,7 @@ class Link:
         self._advance()
         if not self._ended.done():
             num_messages = self.inbox.num_messages - num_before
-            is_dense = since_s < num_messages * (self._patience_s or DENSE_S)
+            is_dense = since_s < num_messages * (self._max_delay_s or DENSE_S)
             self._schedule_read(now_s, is_dense, is_drained=num_bytes < len(space))
 
     def _schedule_read(self, now_s: float, is_dense: bool, is_drained: bool) -> None:
@@ -234,7 +234,7 @@ class Link:
         if self.inbox.is_full:
             return
         if is_drained:
-            nap_s = self._patience_s or NAP_S
+            nap_s = self._max_delay_s or NAP_S
             self._next_read = self._loop.call_at((now_s // nap_s + 1) * nap_s, self._read)
         else:
             self._next_read = self._loop.call_soon(self._read)

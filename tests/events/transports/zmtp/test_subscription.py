@@ -91,7 +91,7 @@ async def test_a_receive_is_a_block_found_by_the_splitter_it_was_given(peer, say
 
 
 async def test_a_patient_subscription_reads_together_what_comes_close_together_and_misses_nothing(peer, say):
-    async with ZmtpSubscription(peer.endpoint, patience_s=0.05) as subscription:
+    async with ZmtpSubscription(peer.endpoint, max_delay_s=0.05) as subscription:
         _, writer = await peer.accept(say.hello())
         messages, received, sizes = numbered(60), [], []
         for start in range(0, 60, 3):  # the first is read at once, those behind it at the end of a nap
