@@ -43,7 +43,7 @@ from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import FleetIndex, RankStatus
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Weighing
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.prompts import Ask
+from kvist.router.prompts import ParsedRequest
 from kvist.router.regret import Regret, Routed
 from kvist.router.routing import Prefix
 from kvist.router.usage import ReportedUsage
@@ -148,12 +148,12 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
             return [Candidate(WorkerRank(url, 0), overlap_blocks=(96, 96, 96, 96)) for url in URLS], weighing
 
         decision = Decision("kv", prompt, chosen, 7, 96 * BLOCK_SIZE, weighed, prices)
-        ask = Ask("m", prompt.num_tokens, np.zeros(prompt.num_tokens, np.uint32))
+        parsed = ParsedRequest("m", prompt.num_tokens, np.zeros(prompt.num_tokens, np.uint32))
         attempt = SimpleNamespace(decision=decision, usage=ReportedUsage(1, 1, 1), sent_s=0.0, first_byte_s=0.1)
         router = SimpleNamespace(now_s=lambda: now[0], fleet=fleet)
         return SimpleNamespace(
             router=router,
-            ask=ask,
+            parsed=parsed,
             attempt=attempt,
             prefix=Prefix({}, hashes),
             handover=None,
