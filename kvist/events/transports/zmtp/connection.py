@@ -51,7 +51,7 @@ class Inbox:
 
     @property
     def free_rows(self) -> NDArray[np.int64]:
-        return self._table[self.num_messages :] if self.num_messages else self._table
+        return self._table[self.num_messages :]
 
     def space(self) -> memoryview:
         """Return the memory to read into; call it only if not full. Raises PeerError when a message does not fit."""
@@ -65,11 +65,6 @@ class Inbox:
         if self.end == self.capacity:
             raise PeerError(f"a message needs more than {self._max_bytes} bytes")
         return self._view[self.end : self.capacity]
-
-    def add(self, num_messages: int, begin: int) -> None:
-        """Add the messages written to `free_rows`, of which the last ends at `begin`."""
-        self.num_messages += num_messages
-        self.begin = begin
 
     def take(self) -> MessageBlock:
         """Remove and return all whole messages."""
@@ -114,10 +109,7 @@ class Connection:
 
     def take_outgoing(self) -> bytes:
         """Remove and return the bytes to send."""
-        if not self._outgoing:
-            return b""
-        outgoing = bytes(self._outgoing)
-        self._outgoing.clear()
+        outgoing, self._outgoing = bytes(self._outgoing), bytearray()
         return outgoing
 
     def ping(self) -> None:
@@ -171,7 +163,9 @@ class Connection:
         return True
 
     def _add(self, num_messages: int, end: int) -> None:
-        self.inbox.add(num_messages, end)
+        """Keep the messages written to the inbox's free rows, of which the last ends at `end`."""
+        self.inbox.num_messages += num_messages
+        self.inbox.begin = end
         self._num_commands_within = 0
 
     def _read_command(self, at: int, header: FrameHeader) -> bool:

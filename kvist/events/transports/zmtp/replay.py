@@ -59,7 +59,7 @@ class _Router:
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
         self._timeout_s = timeout_s
-        self._unsent = b""
+        self._unsent = bytearray()
         self._received = bytearray()
         self._frames: list[bytes] = []
 
@@ -69,7 +69,7 @@ class _Router:
 
     async def read(self) -> None:
         """Send what is unsent and wait for more bytes; raises OSError at the connection's end, or after silence."""
-        unsent, self._unsent = self._unsent, b""
+        unsent, self._unsent = bytes(self._unsent), bytearray()
         async with asyncio.timeout(self._timeout_s):
             await asyncio.get_running_loop().sock_sendall(self._sock, unsent)
         with suppress(TimeoutError):
