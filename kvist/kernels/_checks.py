@@ -1,6 +1,6 @@
-"""Arguments that pass these checks are safe to launch on; what does not is named, with its value and what was expected.
+"""Checks that arguments are safe to launch a kernel on; errors name the argument, its value and what was expected.
 
-Contents of tensors are not looked at: that would synchronise with the device on every call.
+The contents of tensors are not checked: that would synchronise with the device on every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 512
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What every attention op takes by keyword, and hands on as it is."""
+    """Keyword arguments of every attention op."""
 
     scale: Required[float]
     page_offsets: torch.Tensor | None
@@ -29,7 +29,7 @@ class AttentionOptions(TypedDict, total=False):
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], like: torch.Tensor
 ) -> None:
-    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and lies beside `like`.
+    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and the device of `like`.
 
     A vector, or each row of a larger tensor, must be contiguous; rows may lie apart.
     """
@@ -63,7 +63,7 @@ def check_attention(
     options: AttentionOptions,
     out: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError unless what every attention op takes is in order."""
+    """Raise ValueError unless the arguments that every attention op takes are valid."""
     check_kv_cache(kv_cache)
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     query_dtypes = DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
@@ -91,5 +91,5 @@ def check_attention(
 
 
 def row_stride(tensor: torch.Tensor) -> int:
-    """What lies between the rows of a tensor that was checked; of a single row torch leaves the stride to chance."""
+    """Return the stride between the rows of a checked tensor; torch's own is arbitrary if there is a single row."""
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor[0].numel()

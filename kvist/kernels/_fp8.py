@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Eight-bit floats as the bytes they are stored as, so that every target and the interpreter compute the same numbers.
+"""Decodes and encodes eight-bit floats as bytes, so that all targets and the interpreter compute the same numbers.
 
 Triton's own `fp8e4nv` does not compile for sm_80 and NumPy knows neither type; integer arithmetic works everywhere and
 is compared with torch byte by byte. Formats: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3 without infinities).
@@ -15,7 +15,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def mantissa_bits(dtype: torch.dtype) -> int | None:
-    """How the kernels are told of an eight-bit float: 3 for e4m3, 2 for e5m2, None for any other dtype."""
+    """Return the mantissa bits by which kernels know an eight-bit float: 3 for e4m3, 2 for e5m2, None for others."""
     return {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}.get(dtype)
 
 
@@ -26,7 +26,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @jit()
 def decode_fp8(stored, MANTISSA: tl.constexpr):  # noqa: N803
-    """Bytes as float16, which holds every value of both formats; exact, subnormals, infinities and NaN included."""
+    """Decode bytes to float16, which has every value of both formats: exact, also subnormals, infinities and NaN."""
     wide = stored.to(tl.uint16)
     if MANTISSA == 2:  # e5m2 is the upper half of a float16.
         return (wide << 8).to(tl.float16, bitcast=True)
@@ -38,13 +38,13 @@ def decode_fp8(stored, MANTISSA: tl.constexpr):  # noqa: N803
 
 @jit()
 def encode_fp8(value, MANTISSA: tl.constexpr):  # noqa: N803
-    """float32 as bytes, rounded to nearest even; what is too large becomes the largest finite value, NaN stays NaN."""
+    """Encode float32 to bytes, rounded to nearest even; too large values become the largest finite one, NaN stays."""
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0  # noqa: N806
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15  # noqa: N806
     SHIFT: tl.constexpr = 23 - MANTISSA  # noqa: N806
     bits = value.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(value), LARGEST)
-    # A normal number loses SHIFT bits; the carry of the rounding may run into the exponent, as it should.
+    # A normal number loses SHIFT bits; the carry of the rounding may change the exponent, which is correct.
     kept = magnitude.to(tl.int32, bitcast=True)
     normal = (kept + (1 << (SHIFT - 1)) - 1 + ((kept >> SHIFT) & 1) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     # The numbers from MAGIC on are as far apart as the smallest eight-bit ones, so adding it rounds to these.

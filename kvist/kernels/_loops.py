@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, call-overload"
-"""What a step of decodes asks of a CPU, as loops that Numba compiles: one call where torch needs dozens.
+"""The ops of decode steps on a CPU, as loops that Numba compiles: one call where torch needs dozens.
 
-Numba keeps the machine code in `NUMBA_CACHE_DIR`, beside this file or in the user's cache. Caches are of float32, or of
-bfloat16 by its bits. Shapes are not checked: that takes as long as a small product.
+Numba keeps the machine code in `NUMBA_CACHE_DIR`, beside this file or in the user's cache. KV caches are float32, or
+bfloat16 as its bits. Shapes are not checked: that takes as long as a small product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba import extending, njit, types
 if TYPE_CHECKING:
     from kvist.kernels._checks import AttentionOptions
 
-_MIN_WORK = 2**20  # multiplications a thread, some 100 us: to hand it its part takes 20
+_MIN_WORK = 2**20  # multiplications for each thread, some 100 us; starting its part takes 20
 _BITS = (types.float32, types.uint16)
 
 
@@ -28,7 +28,7 @@ def _compiled(*signatures: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
         try:
             return njit(list(signatures), cache=True, **options)(function)
-        except RuntimeError:  # no directory can be written
+        except RuntimeError:  # there is no writable cache directory
             return njit(list(signatures), **options)(function)
 
     return decorate
@@ -47,7 +47,7 @@ def _widened_overload(bits):
 
 @_compiled(*[(x[:, :, ::1], x[:, :, ::1], x[::1], types.int64[::1], types.int64, types.int64) for x in _BITS])
 def _write(key, value, cache, slot_mapping, page_stride, block_size):
-    """Return whether the cache has all slots."""
+    """Write rows to their slots; return whether the cache has all of these."""
     num_kv_heads, head_dim = key.shape[1:]
     for token in range(len(slot_mapping)):
         slot = slot_mapping[token]
@@ -90,9 +90,9 @@ def _attend(
     query, cache, block_tables, page_offsets, seq_lens, sinks, out, first, last, num_kv_heads, block_size, page_stride,
     window, scale, soft_cap,
 ):  # fmt: skip
-    """Attend with rows `first` to `last`, a KV head of a sequence each; return whether its visible keys have pages.
+    """Attend with rows `first` to `last`, each a KV head of a sequence; return whether all visible keys have pages.
 
-    As in `_paged_attention_kernel`, the softmax goes by pages: what was summed shrinks as the maximum grows.
+    The softmax is computed page by page, as in `_paged_attention_kernel`: sums are rescaled when the maximum grows.
     """
     num_heads, head_dim = query.shape[1:]
     heads_per_kv, num_pages = num_heads // num_kv_heads, (len(cache) - 1) // page_stride + 1
@@ -159,9 +159,9 @@ def attend_last(
     seq_lens: torch.Tensor,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`paged_attention` of one token a sequence, on as many of torch's threads as have enough to do.
+    """`paged_attention` with one token a sequence, on as many of torch's threads as the work is enough for.
 
-    Raises IndexError where a table lacks a visible key's block.
+    Raises IndexError if a table lacks a visible key's block.
     """
     (batch, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = query.shape, kv_cache.shape
     out = torch.empty(query.shape)

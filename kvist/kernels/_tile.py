@@ -1,9 +1,9 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
-"""What attention does with a tile of keys: load it through the block table, then fold it into the softmax.
+"""The steps of attention for one tile of keys: load it through the block table, then add it to the softmax.
 
-The softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in base 2: a row carries its running maximum,
-the sum of its weights and its weighted values, and is rescaled whenever the maximum grows.
+The softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in base 2: each row has a running maximum, the
+sum of its weights and its weighted values, which are rescaled whenever the maximum grows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MIN_DOT_SIZE = 16  # No side of a tensor-core product may be smaller on sm_80 an
 
 
 def pad_head_dim(head_dim: int) -> int:
-    """The width of a tile's rows: a power of two, as Triton's ranges require, and wide enough for a product."""
+    """Return the width of a tile's rows: a power of two, as Triton's ranges require, and wide enough for a product."""
     return max(MIN_DOT_SIZE, next_power_of_2(head_dim))
 
 
 class TileShape(NamedTuple):
-    """Tokens a program takes, rows for their query heads of one kv head, keys of a step, and how Triton compiles it.
+    """A program's tokens, the rows of their query heads of one kv head, the keys of a tile, and Triton's settings.
 
     Triton counts the block table's lookup as a stage of the pipeline as well: 5 stages keep two tiles of keys and
     values in shared memory, one being filled while the other is used; its default, 3, keeps one.
@@ -38,7 +38,7 @@ class TileShape(NamedTuple):
 
 
 def decode_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> TileShape:
-    """A step of decode: in 16 bits 32 KiB of keys and values, so that up to three programs share an sm_90.
+    """Return the tile of decodes: in 16 bits 32 KiB of keys and values, so that up to three programs share an sm_90.
 
     Decode waits for memory, and what hides the wait is bytes under way: a multiprocessor's share of 4.8 TB/s at 0.8 µs
     is 29 KiB, which the tile being filled covers once a program. float32 is there to compare with, not for speed: its
@@ -51,7 +51,7 @@ def decode_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> TileSha
 
 
 def prefill_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
-    """The largest tile of prefill whose accumulators stay in registers, also with a soft cap and a window.
+    """Return the largest tile of prefills whose accumulators stay in registers, also with a soft cap and a window.
 
     More rows read the keys less often; sm_90 has 227 KiB of shared memory and products that take an operand from it.
     Every other target gets tiles that fit into 99 KiB. What was tried and spills (Triton 3.7.1, 2026-11): 128 x 64 at
@@ -81,10 +81,10 @@ def load_tile(
     FP8_MANTISSA: tl.constexpr,
 ):
     # fmt: on
-    """Keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are not read and come as zeros.
+    """Load keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are zeros, and not read.
 
-    Positions are absolute: `block_table_ptr` points to where page 0 of the sequence stands, or would stand. With
-    `is_present` None all of them are there.
+    Positions are absolute: `block_table_ptr` points to the entry of the sequence's page 0, which the table may lack.
+    With `is_present` None all positions are present.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
     mask = (dims < HEAD_DIM)[None, :]
@@ -93,7 +93,7 @@ def load_tile(
     else:
         block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=is_present, other=0)
         mask = mask & is_present[:, None]
-    # int64: a cache of more than 2**31 elements is ordinary, and the product overflows without a word.
+    # int64: caches of more than 2**31 elements are common, and the product would overflow silently.
     offsets = block_idxs.to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     pointers = kv_cache_ptr + offsets[:, None] + dims[None, :]
     key = tl.load(pointers, mask=mask, other=0)
@@ -110,7 +110,7 @@ def attend_tile(
     query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP: tl.constexpr,
 ):
     # fmt: on
-    """The three running quantities of each row after this tile; a row that has seen nothing stays at -inf, 0, 0.
+    """Return each row's maximum, sum and weighted values after this tile; -inf, 0, 0 if it has seen no key yet.
 
     With `is_visible` None every row sees every key.
     """
@@ -122,11 +122,11 @@ def attend_tile(
         factor = SOFT_CAP * 1.4426950408889634
     if is_visible is not None:
         scores = tl.where(is_visible, scores, float("-inf"))
-    # The factor is positive, so it may wait: it then costs nothing in the exponents, a multiply-add each.
+    # The factor is positive, so it can be applied later, where it costs nothing: each exponent is a multiply-add.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     pivot = new_max
     if is_visible is not None:
-        # -inf - (-inf) is NaN: a row whose keys were all masked so far takes its exponents against 0 instead.
+        # -inf - (-inf) is NaN: the exponents of a row whose keys were all masked so far are relative to 0 instead.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * factor - pivot[:, None])
     decay = tl.exp2(row_max - pivot)
@@ -137,9 +137,9 @@ def attend_tile(
 
 @jit()
 def softmax_sum(row_max, row_sum, sink):
-    """What divides each row's weighted values: its weights and, where there is one, its sink; 1 for a row of nothing.
+    """Return the divisor of each row's weighted values: the sum of its weights and its sink, if any; never 0.
 
-    The bound keeps the sum finite: a sink so far above every score leaves nothing of the row either way.
+    The bound keeps the sum finite: a sink that is so far above every score makes the row 0 either way.
     """
     if sink is not None:
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max)

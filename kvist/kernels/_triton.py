@@ -1,6 +1,6 @@
-"""Triton where it is installed, and the rules that choose between a kernel, compiled loops and the torch reference.
+"""Triton, if it is installed, and the rules that choose between a kernel, compiled loops and the torch reference.
 
-Without Triton the kernels still import; only launching one says what to install.
+Without Triton the kernels can be imported; launching one raises an ImportError that says what to install.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ else:
         def jit(**_):
             return lambda kernel: kernel
     else:
-        # Read once, like Triton itself: what TRITON_INTERPRET said while kernels were decorated.
+        # Read once, as Triton does: TRITON_INTERPRET counts when kernels are decorated.
         IS_INSTALLED, IS_INTERPRETED = True, knobs.runtime.interpret
 
 __all__ = [
@@ -50,14 +50,14 @@ __all__ = [
 
 
 def is_launched(tensor: torch.Tensor) -> bool:
-    """True for CUDA tensors (ImportError without Triton), and where TRITON_INTERPRET=1 asks for interpreted kernels."""
+    """Return True for CUDA tensors (ImportError without Triton), and if TRITON_INTERPRET=1 interprets the kernels."""
     if tensor.is_cuda and not IS_INSTALLED:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'kvist[gpu]'")
     return tensor.is_cuda or IS_INTERPRETED
 
 
 def loops_for(kv_cache: torch.Tensor) -> ModuleType | None:
-    """Return `_loops` for a CPU tensor of a dtype that they take, if Numba is installed."""
+    """Return the module `_loops` for a CPU tensor with a dtype that it supports, if Numba is installed."""
     is_loopable = kv_cache.dtype in (torch.float32, torch.bfloat16) and not is_launched(kv_cache)
     return _import_loops() if is_loopable else None
 
@@ -73,7 +73,7 @@ def _import_loops() -> ModuleType | None:
 
 
 def on_compile(callback: Callable[[str], None]) -> None:
-    """From now on, tell each variant of any Triton kernel that this process compiles, or finds compiled on disk."""
+    """From now on, call `callback` with each variant of a Triton kernel that is compiled, or loaded from disk."""
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: object) -> None:  # noqa: A002
         names = fn.jit_function.arg_names
@@ -85,20 +85,20 @@ def on_compile(callback: Callable[[str], None]) -> None:
 
 
 def widen_for_interpreter(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, but a float32 copy of bfloat16 where kernels are interpreted.
+    """Return the tensor itself, or a float32 copy of bfloat16 if kernels are interpreted.
 
-    NumPy has no bfloat16: the interpreter multiplies its bits and truncates what it stores.
+    NumPy has no bfloat16: the interpreter multiplies its bits, and truncates when it stores.
     """
     return tensor.float() if IS_INTERPRETED and tensor.dtype == torch.bfloat16 else tensor
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 class DeviceFacts(NamedTuple):
-    """What a launch depends on; capability 90 is sm_90."""
+    """The properties of a device on which launches depend; capability 90 is sm_90."""
 
     num_multiprocessors: int
     capability: int
@@ -106,7 +106,7 @@ class DeviceFacts(NamedTuple):
 
 @cache
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Asked once a device; the interpreter runs one program at a time, as tiles of sm_80."""
+    """Return a device's properties, cached; the interpreter counts as one multiprocessor of sm_80."""
     if device.type != "cuda":
         return DeviceFacts(num_multiprocessors=1, capability=80)
     properties = torch.cuda.get_device_properties(device)

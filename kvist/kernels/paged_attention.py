@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
+from torch.nn import functional
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_tensor, row_stride
-from kvist.kernels._dense import attend_rows, gather
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import TileShape, attend_tile, decode_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
 from kvist.kernels._triton import (
@@ -37,10 +37,10 @@ _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warp
 
 @jit()
 def _find_tokens(block, query_start_loc_ptr, num_tokens, batch, TOKENS: tl.constexpr):
-    """The sequence whose tokens block `block` takes, the first of them, and where the sequence's tokens end.
+    """Return the sequence of block `block` of tokens, the block's first token, and the end of the sequence's tokens.
 
-    Sequence i owns the blocks from `start[i] // TOKENS + i` on: enough for its tokens however they straddle, so the
-    grid needs only the number of tokens and sequences, and no length has to come from the device.
+    Sequence i owns the blocks from `start[i] // TOKENS + i` on, which are enough for its tokens wherever they begin. So
+    the grid depends only on the numbers of tokens and sequences, and no length is read from the device.
     """
     num_begun = 0
     for first in range(0, batch + 1, 128):
@@ -68,9 +68,8 @@ def _paged_attention_kernel(
     # fmt: on
     """Program (kv head, block of tokens from the last, split); padding is a last, empty sequence.
 
-    Programs start in order: the late blocks of a prompt, which see the most keys, do not end up as the tail. A split
-    without keys gives 0 and an lse of -inf. Sinks are for a single split: several would each count them, so the merge
-    does.
+    Programs start in order, so the late blocks of a prompt, which see the most keys, come first. A split without keys
+    gives 0 and an lse of -inf. Sinks are passed only if there is one split; of several, `merge_splits` counts them.
     """
     kv_head = tl.program_id(0)
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -107,7 +106,8 @@ def _paged_attention_kernel(
     split_page = first_page + split * pages_per_split
     start = tl.maximum(split_page * BLOCK_SIZE, first_key)  # The first page usually lies only partly in the window.
     end = tl.minimum((split_page + pages_per_split) * BLOCK_SIZE, end_key)
-    # Whole tiles until every token sees all of one, whole tiles as long as that lasts, and the rest: of one token, all.
+    # Phase 0: tiles before the first that every token sees whole; phase 1: the tiles that every token sees whole; phase
+    # 2: the rest, which for a single token is everything.
     shared, boundary = start, start
     if TOKENS > 1:
         if WINDOW is not None:
@@ -157,7 +157,7 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr, NUM_DIMS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):
     # fmt: on
-    """Program (row, part of head_dim) weighs the row's splits by e^(lse - max lse); without a visible key it is 0."""
+    """Program (row, part of head_dim) weighs the row's splits by e^(lse - max lse); a row without visible keys is 0."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS_PAD)
     is_split = splits < num_splits
@@ -177,7 +177,7 @@ def _merge_splits_kernel(
 
 
 def choose_num_splits(num_programs: int, num_keys: int, keys_per_split: int, wanted_programs: int) -> int:
-    """How many splits fill the device: a power of two up to 128, and 1 where half the programs wanted are there.
+    """Return how many splits fill the device: a power of two up to 128; 1 if half the wanted programs exist already.
 
     No split has fewer than `keys_per_split` of the `num_keys` before rounding up, which may leave splits empty.
     """
@@ -198,7 +198,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """Every new token attends to the keys of its window, its own included; a row that sees none is zero.
+    """Let every new token attend to the keys of its window, its own included; a row that sees none is zero.
 
     `query`: `[num_tokens, num_heads, head_dim]`, in the cache's dtype, or in 16 or 32 bits over a cache of eight; rows
     `query_start_loc[i]` to `query_start_loc[i + 1]` (int32 `[batch + 1]`, from 0; None: a row a sequence) are the last
@@ -233,7 +233,7 @@ def paged_attention(
     num_kv_heads, block_size = kv_cache.shape[2:4]
     tile = _tile(query, kv_cache, query_start_loc is None)
     if num_splits is None:
-        # The longest sequence is on the device; the width of the table bounds it without asking.
+        # The length of the longest sequence is on the device; the table's width bounds it without a synchronisation.
         num_keys, window = block_tables.shape[1] * block_size, options.get("window")
         if window is not None:
             num_keys = min(num_keys, window + tile.tokens - 1)
@@ -246,12 +246,12 @@ def paged_attention(
     if num_splits == 1:
         attend_splits(*inputs, wide_out[:, :, None], None, **options)
     else:
-        # They stay in float32 until they are merged.
+        # Splits stay in float32 until they are merged.
         split_out = out.new_empty((*out.shape[:2], num_splits, out.shape[2]), dtype=torch.float32)
         split_lse = split_out.new_empty(split_out.shape[:3])
         attend_splits(*inputs, split_out, split_lse, **options)
         merge_splits(split_out, split_lse, wide_out, options.get("sinks"))
-    return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
+    return out.copy_(wide_out)  # Copies in the interpreter alone.
 
 
 def _tile(query: torch.Tensor, kv_cache: torch.Tensor, is_decode: bool) -> TileShape:
@@ -274,7 +274,7 @@ def attend_splits(
 ) -> None:
     """Fill `split_out`, `[num_tokens, num_heads, num_splits, head_dim]`, and `split_lse`, each split's natural lse.
 
-    Without `split_lse` there is one split, which has its sinks counted; those of several are left to `merge_splits`.
+    Without `split_lse` there is one split, in which sinks are counted; for several, `merge_splits` counts them.
     """
     num_tokens, num_heads, num_splits, head_dim = split_out.shape
     (num_kv_heads, block_size), batch = kv_cache.shape[2:4], seq_lens.shape[0]
@@ -315,7 +315,7 @@ def paged_attention_reference(
     query_start_loc: torch.Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """`paged_attention` in torch: a sequence at a time, and of its rows a chunk at a time."""
+    """`paged_attention` in torch, one sequence after another, in chunks of rows."""
     if query_start_loc is None:
         query_start_loc = torch.arange(len(query) + 1)
     block_size, window, page_offsets = kv_cache.shape[3], options.get("window"), options.get("page_offsets")
@@ -332,8 +332,78 @@ def paged_attention_reference(
         if first_page < page_offset:
             raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
         keys = torch.arange(first_key, seq_len, device=query.device)
-        key, value = gather(kv_cache, table[keys // block_size - page_offset], keys)
+        key, value = _gather(kv_cache, table[keys // block_size - page_offset], keys)
         for row in range(start, end, _CHUNK_ROWS):
             rows = slice(row, min(row + _CHUNK_ROWS, end))
-            out[rows] = attend_rows(query[rows], first_query + row - start - first_key, key, value, options)
+            out[rows] = _attend_rows(query[rows], first_query + row - start - first_key, key, value, options)
     return out
+
+
+def _attend_rows(
+    query: torch.Tensor, first_query: int, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Attend with consecutive rows `[rows, num_heads, head_dim]`, the first of them at index `first_query` of `key`."""
+    window, sinks = options.get("window"), options.get("sinks")
+    num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    low = 0 if window is None else max(0, first_query - window + 1)
+    end = first_query + num_rows
+    keys = torch.arange(low, end, device=query.device)
+    positions = torch.arange(first_query, end, device=query.device)[:, None]
+    visible = keys <= positions
+    if window is not None:
+        visible &= positions - keys < window
+    heads_per_kv = num_heads // num_kv_heads
+    attended = _attend(
+        query.transpose(0, 1).reshape(1, num_kv_heads, heads_per_kv * num_rows, head_dim),
+        key[:, :, low:end],
+        value[:, :, low:end],
+        visible.repeat(heads_per_kv, 1),
+        options,
+        None if sinks is None else sinks.repeat_interleave(num_rows).view(1, num_kv_heads, -1, 1),
+    )
+    return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
+
+
+def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values at these pages and positions, as float32 `[1, num_kv_heads, num_keys, head_dim]`.
+
+    Indexing the cache in its five dimensions would take two to four times as long.
+    """
+    num_pages, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    rows_apart, rest = divmod(kv_cache.stride(0), head_dim)
+    if rest:
+        raise ValueError(f"kv_cache has strides {list(kv_cache.stride())}; expected pages a multiple of head_dim apart")
+    heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=keys.device)
+    rows = (pages * rows_apart + keys % block_size) + heads.view(2, 1, num_kv_heads, 1)
+    num_rows = (num_pages - 1) * rows_apart + 2 * num_kv_heads * block_size
+    cache_rows = kv_cache.as_strided((num_rows, head_dim), (head_dim, 1))
+    key, value = cache_rows.index_select(0, rows.flatten()).view(*rows.shape, head_dim).float()
+    return key, value
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute softmax attention in float32 over the visible keys; each row has at least one.
+
+    `query` is `[batch, num_kv_heads, rows, head_dim]`, `key` and `value` `[batch, num_kv_heads, keys, head_dim]`,
+    `visible` broadcasts to `[batch, num_kv_heads, rows, keys]`, `sinks` to `[batch, num_kv_heads, rows, 1]`: one more
+    score, whose value is zero. All keys and values are finite.
+    """
+    scale, soft_cap = options["scale"], options.get("soft_cap")
+    if soft_cap is None and sinks is None:
+        return functional.scaled_dot_product_attention(query.float(), key, value, visible, scale=scale)
+    scores = (query.float() * scale) @ key.mT
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores.masked_fill_(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(dim=-1) @ value
+    weights = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(dim=-1)
+    return weights[..., :-1] @ value

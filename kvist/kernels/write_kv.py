@@ -40,10 +40,10 @@ def _write_kv_kernel(
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Every token with a slot stands in the cache, rounded to its dtype; a negative slot writes nothing.
+    """Write every token with a slot to the cache, rounded to the cache's dtype; a negative slot writes nothing.
 
     `key`, `value`: `[num_tokens, num_kv_heads, head_dim]` in 16 or 32 bits; `kv_cache` as in `kvist.kernels`, changed
-    in place: in eight bits, what is too large becomes the largest finite value; `slot_mapping`: int64 `[num_tokens]`,
+    in place: in eight bits, too large values become the largest finite one; `slot_mapping`: int64 `[num_tokens]`,
     `block_idx * block_size + offset`, no slot twice. Raises ValueError.
     """
     check_kv_cache(kv_cache)
@@ -57,7 +57,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         write(key, value, kv_cache, slot_mapping)
     elif num_tokens:
         mantissa = mantissa_bits(kv_cache.dtype)
-        if IS_INTERPRETED:  # It knows no bfloat16, and truncates where the device rounds.
+        if IS_INTERPRETED:  # The interpreter has no bfloat16, and truncates where the device rounds.
             dtype = kv_cache.dtype if mantissa is None else torch.float32
             key, value = key.to(dtype), value.to(dtype)
         grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), num_kv_heads)
@@ -79,7 +79,7 @@ def write_kv_reference(
     if is_unwritten.any():
         rows, slot_mapping = rows[~is_unwritten], slot_mapping[~is_unwritten]
     if kv_cache.dtype in FP8_DTYPES:
-        # torch makes infinities of what e5m2 cannot hold.
+        # torch would make infinities of values too large for e5m2.
         largest = torch.finfo(kv_cache.dtype).max
         rows = rows.clamp(-largest, largest)
     kv_cache[slot_mapping // block_size, :, :, slot_mapping % block_size] = rows.to(kv_cache.dtype)
