@@ -1,7 +1,7 @@
-"""Chat templates: messages to the text that the model was trained on, as transformers renders them.
+"""Chat templates, which render messages to the text that the model was trained on, as transformers does.
 
-What a template is given is what vLLM 0.33 gives it (`vllm/renderers`): messages and tools with the fields it knows, in
-its order. Templates come with models and are untrusted code: they run in jinja2's immutable sandbox.
+A template gets what vLLM 0.33 gives it (`vllm/renderers`): messages and tools with the fields that vLLM knows, in its
+order. Templates come with models and are untrusted code: they run in jinja2's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvist.errors import InvalidValueError
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import ChatCompletionRequest, Message, is_text_part
 
-# Marks where a text is cut: at an image, and where `continue_final_message` ends it; no text of a conversation contains
-# it. A template that trims the space behind it would have trimmed the text.
+# Marks where the rendered text is cut: at an image, and at the end of the message for `continue_final_message`. No
+# conversation contains it. A template that trims the space after it would also have trimmed the text.
 _CUT = "\ue000kvist-cut\ue000"
-
 
 _REFUSALS = (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError)
 
@@ -36,24 +35,24 @@ class _GenerationBlocks(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Any) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        """Return the block's statements in its place."""
+        """Return the block's statements."""
         next(parser.stream)
         body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Finds a dict's items sooner: it would first look for an attribute, and catch the error that there is none."""
+    """Looks up a dict's items first, which is faster than to catch the error that it has no such attribute."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what `obj.attribute` is in a template."""
+        """Return the value of `obj.attribute` in a template."""
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
 
 class ChatTemplate:
-    """One model's template, compiled. Rendering is deterministic but for templates that print today's date."""
+    """One model's compiled template. Rendering is deterministic, except for templates that print today's date."""
 
     def __init__(
         self,
@@ -72,17 +71,18 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidValueError("chat template", source[:80], f"jinja2 ({error}, line {error.lineno})") from None
-        self._template.globals = dict(self._template.globals)  # a chain of maps takes half of what rendering takes
+        # Lookups in jinja2's chain of maps would take half of the rendering time.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._takes_parts = _loops_over_content(environment.parse(source))
         self._knows_developers = "'developer'" in source or '"developer"' in source
         self.source = source
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """Return the prompt's text, up to its first image or other item; raises RequestError (400) if it is refused.
+        """Return the prompt's text, up to the first image or other non-text item.
 
-        An engine puts an item's own tokens where the template puts a mark. In a template that takes plain text, vLLM
-        has them before the message's text.
+        An engine puts an item's own tokens where the template puts a mark; if the template takes plain text, vLLM puts
+        them before the message's text. Raises RequestError (400) if the template refuses the messages.
         """
         if not has_items(request):
             return self._rendered(request)
@@ -90,7 +90,7 @@ class ChatTemplate:
         if texts[0] == texts[1]:
             return texts[0]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
-        return "".join(char for char, _ in same)  # of a template that puts all items first
+        return "".join(char for char, _ in same)  # the template puts all items first
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
@@ -106,8 +106,8 @@ class ChatTemplate:
             given["messages"] = self._messages(request, is_marked)
             text = self._template.render(given)
         except _REFUSALS as error:
-            message = f"messages: the chat template refused them: {error}"
-            raise RequestError(400, message, param="messages", code="template_refused") from None
+            problem = f"the chat template refused them: {error}"
+            raise invalid_field("messages", problem, code="template_refused") from None
         if not request.continue_final_message:
             return text
         head, cut, tail = text.rpartition(_CUT)
@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def effort_without_thinking(self) -> str:
-        """Return the effort that asks it not to think: `low` where it takes `none` for an effort like others."""
+        """Return the effort that turns thinking off: `none`, or `low` if the template treats `none` like any other."""
         rendered: list[str | None] = []
         for effort in ("none", "low", "medium", "high", "xhigh", "max"):
             request = ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def is_system_first(self) -> bool:
-        """Return whether it takes a system message at the start alone, tried in the bare environment vLLM tries it."""
+        """Return whether it accepts a system message at the start only, tried in the same environment as vLLM does."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -149,14 +149,14 @@ class ChatTemplate:
         return messages
 
     def _message(self, message: Message, is_marked: bool) -> Message:
-        """Return the message with what it may have, its text as the template takes it, arguments as objects.
+        """Return the message with its known fields, its text in the form that the template takes, arguments as objects.
 
-        Where an item is there is a cut, and the item behind it if it `is_marked`.
+        A non-text item becomes a cut, and with `is_marked` also an item after it.
         """
         content, role = message.get("content"), message.get("role")
         parts = [content] if isinstance(content, str) else content or []
         if not isinstance(parts, list):
-            raise RequestError(400, f"messages: got content {content!r:.100}, expected text or parts", param="messages")
+            raise invalid_field("messages", f"got content {content!r:.100}, expected text or parts")
         known: Message = {"role": role}
         texts: list[str] = []
         shown: list[dict[str, str]] = []
@@ -192,14 +192,14 @@ class ChatTemplate:
 
 
 def without_billing_header(text: str) -> str | None:
-    """Return a system prompt without the first line of Claude Code's that changes with each request."""
+    """Return a system prompt without Claude Code's first line, which changes with each request; None if empty."""
     if not text.startswith("x-anthropic-billing-header"):
         return text
     return text.partition("\n")[2] or None
 
 
 def has_items(request: ChatCompletionRequest) -> bool:
-    """Return whether some part of a message is no text: an image, say."""
+    """Return whether some part of a message is not text, but for example an image."""
     for message in request.messages:
         for part in content if isinstance(content := message.get("content"), list) else ():
             if not isinstance(part, str) and not is_text_part(part):
@@ -208,7 +208,7 @@ def has_items(request: ChatCompletionRequest) -> bool:
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:
-    """Return them with developers' messages as the system's and, where one is not first, all those joined in one."""
+    """Turn developer messages into system messages; unless there is one, at the start, join them all into one there."""
     systems = [message for message in messages if message["role"] in ("system", "developer")]
     others = [message for message in messages if message["role"] not in ("system", "developer")]
     if len(systems) == 1 and systems[0] is messages[0]:
@@ -219,7 +219,7 @@ def _with_one_system_message(messages: list[Message]) -> list[Message]:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool with the fields that vLLM knows, in its order: templates print it as it stands."""
+    """Return a tool with the fields that vLLM knows, in its order, because templates print the whole tool."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool
@@ -233,7 +233,7 @@ def _tool(tool: Any) -> Any:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI sends the arguments of a call as a JSON string; templates print them as an object, before the name."""
+    """Return a call with its arguments, a JSON string in OpenAI's API, as an object before the name, for templates."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -243,7 +243,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def parsed_arguments(text: Any) -> dict[str, Any]:
-    """Return the object that the arguments of a call are in JSON; an empty one for whatever else they are."""
+    """Return the arguments of a call, a JSON object, decoded; an empty object if they are anything else."""
     try:
         arguments = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -261,21 +261,18 @@ def _marked(message: Message) -> Message:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """A template that iterates over a message's content takes parts; any other prints the content, so it takes text."""
+    """Return whether a template iterates over a message's content, and so takes parts; any other takes text."""
     for loop in tree.find_all(jinja2.nodes.For):
-        iterated = loop.iter
-        if isinstance(iterated, jinja2.nodes.Getattr) and iterated.attr == "content":
-            return True
-        if isinstance(iterated, jinja2.nodes.Getitem) and isinstance(iterated.arg, jinja2.nodes.Const):
-            if iterated.arg.value == "content":
+        match loop.iter:
+            case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
                 return True
-        elif isinstance(iterated, jinja2.nodes.Name) and iterated.name == "content":
-            return True
+            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+                return True
     return False
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Return JSON without the HTML escapes of Jinja's own filter, on which no model was trained."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

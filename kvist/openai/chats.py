@@ -1,7 +1,7 @@
-"""Requests of other APIs as the chats that vLLM 0.33 makes of them, so that their prompts are rendered as a chat's.
+"""Converts requests of other APIs to chats, as vLLM 0.33 does, so that prompts are rendered by the chat template.
 
-Anthropic's messages go as in `vllm/entrypoints/anthropic/serving.py`, OpenAI's responses as in
-`vllm/entrypoints/openai/responses/utils.py`. What cannot be made a chat of here raises RequestError (400).
+Anthropic's messages follow `vllm/entrypoints/anthropic/serving.py`, OpenAI's responses
+`vllm/entrypoints/openai/responses/utils.py`. What cannot be converted here raises RequestError (400).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments, without_billing_header
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import ChatCompletionRequest, Fields, Message, convert, is_text_part
 
 MESSAGES_PATH = "/v1/messages"
@@ -22,15 +22,15 @@ _FREE_TEXT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a tool that takes free text is shown to take."""
+"""The parameters that the template shows for a tool that takes free text."""
 
 
 def chat_of(
     api: str, fields: Fields, template: ChatTemplate, previous: Sequence[Message] = ()
 ) -> ChatCompletionRequest:
-    """Return the chat that a request to the API's endpoint is, to a worker with this template.
+    """Return the chat of a request to the API's endpoint, for a worker with this template.
 
-    `previous` is the conversation of the response that it goes on with, and what that said (`said_in_response`).
+    `previous` is the conversation of the response that the request continues, with its answer (`messages_of_response`).
     """
     try:
         return _of_messages(fields, template) if api == MESSAGES_PATH else _of_response(fields, previous)
@@ -39,15 +39,15 @@ def chat_of(
 
 
 def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionRequest:
-    asked, system = _objects(fields, "messages"), fields.get("system")
+    turns, system = _objects(fields, "messages"), fields.get("system")
     texts = [system] if isinstance(system, str) else list(_system_texts(system or []))
     if template.is_system_first:
-        for message in asked:
+        for message in turns:
             if message.get("role") == "system":
                 texts += _system_texts(message.get("content"))
-        asked = [message for message in asked if message.get("role") != "system"]
+        turns = [message for message in turns if message.get("role") != "system"]
     messages: list[Message] = [{"role": "system", "content": "".join(texts)}] if any(texts) else []
-    for message in asked:
+    for message in turns:
         messages += _anthropic_turn(message.get("role"), message.get("content"))
     thinking, output = fields.get("thinking"), fields.get("output_config")
     effort = output.get("effort") if isinstance(output, dict) else None
@@ -58,11 +58,11 @@ def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionReques
 
 
 def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionRequest:
-    instructions, asked = fields.get("instructions"), fields.get("input")
+    instructions, prompt = fields.get("instructions"), fields.get("input")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     messages += [message for message in previous if message.get("role") != "system"]
-    items: list[Fields] = [] if isinstance(asked, str) else _objects(fields, "input")
-    messages += [{"role": "user", "content": asked}] if isinstance(asked, str) else _turns(items)
+    items: list[Fields] = [] if isinstance(prompt, str) else _objects(fields, "input")
+    messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _turns(items)
     last = items[-1] if items else {}
     is_open = last.get("status") in ("in_progress", "incomplete") and last.get("type", "message") in _CONTINUED
     reasoning = fields.get("reasoning")
@@ -72,27 +72,27 @@ def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionR
 
 
 def chat_fields(api: str, fields: Fields) -> Fields:
-    """Return what a request asks beside its conversation, as a chat has it."""
-    asked, choice = {**fields, "n": 1}, fields.get("tool_choice")
+    """Return the fields of a request other than its conversation, in the form of a chat's."""
+    chat, choice = {**fields, "n": 1}, fields.get("tool_choice")
     outer = fields.get("output_config" if api == MESSAGES_PATH else "text")
     if isinstance(outer, dict) and isinstance(outer.get("format"), dict):
-        asked["response_format"] = {"type": outer["format"].get("type"), "json_schema": outer["format"]}
+        chat["response_format"] = {"type": outer["format"].get("type"), "json_schema": outer["format"]}
     if api == RESPONSES_PATH:
-        asked["max_completion_tokens"] = fields.get("max_output_tokens")
+        chat["max_completion_tokens"] = fields.get("max_output_tokens")
         if isinstance(choice, dict):
-            asked["tool_choice"] = {"function": {"name": choice.get("name")}}
-        return asked
-    asked["stop"] = fields.get("stop_sequences")
+            chat["tool_choice"] = {"function": {"name": choice.get("name")}}
+        return chat
+    chat["stop"] = fields.get("stop_sequences")
     if isinstance(choice, dict):
         kind = choice.get("type")
         named = {"function": {"name": choice.get("name")}}
-        asked["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
-        asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    return asked
+        chat["tool_choice"] = named if kind == "tool" else "required" if kind == "any" else kind
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+    return chat
 
 
-def said_in_response(output: Any) -> list[Message]:
-    """Return what a response adds to the conversation that goes on with it: the texts of its messages alone."""
+def messages_of_response(output: Any) -> list[Message]:
+    """Return the messages that a response adds to its conversation: those of its message items, but no calls."""
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
     contents = [item.get("content") for item in items if item.get("type") == "message"]
     parts = [part for content in contents if isinstance(content, list) for part in content if is_text_part(part)]
@@ -114,17 +114,16 @@ def _chat(
 def _objects(fields: Fields, name: str) -> list[Fields]:
     value = fields.get(name)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise RequestError(400, f"{name}: got {value!r:.100}, expected a list of objects", param=name)
+        raise invalid_field(name, f"got {value!r:.100}, expected a list of objects")
     return value
 
 
 def _unknown(kind: object, param: str) -> RequestError:
-    message = f"{param}: got {kind!r:.100}, which has no place in a chat here"
-    return RequestError(400, message, param=param, code="unknown_part")
+    return invalid_field(param, f"got {kind!r:.100}, which has no place in a chat here", code="unknown_part")
 
 
 def _system_texts(content: Any) -> Iterator[str]:
-    """Yield the texts of a system prompt, but for the one that changes with each request."""
+    """Yield the texts of a system prompt, without Claude Code's, which changes with each request."""
     for block in _blocks(content):
         if block.get("type") != "text":
             raise _unknown(block.get("type"), "system")
@@ -140,7 +139,7 @@ def _blocks(content: Any) -> list[Fields]:
 
 
 def _anthropic_turn(role: Any, content: Any) -> Iterator[Message]:
-    """Yield a message of Anthropic's as chats have it, behind the results of tools that it brings."""
+    """Yield the chat messages of one of Anthropic's: tool results first, then the message itself."""
     if role == "system":
         if text := "".join(_system_texts(content)):
             yield {"role": role, "content": text}
@@ -190,13 +189,13 @@ def _tool_result(call_id: str, content: Any) -> Iterator[Message]:
 def _anthropic_tool(tool: Fields) -> Fields:
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise RequestError(400, f"tools: got input_schema {schema!r:.100}, expected an object", param="tools")
+        raise invalid_field("tools", f"got input_schema {schema!r:.100}, expected an object")
     function = {name: tool.get(name) for name in ("name", "description", "strict", "defer_loading")}
     return {"type": "function", "function": function | {"parameters": schema | {"type": schema.get("type", "object")}}}
 
 
 def _turns(items: Sequence[Fields]) -> list[Message]:
-    """Return the messages that a response's input items are: what an assistant does in one go is one message."""
+    """Return the messages of a response's input items; consecutive items of the assistant become one message."""
     messages: list[Message] = []
     for item in items:
         name, value = _assistants_part(item)
@@ -214,7 +213,7 @@ def _turns(items: Sequence[Fields]) -> list[Message]:
 
 
 def _assistants_part(item: Fields) -> tuple[str | None, Any]:
-    """Return a field of an assistant's message and its value, or None and a message that stands for itself."""
+    """Return an item's field and value in an assistant's message, or None and a whole message."""
     content, kind = item.get("content"), item.get("type", "message")
     match kind:
         case "function_call" | "custom_tool_call":
@@ -239,7 +238,7 @@ def _assistants_part(item: Fields) -> tuple[str | None, Any]:
 
 
 def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
-    """Yield the tools that the model is shown, as chats have them; others of a response's are for the server."""
+    """Yield the tools that the template shows, in the form of a chat's; the server runs the others."""
     for tool in tools:
         match tool.get("type"):
             case "function":

@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's error shape."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvist.errors import KvistError
 
 
 class RequestError(KvistError):
-    """A request that will not be served, with the HTTP status and the field (`param`) the client must change."""
+    """A request that is refused, with the HTTP status and the field (`param`) that the client must change."""
 
     def __init__(
         self,
@@ -27,6 +27,11 @@ class RequestError(KvistError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+def invalid_field(param: str, problem: str, *, code: str | None = None) -> RequestError:
+    """Return the error (400) of a request whose field `param` has a problem; its message names both."""
+    return RequestError(400, f"{param}: {problem}", param=param, code=code)
 
 
 def error_body(error: RequestError) -> bytes:

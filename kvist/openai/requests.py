@@ -1,7 +1,7 @@
-"""Request bodies. What a request asks is read apart from how to sample it: the router reads only the first.
+"""Request bodies. A request's prompt and its sampling parameters are separate types: the router reads only the prompt.
 
-A body is parsed once, by `read_fields`, and everything else is taken from its fields. Those that nobody here reads are
-left alone, since other engines take more than this one.
+A body is parsed once, by `read_fields`, and everything else is read from its fields. Unknown fields are ignored, since
+other engines know more of them than this one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import RequestError, invalid_field
 
 Message: TypeAlias = dict[str, Any]
 Fields: TypeAlias = dict[str, Any]
-"""What a body says, as JSON says it."""
+"""The fields of a body, as JSON values."""
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -24,19 +24,19 @@ Part = TypeVar("Part")
 
 
 def is_text_part(part: Any) -> bool:
-    """Return whether a part of a message's content is text; images, audio and what is malformed are not."""
+    """Return whether a part of a message's content is text, not for example an image, or malformed."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries beside the text."""
+    """Options on what a stream has in addition to the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /v1/chat/completions` asks; the template fields are named as in vLLM.
+    """A request to `POST /v1/chat/completions`; the names of template fields are vLLM's.
 
     `swa_scratch` is Kvist's: False keeps a prompt's blocks out of scratch slots, for a prompt that is to be reused.
     """
@@ -56,7 +56,7 @@ class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /v1/completions` asks; `prompt` is text or token ids, one or a batch (see `prompts`).
+    """A request to `POST /v1/completions`; `prompt` is text or token ids, one or a batch (see `prompts`).
 
     `swa_scratch` as in chat.
     """
@@ -74,25 +74,23 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the batch, a single prompt being a batch of one; raises RequestError for a mixed list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        kinds = set(map(type, self.prompt))  # once over what may be thousands of token ids
+        kinds = set(map(type, self.prompt))  # one pass over perhaps thousands of token ids
         if kinds == {int}:
             return [cast(list[int], self.prompt)]
         if kinds in ({str}, {list}):
             return cast(list[Prompt], self.prompt)
-        raise RequestError(
-            400, "prompt: expected all strings, all token ids, or all lists of token ids", param="prompt"
-        )
+        raise invalid_field("prompt", "expected all strings, all token ids, or all lists of token ids")
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /tokenize` asks beside a chat or a prompt; the fields are named as in vLLM."""
+    """A request to `POST /tokenize`, without its chat or prompt; the names are vLLM's."""
 
     messages: list[Message] | None = None
     return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /detokenize` asks, as in vLLM."""
+    """A request to `POST /detokenize`, as in vLLM."""
 
     tokens: list[TokenId]
     model: str | None = None
@@ -131,26 +129,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the texts that end the output; empty ones end nothing and are dropped."""
+        """Return the texts that end the output, without empty ones."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in stops if stop)
 
     @property
     def is_adjusting(self) -> bool:
-        """Return whether every token's logits are to be changed before one is drawn."""
+        """Return whether the parameters change the logits of every token before it is sampled."""
         has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(has_penalty or self.logit_bias or self.allowed_token_ids)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many alternatives to report a token (0: only the token's own), None for no log probabilities."""
+        """Return how many alternatives to report a token, 0 for the token alone; None without log probabilities."""
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Return the same for each token of the prompt behind the first; a prompt that is echoed has them, too."""
+        """Return the same for each token of the prompt after the first; an echoed prompt has those of the output."""
         return self.num_logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
     @property
@@ -160,18 +158,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteDecode(msgspec.Struct, frozen=True):
-    """Compute the prompt and its first token here; another worker fetches the blocks and goes on.
+    """Compute the prompt and its first token here; another worker fetches the blocks and computes the rest.
 
-    With `max_cached_tokens` nothing is computed: what is cached of so many first tokens is held, if anything is.
+    With `max_cached_tokens` nothing is computed: the cached part of so many first tokens is held, if there is any.
     """
 
     max_cached_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """The prompt is computed at `remote_endpoints`, by rank; its blocks and its first token are to be fetched.
+    """Fetch the prompt's blocks and first token from another worker, whose ranks have these `remote_endpoints`.
 
-    Where `num_tokens` are less than the prompt, it is those of its first ones alone, and the rest is computed here.
+    If `num_tokens` is less than the prompt's length, only the blocks of these first tokens are fetched, and the rest is
+    computed here.
     """
 
     remote_endpoints: tuple[str, ...]
@@ -180,10 +179,10 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 
 
 Handoff: TypeAlias = RemoteDecode | RemotePrefill
-"""Which part of a request is another worker's.
+"""The part of a request that another worker computes.
 
-Asked with `do_remote_decode` in `kv_transfer_params`, as vLLM calls them, a worker answers with those of
-`do_remote_prefill`. With these, the same request goes on at another worker.
+To a request with `do_remote_decode` in `kv_transfer_params`, which are vLLM's names, a worker answers with the
+`kv_transfer_params` of `do_remote_prefill`, with which the same request continues at another worker.
 """
 
 
@@ -202,14 +201,14 @@ MAX_DEPTH = 128
 _TOO_DEEP = f"nested too deep, expected at most {MAX_DEPTH} levels of arrays and objects"
 
 _COUNTED_ESCAPE = re.compile(rb"\\u00(?:3[aA]|[57][bB])")
-"""What may stand for a character that is counted in a body."""
+"""Escapes of the characters that are counted in a body."""
 
 
 def read_fields(body: bytes) -> Fields:
-    """Return the fields of a body that every parser reads alike; raises RequestError (400) that says what is wrong.
+    """Return the fields of a body that all JSON parsers read alike; raises RequestError (400) for any other body.
 
-    It is one JSON object in UTF-8 without a byte order mark, or empty. It has no name twice in an object, no NaN, no
-    infinity and no half of a surrogate pair, and nests to `MAX_DEPTH`, also in `arguments`, a text that holds JSON.
+    The body is one JSON object in UTF-8 without a byte order mark, or empty. It has no duplicate names, no NaN, no
+    infinity and no half of a surrogate pair, and at most `MAX_DEPTH` levels, also in the JSON text of `arguments`.
     """
     try:
         fields = msgspec.json.decode(body) if body else {}
@@ -222,7 +221,7 @@ def read_fields(body: bytes) -> Fields:
     has_escapes = b"\\u00" in body and _COUNTED_ESCAPE.search(body) is not None
     if has_escapes or _count(b"[", body) + _count(b"{", body) > MAX_DEPTH:
         _check_depth("body", fields)
-    # Each pair has a colon: what was dropped for another of its name is missing in what comes out.
+    # Each pair has a colon, so a pair that was dropped because its name is a duplicate makes fewer colons.
     encoded = msgspec.json.encode(fields)
     if has_escapes or (encoded != body and _count(b":", body) != _count(b":", encoded)):
         json.loads(body, object_pairs_hook=_check_names)
@@ -230,9 +229,9 @@ def read_fields(body: bytes) -> Fields:
 
 
 def without_field(body: bytes, fields: Fields, name: str, *inner: str) -> bytes:
-    """Return the body without this field, or without one of what it holds; nearly always the very same object.
+    """Return the body without a field, or without an inner field of that; the same object if it has no such field.
 
-    All else is as it was, and not read: a long prompt would hold the loop up.
+    Other values are not decoded, so that a long prompt does not block the event loop.
     """
     if name not in fields or (inner and not isinstance(fields[name], dict)):
         return body
@@ -249,12 +248,12 @@ def without_field(body: bytes, fields: Fields, name: str, *inner: str) -> bytes:
 
 
 def with_fields(body: bytes, fields: Fields) -> bytes:
-    """Return the body with these fields set; its other values are as they came."""
+    """Return the body with these fields set, and its other values unchanged."""
     return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | fields)
 
 
 def _count(char: bytes, text: bytes) -> int:
-    """Return how often it is there, in a sixth of the time of `bytes.count` where that is seldom."""
+    """Return how often a character occurs; for rare ones this takes a sixth of the time of `bytes.count`."""
     return len(text) - len(text.replace(char, b""))
 
 
@@ -275,11 +274,11 @@ def _check_depth(name: str, value: Any) -> None:
 
 
 def _check_arguments(text: str) -> None:
-    """Raise RequestError if it is JSON that nests too deep; templates are given what it holds."""
+    """Raise RequestError if a text is JSON that nests too deep, since templates get it decoded."""
     try:
         _check_depth("arguments", json.loads(text))
     except RecursionError:
-        raise RequestError(400, f"arguments: {_TOO_DEEP}", param="arguments") from None
+        raise invalid_field("arguments", _TOO_DEEP) from None
     except ValueError:
         pass
 
@@ -292,17 +291,15 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 
 
 def decode_sampling_params(fields: Fields) -> SamplingParams:
-    """Return how the same request wants to be sampled; raises RequestError (400) that names the field."""
+    """Return the sampling parameters of a request; raises RequestError (400) that names the field."""
     params = convert(fields, SamplingParams)
     limit = params.token_limit
     if limit is not None and params.min_tokens > limit:
-        raise RequestError(
-            400, f"min_tokens: got {params.min_tokens}, expected at most max_tokens={limit}", param="min_tokens"
-        )
+        raise invalid_field("min_tokens", f"got {params.min_tokens}, expected at most max_tokens={limit}")
     if limit == 0 and not params.echo:
-        raise RequestError(400, "max_tokens: got 0, expected at least 1 without echo", param="max_tokens")
+        raise invalid_field("max_tokens", "got 0, expected at least 1 without echo")
     if params.top_logprobs and params.logprobs is not True:
-        raise RequestError(400, "top_logprobs: expected only together with logprobs=true", param="top_logprobs")
+        raise invalid_field("top_logprobs", "expected only together with logprobs=true")
     return params
 
 
@@ -313,36 +310,36 @@ def decode_handoff(fields: Fields) -> Handoff | None:
     kind = convert(fields, _WithHandoff[_HandoffKind]).kv_transfer_params
     if kind.do_remote_decode == kind.do_remote_prefill:
         got = "both" if kind.do_remote_decode else "neither"
-        message = f"kv_transfer_params: got {got}, expected one of do_remote_decode and do_remote_prefill"
-        raise RequestError(400, message, param="kv_transfer_params")
+        problem = f"got {got}, expected one of do_remote_decode and do_remote_prefill"
+        raise invalid_field("kv_transfer_params", problem)
     if kind.do_remote_decode:
         return convert(fields, _WithHandoff[RemoteDecode]).kv_transfer_params
     return convert(fields, _WithHandoff[RemotePrefill]).kv_transfer_params
 
 
 def convert(fields: Fields, kind: type[Request]) -> Request:
-    """Return what of a request is of this kind; raises RequestError (400) that names the field."""
+    """Return a request's fields as a value of type `kind`; raises RequestError (400) that names the field."""
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
         reason = error
-    if None in fields.values():  # to OpenAI a null is a field left out, and some clients spell out every field
+    if None in fields.values():  # to OpenAI a null is a missing field, and some clients send every field
         try:
             return msgspec.convert(
                 {name: value for name, value in fields.items() if value is not None}, kind, str_keys=True
             )
         except msgspec.ValidationError as error:
             reason = error
-    raise _refusal(fields, str(reason))
+    raise _as_request_error(fields, str(reason))
 
 
-def _refusal(fields: Fields, error: str) -> RequestError:
-    """Return msgspec's words (`Expected … - at `$.field``) as field, value and expectation."""
+def _as_request_error(fields: Fields, error: str) -> RequestError:
+    """Return msgspec's error (`Expected … - at `$.field``) with the field, its value and what was expected."""
     reason, _, path = error.partition(" - at `$")
     expected = reason[:1].lower() + reason[1:]
     param = path.removesuffix("`").lstrip(".") or None
     if param is None:
         return RequestError(400, f"body: {expected}")
     if param in fields:
-        return RequestError(400, f"{param}: got {fields[param]!r:.100}, {expected}", param=param)
-    return RequestError(400, f"{param}: {expected}", param=param)
+        return invalid_field(param, f"got {fields[param]!r:.100}, {expected}")
+    return invalid_field(param, expected)

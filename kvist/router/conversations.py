@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvist.openai.chats import said_in_response
+from kvist.openai.chats import messages_of_response
 from kvist.openai.requests import ChatCompletionRequest, Message
 
 MAX_BYTES = 64 * 2**20
@@ -85,7 +85,7 @@ class Conversations:
         messages_json = None
         if chat is not None and response.status in ("completed", "incomplete"):
             asked = [message for message in chat.messages if message.get("role") != "system"]
-            messages_json = msgspec.json.encode([*asked, *said_in_response(response.output)])
+            messages_json = msgspec.json.encode([*asked, *messages_of_response(response.output)])
         self.store(response.id, worker, messages_json)
         self.on_stored(response.id, worker, messages_json)
 

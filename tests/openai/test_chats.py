@@ -13,7 +13,7 @@ from _engine_files import MISSING, versions
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvist.openai.chat_template import ChatTemplate
-from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of, said_in_response
+from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of, messages_of_response
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, convert
 from kvist.openai.tokenization import ChatTokenizer
@@ -193,7 +193,7 @@ def test_a_response_goes_on_with_what_another_said(template: ChatTemplate, oracl
         earlier = [(each, ANSWERED) for each in (first, second)[:num_earlier]]
         chat = chat_of(RESPONSES_PATH, body, template, previous)
         assert told(template.render, chat) == told(vllm_rendering.text_of_response, body, oracle, *earlier)
-        previous = [*chat.messages, *said_in_response(ANSWERED)]
+        previous = [*chat.messages, *messages_of_response(ANSWERED)]
 
 
 ASKED = [{"role": "user", "content": "hello"}]
