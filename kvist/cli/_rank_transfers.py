@@ -63,7 +63,7 @@ class RankTransfers:
             transfers = RankedTransfers(open_service, channels, loaded.core.on_report, engine.submit)
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
-            raise loaded.followers.lose("could not open the transfers of all ranks") from error
+            raise loaded.followers.fail("could not open the transfers of all ranks") from error
         endpoints, agent = ",".join(transfers.endpoints), self._config.kv_transfer_agent
         logger.info("kv transfers open endpoints=%s agent=%s bounce_mib=%d", endpoints, agent, bounce_bytes >> 20)
         is_fallback_allowed, tokens_per_s = self._config.kv_transfer_fallback, self._config.kv_transfer_tokens_per_s

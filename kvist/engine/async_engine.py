@@ -1,4 +1,4 @@
-"""The engine for asyncio: one thread steps the core, the event loop reads streams of outputs."""
+"""The engine for asyncio: a thread steps the core, and the event loop reads streams of its outputs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,23 @@ T = TypeVar("T")
 
 
 class EngineOverloadedError(KvistError):
-    """Too many sequences are open: try another worker, or later."""
+    """Too many sequences are open: the client may try another worker, or later."""
 
     def __init__(self, num_open: int, limit: int) -> None:
         super().__init__(f"the engine has {num_open} open sequences; at most {limit} are allowed")
-        self.num_open = num_open
-        self.limit = limit
 
 
 class EngineStoppedError(KvistError):
-    """The engine's thread has ended, so nothing will be computed any more: restart the process."""
+    """The engine's thread has ended and computes nothing any more: the process must be restarted."""
 
     def __init__(self) -> None:
         super().__init__("the engine has stopped")
 
 
 class Generation:
-    """The outputs of the sequences that one client asked for together. Leave the context to drop what is unfinished.
+    """The outputs of the sequences of one client's request. Leaving the context aborts unfinished sequences.
 
-    What arrives while nobody reads is merged, so that a slow reader holds one output a sequence, as long as the text.
+    Outputs that arrive while nobody reads are merged, so that a slow reader has at most one output a sequence waiting.
     """
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
@@ -58,7 +56,7 @@ class Generation:
         self.cancel()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield (index of the sequence, what was added) as it comes, until every sequence had its last output."""
+        """Yield (index of the sequence, output) as outputs arrive, until the last output of every sequence."""
         while self._open or self._pending:
             await self._arrived.wait()
             self._arrived.clear()
@@ -67,7 +65,7 @@ class Generation:
                 yield item
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output; those of a sequence that is no longer open are dropped."""
+        """Add an output, unless its sequence has ended."""
         if output.request_id not in self._open:
             return
         index = self._indices[output.request_id]
@@ -78,18 +76,18 @@ class Generation:
         self._arrived.set()
 
     def cancel(self) -> None:
-        """End every open sequence with the reason "abort"."""
+        """Abort every open sequence; its last output has the reason "abort"."""
         for request_id in tuple(self._open):
             self._abort(request_id)
             self.put(RequestOutput(request_id, finish_reason="abort"))
 
 
 class AsyncEngine:
-    """Runs an `EngineCore` in a thread of its own for as long as the context is open.
+    """Runs an `EngineCore` in a thread of its own while the context is open.
 
-    At most `max_num_open` sequences are open at once: beyond that, `generate` refuses. All methods but `submit` belong
-    to the event loop the context was entered in. If the thread dies, every open sequence gets an error, and `is_alive`
-    says so.
+    At most `max_num_open` sequences are open at once; `generate` refuses more. All methods except `submit` must be
+    called on the event loop in which the context was entered. If the thread dies, every open sequence gets an error,
+    and `is_alive` is False.
     """
 
     def __init__(self, core: EngineCore, max_num_open: int, close_timeout_s: float = 2.0) -> None:
@@ -101,9 +99,8 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop
         self._ids = itertools.count()
         self._generations: dict[str, Generation] = {}
-        self._asked: set[asyncio.Future[Any]] = set()
-        self._is_stopping = False
-        self._has_ended = False
+        self._pending_calls: set[asyncio.Future[Any]] = set()
+        self._is_stopped = False
         self.num_refused = 0
 
     async def __aenter__(self) -> Self:
@@ -116,20 +113,20 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, self._close_timeout_s)
 
     def stop(self) -> None:
-        """Compute no more steps, and end what is unfinished with an error; nothing new is taken."""
-        self._commands.put(self._stop)
-        self._end_open()
+        """Stop the thread after its current step, and end every open sequence with an error."""
+        self._fail_open()
+        self._commands.put(lambda: None)  # wakes the thread
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._has_ended
+        return self._thread.is_alive() and not self._is_stopped
 
     @property
     def limits(self) -> ModelLimits:
         return self._core.limits
 
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
-        """Queue the sequences, or none: raises InvalidValueError, EngineOverloadedError or EngineStoppedError."""
+        """Queue all sequences or none; raises InvalidValueError, EngineOverloadedError or EngineStoppedError."""
         self.check_room(len(inputs))
         for each in inputs:
             self._core.check(each)
@@ -141,9 +138,9 @@ class AsyncEngine:
         return generation
 
     def check_room(self, num_sequences: int) -> None:
-        """Raise EngineOverloadedError, or EngineStoppedError, if so many sequences cannot be opened now. O(1).
+        """Raise EngineOverloadedError or EngineStoppedError if so many sequences cannot be opened now. O(1).
 
-        Raises InvalidValueError if they never can.
+        Raises InvalidValueError if so many can never be opened.
         """
         if not self.is_alive:
             raise EngineStoppedError
@@ -154,32 +151,34 @@ class AsyncEngine:
             raise EngineOverloadedError(len(self._generations), self._max_num_open)
 
     async def flush_cache(self) -> None:
-        """Forget all cached blocks that no request is using; returns when it is done. Raises EngineStoppedError."""
-        await self._ask(self._core.flush_cache)
+        """Remove all blocks that no request uses from the prefix cache. Raises EngineStoppedError."""
+        await self._call(self._core.flush_cache)
 
     async def withdraw(self, remote_request_id: str) -> bool:
-        """Hold a prompt for no other worker any more; False if it is not held. Raises EngineStoppedError."""
-        return await self._ask(partial(self._core.withdraw, remote_request_id))
+        """Stop holding a prompt for another worker; False if it is not held. Raises EngineStoppedError."""
+        return await self._call(partial(self._core.withdraw, remote_request_id))
 
     def submit(self, command: Command) -> None:
-        """Have a call made on the engine's thread, between steps; any thread may ask for it, and none waits."""
+        """Queue a call for the engine's thread, which makes it between steps; returns at once, from any thread."""
         self._commands.put(command)
 
     def statistics(self) -> EngineStatistics:
         return self._core.statistics()
 
     def _run(self) -> None:
-        """Step while there is work, else sleep until a command comes."""
+        """Run commands and steps until stopped; with nothing to compute, sleep until a command arrives."""
         try:
-            while not self._is_stopping:
+            while True:
                 self._run_commands(is_waiting=not self._core.has_work)
+                if self._is_stopped:
+                    break
                 outputs = self._core.step()
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
         finally:
-            if not self._is_stopping:
+            if not self._is_stopped:
                 logger.critical("engine thread died")
-                self._loop.call_soon_threadsafe(self._end_open)
+                self._loop.call_soon_threadsafe(self._fail_open)
 
     def _run_commands(self, is_waiting: bool) -> None:
         if is_waiting:
@@ -187,16 +186,13 @@ class AsyncEngine:
         while not self._commands.empty():
             self._commands.get()()
 
-    def _stop(self) -> None:
-        self._is_stopping = True
-
     def _abort(self, request_id: str) -> None:
         generation = self._generations.pop(request_id, None)
         if generation is not None:
-            self._commands.put(partial(self._drop, request_id, generation.times[request_id]))
+            self._commands.put(partial(self._abort_in_core, request_id, generation.times[request_id]))
 
-    def _drop(self, request_id: str, times: RequestTimes) -> None:
-        """Abort a request; where it ended meanwhile with its blocks held for another worker, hold them no more."""
+    def _abort_in_core(self, request_id: str, times: RequestTimes) -> None:
+        """Abort a request; if its prompt is held for another worker, also after the request's end, withdraw it."""
         self._core.abort(request_id)
         if times.remote_request_id is not None:
             self._core.withdraw(times.remote_request_id)
@@ -210,30 +206,31 @@ class AsyncEngine:
             if output.is_last:
                 del self._generations[output.request_id]
 
-    async def _ask(self, call: Callable[[], T]) -> T:
-        """Return what a call returns on the engine's thread, between steps; raises EngineStoppedError."""
+    async def _call(self, call: Callable[[], T]) -> T:
+        """Make a call on the engine's thread, between steps, and return its result; raises EngineStoppedError."""
         if not self.is_alive:
             raise EngineStoppedError
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._asked.add(answer)
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._pending_calls.add(future)
 
         def run() -> None:
-            self._loop.call_soon_threadsafe(self._answered, answer, call())
+            self._loop.call_soon_threadsafe(self._set_result, future, call())
 
         self._commands.put(run)
-        return await answer
+        return await future
 
-    def _answered(self, answer: asyncio.Future[T], value: T) -> None:
-        self._asked.discard(answer)
-        if not answer.done():  # the caller may have been cancelled
-            answer.set_result(value)
+    def _set_result(self, future: asyncio.Future[T], value: T) -> None:
+        self._pending_calls.discard(future)
+        if not future.done():  # the caller may have been cancelled
+            future.set_result(value)
 
-    def _end_open(self) -> None:
-        self._has_ended = True
-        for answer in self._asked:
-            if not answer.done():
-                answer.set_exception(EngineStoppedError())
-        self._asked.clear()
+    def _fail_open(self) -> None:
+        """End every open sequence and pending call with an error."""
+        self._is_stopped = True
+        for future in self._pending_calls:
+            if not future.done():
+                future.set_exception(EngineStoppedError())
+        self._pending_calls.clear()
         for request_id, generation in self._generations.items():
             generation.put(RequestOutput(request_id, error="the engine has stopped"))
         self._generations.clear()

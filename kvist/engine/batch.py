@@ -1,33 +1,36 @@
-"""What one step hands the model: every sequence's new tokens, and where each layer keeps their keys and values.
+"""One step's input to the model: every sequence's new tokens, and where each layer stores their keys and values.
 
-`group_pages` makes what kernels index out of block tables: pages, offsets and write slots.
+`group_pages` turns block tables into what kernels index: pages, offsets and write slots. `to_device` turns a step's
+arrays into tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvist.errors import InvalidValueError
-from kvist.kvcache import ABSENT, BlockTable
+from kvist.kvcache import ABSENT, BlockTable, WindowPlan
+from kvist.kvcache.tensors import KvTensors
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """A group's step on the host.
+    """The pages of one group in a step, on the host.
 
-    As a rule a page is a slot of the pool and all layers share one table: the first dimension is 1. In a step with
+    Usually a page is a slot of the pool and all layers share one table: the first dimension is 1. In a step with
     scratch blocks each layer has a table of its own, over all pages of the pool.
 
     `block_tables`: int32 `[1 or num_layers, num_sequences, max_local_blocks]`, negative where absent; `page_offsets`:
     int32 `[num_sequences]`, the absolute ordinal of each table's first column; `slot_mapping`: int64
-    `[1 or num_layers, num_tokens]`, page * block_size + offset, negative where another sequence writes the same.
+    `[1 or num_layers, num_tokens]`, page * block_size + offset, negative where another sequence writes the same token.
     """
 
     block_tables: npt.NDArray[np.int32]
@@ -36,13 +39,13 @@ class GroupPages:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether all layers share one table; a page of a group's only layer is a slot either way."""
+        """Return whether all layers share one table; if the group has one layer, its pages are the slots."""
         return len(self.block_tables) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step as it is scheduled, before anything is on a device; fields as in `ForwardBatch`, pages by group."""
+    """A step on the host; the fields are those of `ForwardBatch`, but with pages by group instead of by layer."""
 
     input_ids: IntArray
     positions: IntArray
@@ -55,10 +58,10 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's memory, and the pages of it that the step's sequences hold, as in its `GroupPages`.
+    """One layer's cache, and the pages of it that the step's sequences hold, as in its `GroupPages`.
 
-    `cache`: `[num_pages, 2, num_kv_heads, block_size, head_dim]`, whose pages may lie apart. Only page bounds are
-    local, never positions.
+    `cache`: `[num_pages, 2, num_kv_heads, block_size, head_dim]`; its pages need not be contiguous. Pages count from
+    `page_offsets`; positions are always absolute.
     """
 
     cache: torch.Tensor
@@ -69,11 +72,12 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Sequences with one new token (decodes) first, then the ragged rest (prefills); rows are tokens in that order.
+    """A step on the device: sequences with one new token (decodes) first, then the others (prefills).
 
-    `input_ids`, `positions`: int64 `[num_tokens]`, positions absolute; `seq_lens`: int32 `[num_sequences]`, absolute,
-    this step's tokens included; `prefill_start_loc`: int32 `[num_prefills + 1]`, counted from the first prefill row;
-    `logit_rows`: int64, the rows whose logits are wanted. `layers` has the pages of each layer of the model.
+    A row is a token, in that order. `input_ids`, `positions`: int64 `[num_tokens]`, positions absolute; `seq_lens`:
+    int32 `[num_sequences]`, absolute, this step's tokens included; `prefill_start_loc`: int32 `[num_prefills + 1]`,
+    counted from the first prefill row; `logit_rows`: int64, the rows whose logits are needed. `layers` has the pages of
+    each layer of the model.
     """
 
     input_ids: torch.Tensor
@@ -93,11 +97,11 @@ def group_pages(
     sequence: IntArray,
     positions: IntArray,
 ) -> GroupPages:
-    """Return the pages of a step's sequences, one table each, and the slots of its tokens.
+    """Return the pages of a step's sequences, which have one table each, and the slots of its tokens.
 
-    The group's pool has `num_slots` slots of `num_layers` pages. `sequence` and `positions` say for each token whose
-    it is and where it stands, absolutely. Raises InvalidValueError for a block that the pool does not have: kernels
-    would read beyond it.
+    The group's pool has `num_slots` slots of `num_layers` pages. `sequence` and `positions` are each token's sequence
+    and absolute position. Raises InvalidValueError for a block that the pool does not have: kernels would read beyond
+    it.
     """
     page_offsets = np.array([table.first_held for table in tables], dtype=np.int32)
     width = max(len(table.block_ids) - table.first_held for table in tables)
@@ -128,3 +132,55 @@ def _pages_of_layers(
             first = table.scratch.block_range.start - table.first_held
             pages[:, row, first : first + len(table.scratch.block_range)] = table.scratch.pages(num_layers)
     return pages
+
+
+def padding_batch(num_decodes: int, num_prefill_tokens: int, table_widths: Sequence[int]) -> HostBatch:
+    """Return a step of padding, which writes and attends to nothing: decodes and, unless it is empty, one prefill.
+
+    `table_widths` has the number of columns of each group's block table.
+    """
+    num_seqs, num_tokens = num_decodes + (num_prefill_tokens > 0), num_decodes + num_prefill_tokens
+    return HostBatch(
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        seq_lens=np.zeros(num_seqs, np.int32),
+        num_decodes=num_decodes,
+        prefill_start_loc=np.array([0, num_prefill_tokens] if num_prefill_tokens else [0], np.int32),
+        logit_rows=np.arange(num_seqs),
+        groups=tuple(
+            GroupPages(
+                np.full((1, num_seqs, width), ABSENT, np.int32),
+                np.zeros(num_seqs, np.int32),
+                np.full((1, num_tokens), ABSENT, np.int64),
+            )
+            for width in table_widths
+        ),
+    )
+
+
+def to_device(batch: HostBatch, plan: WindowPlan, tensors: KvTensors) -> ForwardBatch:
+    """Return the step as tensors on the device of the KV cache; the layers of a group share theirs if they can."""
+
+    def copy(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(tensors.device)
+
+    by_group = [
+        (copy(group.block_tables).unbind(), copy(group.page_offsets), copy(group.slot_mapping).unbind())
+        for group in batch.groups
+    ]
+    layers = []
+    for layer_idx, (group_id, position) in enumerate(plan.places):
+        tables, offsets, slots = by_group[group_id]
+        is_shared = batch.groups[group_id].is_shared
+        cache = tensors.by_slot(layer_idx) if is_shared else tensors.by_page(layer_idx)
+        row = 0 if is_shared else position
+        layers.append(LayerPages(cache, tables[row], offsets, slots[row]))
+    return ForwardBatch(
+        input_ids=copy(batch.input_ids),
+        positions=copy(batch.positions),
+        seq_lens=copy(batch.seq_lens),
+        num_decodes=batch.num_decodes,
+        prefill_start_loc=copy(batch.prefill_start_loc),
+        logit_rows=copy(batch.logit_rows),
+        layers=tuple(layers),
+    )

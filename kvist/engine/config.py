@@ -1,4 +1,4 @@
-"""How to run the engine: one frozen value, checked where it is built, from which `kvist serve` has its flags."""
+"""The engine's settings: one frozen value, checked when it is built, from which `kvist serve` derives its flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine's settings; with `tensor_parallel_size` processes, memory and threads are each one's."""
+    """The engine's settings; with several `tensor_parallel_size` processes, memory and threads are per process."""
 
     model_dir: Path
     """directory of the checkpoint (Hugging Face layout)"""

@@ -1,6 +1,6 @@
-"""A prompt computed by one worker and decoded by another, as the engine sees it: what is offered, and what is fetched.
+"""The engine's side of disaggregated prefill: prompts that it offers to other workers, and prompts that it fetches.
 
-The engine moves no bytes: `kvist.transfer.commands` is what it says to those who do, and what it hears from them.
+The engine moves no bytes: it exchanges the messages of `kvist.transfer.commands` with the transfer service, which does.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 _MAX_HELD = 256
 
 _HALF_LIFE_S, _GUESS_S = 30.0, 0.1
-"""Of what was learnt of a worker's fetches, and how much fetching the first guess counts for: after one that took 30 s
-to fail, routers leave the worker alone for some minutes."""
+"""Half-life of a measured fetch speed, and how many seconds of fetching the first guess counts for: after a fetch that
+failed after 30 s, routers avoid the worker for some minutes."""
 
 
 @dataclass(slots=True)
 class HandoffStatistics:
-    """Sequences in the reach of other workers now, and counts since the start.
+    """Numbers of sequences that other workers may read or write now, and counts since the start.
 
-    `num_held` wait to be fetched, `num_receiving` to be filled; the blocks of `num_abandoned` are not wanted any more,
-    but may still be written to.
+    `num_held` prompts wait to be fetched, `num_receiving` requests wait for their blocks to be filled. The blocks of
+    `num_abandoned` fetches are not needed any more, but another worker may still write to them.
     """
 
     num_held: int = 0
@@ -45,14 +45,14 @@ class HandoffStatistics:
     num_failed: int = 0
     num_fallbacks: int = 0
     tokens_per_s: float | None = None
-    """What is fetched a second; None where prefixes are not to be fetched."""
+    """How fast prefixes are fetched; None if this worker does not fetch prefixes."""
 
 
 class FetchSpeed:
-    """How fast prompts were fetched of late. A failed fetch took its time for nothing."""
+    """A running average of how fast prompts were fetched. A failed fetch counts with its time and no tokens."""
 
     def __init__(self, tokens_per_s: float) -> None:
-        """Begin with a first guess, which never counts for nothing."""
+        """Start from a first guess, which keeps some weight for good."""
         self._guess = tokens_per_s
         self._tokens = self._seconds = self._at_s = 0.0
 
@@ -73,14 +73,14 @@ class FetchSpeed:
 
 @dataclass(slots=True)
 class _Held:
-    """Filled blocks of a prompt that another worker may fetch, and the request that computes the others."""
+    """Filled blocks of a prompt that another worker may fetch, and the request that still computes the rest, if any."""
 
     blocks: SequenceBlocks
     request: Request | None
 
 
 class Handoffs:
-    """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
+    """Keeps every sequence whose blocks another worker may read or write until its transfer has ended."""
 
     def __init__(
         self,
@@ -99,38 +99,40 @@ class Handoffs:
         self._counts = HandoffStatistics()
 
     def can_hold(self, request: Request) -> bool:
+        """Return whether the prompt is held already, or one more can be."""
         return request.times.remote_request_id is not None or len(self._held) < _MAX_HELD
 
-    def computed(self, request: Request, first_token_id: int | None = None) -> str:
-        """Hold what is computed of a prompt, all of it if its first token is known, whatever becomes of the request.
+    def offer_computed(self, request: Request, first_token_id: int | None = None) -> str:
+        """Hold the computed blocks of a prompt for another worker; return the random, unique id to fetch them by.
 
-        Nothing may be, yet. Returns the name to fetch it by, which nobody can guess or meet twice.
+        Called first when no block may be computed yet, then after each chunk, and with the first token once the whole
+        prompt is computed. The blocks stay held whatever happens to the request.
         """
         num_tokens, size = len(request.prompt_token_ids), self._kv_cache.block_size
         is_whole = first_token_id is not None
         remote_request_id = request.times.remote_request_id
         if remote_request_id is None:
-            remote_request_id = self._offer(request, self._kv_cache.keep_nothing(request.chain, num_tokens))
+            remote_request_id = self._offer(request, self._kv_cache.open_empty(request.chain, num_tokens))
         if request.blocks is not None:
             num_blocks = num_blocks_for(num_tokens, size) if is_whole else request.num_computed_tokens // size
-            self._kv_cache.keep(self._held[remote_request_id].blocks, request.blocks, num_blocks)
-        self._tell(remote_request_id, first_token_id, is_whole=is_whole)
+            self._kv_cache.share(self._held[remote_request_id].blocks, request.blocks, num_blocks)
+        self._send_computed(remote_request_id, first_token_id, is_whole=is_whole)
         return remote_request_id
 
     def offer_cached(self, request: Request, max_tokens: int) -> tuple[int, str | None]:
-        """Hold what is cached of a prompt's first tokens; return how many that are, and the name if it is anything."""
+        """Hold the cached part of a prompt's first `max_tokens` tokens; return its length, and its id unless 0."""
         prompt = request.token_ids[:max_tokens]
         hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
         if not hit.num_tokens or not self.can_hold(request):
             return 0, None
         blocks = self._kv_cache.reserve(hit, request.chain, prompt, hit.num_tokens)
-        assert blocks is not None, "what is cached needs no room"
+        assert blocks is not None, "cached blocks need no free ones"
         remote_request_id = self._offer(request, blocks)
-        self._tell(remote_request_id, None, is_whole=True)
+        self._send_computed(remote_request_id, None, is_whole=True)
         return hit.num_tokens, remote_request_id
 
-    def offer_released(self, remote_request_id: str, is_fetched: bool) -> Request | None:
-        """Give a prompt's blocks back; return the request, if that still computes it, for nobody."""
+    def on_offer_released(self, remote_request_id: str, is_fetched: bool) -> Request | None:
+        """Release a held prompt's blocks; return the request if it still computes the prompt, which nobody fetches."""
         if not is_fetched:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
         self._counts.num_sent += is_fetched
@@ -140,20 +142,21 @@ class Handoffs:
         return held.request
 
     def withdraw_preempted(self) -> None:
-        """Withdraw prompts whose requests start over: what is held of them would keep the memory full."""
+        """Withdraw the prompts of preempted requests: their held blocks would keep the memory full."""
         for remote_request_id, held in self._held.items():
             has_blocks = any(table.held() for table in held.blocks.tables)
             if has_blocks and held.request is not None and held.request.blocks is None:
                 self.withdraw(remote_request_id)
 
     def withdraw(self, remote_request_id: str) -> bool:
-        """Have what is held under this name fetched no more, and released; False if nothing is."""
+        """Let a held prompt be fetched no more, and have it released; return False if it is not held."""
         if remote_request_id not in self._held:
             return False
         self._command(commands.WithdrawOffer(remote_request_id))
         return True
 
     def fetch(self, request: Request) -> None:
+        """Start to fetch the blocks of a prompt that are reserved and not cached here."""
         blocks, source = request.blocks, request.handoff
         assert blocks is not None
         assert isinstance(source, RemotePrefill)
@@ -165,47 +168,50 @@ class Handoffs:
             missing.append((ABSENT,) * num_held + tuple(table.block_ids[num_held:]))
         self._command(commands.Fetch(request.request_id, *remote, blocks.num_tokens, tuple(missing)))
 
-    def fetch_completed(self, request_id: str) -> Request | None:
-        """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""
+    def on_fetch_completed(self, request_id: str) -> Request | None:
+        """Return the request whose blocks are filled; if it was aborted, release its blocks and return None."""
         request = self._receiving.pop(request_id, None)
         if request is None:
-            self.fetch_released(request_id)
+            self.on_fetch_released(request_id)
             return None
         assert request.blocks is not None
         self._kv_cache.accept(request.blocks, request.token_ids)
         self._counts.num_fetched += 1
-        self._note_speed(request, request.blocks.num_tokens - (request.num_cached_tokens or 0))
+        self._record_fetch_end(request, request.blocks.num_tokens - (request.num_cached_tokens or 0))
         return request
 
-    def fetch_failed(self, request_id: str, reason: str) -> Request | None:
-        """Return the request whose blocks will not be filled, without them: they may still be written to."""
+    def on_fetch_failed(self, request_id: str, reason: str) -> Request | None:
+        """Return the request of a failed fetch, without its blocks, which may still be written to; None if aborted."""
         request = self._receiving.get(request_id)
         if request is None:
             return None
         logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
-        self._leave(request)
-        self._note_speed(request, 0)
+        self._detach_blocks(request)
+        self._record_fetch_end(request, 0)
         self._counts.num_failed += 1
         self._counts.num_fallbacks += self.is_fallback_allowed
         return request
 
-    def fetch_released(self, request_id: str) -> None:
-        """Give back the blocks of a fetch that failed, or that nobody waits for."""
+    def on_fetch_released(self, request_id: str) -> None:
+        """Release the blocks of a fetch that failed or whose request was aborted: nobody writes to them any more."""
         self._kv_cache.close(self._abandoned.pop(request_id))
 
-    def abandon(self, request: Request) -> bool:
-        """End the fetch of a request that is dropped; False if it has none under way."""
+    def cancel_fetch(self, request: Request) -> bool:
+        """Cancel the fetch of an aborted request; return False if none is under way."""
         if request.request_id not in self._receiving:
             return False
-        self._leave(request)
+        self._detach_blocks(request)
         self._command(commands.CancelFetch(request.request_id))
         return True
 
     def statistics(self) -> HandoffStatistics:
-        held, receiving, abandoned = len(self._held), len(self._receiving), len(self._abandoned)
-        speed = None if self._speed is None else self._speed.tokens_per_s(time.monotonic())
-        counts = replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
-        return replace(counts, tokens_per_s=speed)
+        return replace(
+            self._counts,
+            num_held=len(self._held),
+            num_receiving=len(self._receiving),
+            num_abandoned=len(self._abandoned),
+            tokens_per_s=None if self._speed is None else self._speed.tokens_per_s(time.monotonic()),
+        )
 
     def _offer(self, request: Request, blocks: SequenceBlocks) -> str:
         remote_request_id = request.times.remote_request_id = uuid.uuid4().hex
@@ -214,24 +220,27 @@ class Handoffs:
         self._command(commands.Offer(remote_request_id, blocks.num_tokens))
         return remote_request_id
 
-    def _tell(self, remote_request_id: str, first_token_id: int | None, *, is_whole: bool) -> None:
-        """Tell which blocks are filled; if all are, their request has nothing to do for them any more."""
+    def _send_computed(self, remote_request_id: str, first_token_id: int | None, *, is_whole: bool) -> None:
+        """Report the filled blocks of a held prompt to the transfer service; `is_whole` when all are."""
         held = self._held[remote_request_id]
         if is_whole:
             held.request = None
         lists = tuple(tuple(table.block_ids) for table in held.blocks.tables)
         self._command(commands.Computed(remote_request_id, lists, is_whole, first_token_id))
 
-    def _note_speed(self, request: Request, num_tokens: int) -> None:
-        """Note when a fetch ended, and how fast it was if it was a prefix's: other prompts are still computed."""
+    def _record_fetch_end(self, request: Request, num_tokens: int) -> None:
+        """Record when a fetch ended, and how fast it was.
+
+        The speed is that of prefixes alone: the worker that holds a whole prompt may still be computing it.
+        """
         times, source = request.times, request.handoff
         times.fetched_s = time.monotonic()
         is_prefix = isinstance(source, RemotePrefill) and source.num_tokens < len(request.prompt_token_ids)
         if self._speed is not None and is_prefix and times.fetching_s is not None:
             self._speed.add(num_tokens, times.fetching_s, times.fetched_s)
 
-    def _leave(self, request: Request) -> None:
-        """Part a request from blocks that are still in another's reach."""
+    def _detach_blocks(self, request: Request) -> None:
+        """Take from a request its blocks, which another worker may still write to."""
         assert request.blocks is not None
         del self._receiving[request.request_id]
         self._abandoned[request.request_id] = request.blocks
@@ -239,12 +248,12 @@ class Handoffs:
 
 
 def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int) -> None:
-    """Raise InvalidValueError unless what another worker says of a prompt fits it, and that worker can be asked."""
+    """Raise InvalidValueError unless a handoff fits its prompt, and its worker can be asked for the blocks."""
     try:
         if handoff.num_tokens > num_prompt_tokens:
             raise InvalidValueError("num_tokens", handoff.num_tokens, f"at most {num_prompt_tokens}, as the prompt")
         if not 1 <= len(handoff.remote_request_id) <= commands.MAX_NAME_LEN:
-            # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
+            # Its worker could read neither the fetch nor a cancel, and the blocks would wait for an answer for ever.
             expected = f"1 to {commands.MAX_NAME_LEN} characters"
             raise InvalidValueError("remote_request_id", handoff.remote_request_id, expected)
         commands.check_endpoints(handoff.remote_endpoints)

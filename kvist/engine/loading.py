@@ -1,4 +1,4 @@
-"""From a model directory to a ready engine."""
+"""Loads an engine from a model directory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvist.transfer.heads import Part
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_KV_MEMORY_MIB = 256
-GPU_KV_MEMORY_FRACTION = 0.8  # of what is free once the weights are loaded: the rest is for activations
+GPU_KV_MEMORY_FRACTION = 0.8  # of the memory that is free once the weights are loaded; activations need the rest
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the checkpoint and the settings come to."""
+    """What follows from the checkpoint and the settings."""
 
     model: ModelConfig
     shard: Part | None
@@ -49,31 +49,30 @@ class _Facts:
 
 
 class MemoryServer(Protocol):
-    """Gives a rank its memory, in the rank's process, and lets others reach it."""
+    """Allocates a rank's KV memory, in the rank's process, and makes it accessible to other workers."""
 
     @property
     def allocate(self) -> Callable[[int], torch.Tensor] | None:
-        """Return what `KvTensors` allocates with, None for torch."""
+        """Return the function with which `KvTensors` allocates; None for torch's own memory."""
 
     def serve(
         self, whole_plan: kvcache.WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]
     ) -> AbstractContextManager[object]:
-        """Let the rank's tensors be reached for as long as the context is open; `channel` leads to rank 0."""
+        """Make the rank's tensors accessible while the context is open; `channel` is a pipe to rank 0."""
 
 
-OpenMemoryServer: TypeAlias = Callable[[int], MemoryServer]  # by rank; it goes to the ranks' processes
+OpenMemoryServer: TypeAlias = Callable[[int], MemoryServer]  # by rank, called in the rank's process
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine, the memory it computes in, for whoever moves KV in and out of it, and its other ranks, if any.
+    """An engine, the KV memory of rank 0, for transfers, and the engine's other ranks, if any.
 
-    `plan` counts this rank's heads, whose KV `tensors` hold; `whole_plan` counts those of all ranks together.
-    `kv_cache_dtype` is another where numbers are scaled otherwise.
+    `tensors` have this rank's heads, `whole_plan` those of all ranks. `kv_cache_dtype` differs between engines whose
+    scales differ.
     """
 
     core: EngineCore
-    plan: kvcache.WindowPlan
     whole_plan: kvcache.WindowPlan
     tensors: KvTensors
     kv_cache_dtype: str
@@ -86,10 +85,10 @@ def load_engine(
     allocate: Callable[[int], torch.Tensor] | None = None,
     open_server: OpenMemoryServer | None = None,
 ) -> LoadedEngine:
-    """Return the engine with its memory, which `allocate` gives, and on other ranks what `open_server` opens there.
+    """Return the engine; `allocate` allocates rank 0's KV memory, and a server of `open_server` that of other ranks.
 
     Cache events go to `sink`. Raises InvalidValueError for a directory, setting or memory that cannot work. Sets
-    torch's thread count, if told to.
+    torch's thread count if the settings have one.
     """
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:
@@ -155,11 +154,11 @@ def _load(
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
         runner,
     )
-    return LoadedEngine(core, facts.plan, facts.whole_plan, tensors, kv_cache_dtype, followers)
+    return LoadedEngine(core, facts.whole_plan, tensors, kv_cache_dtype, followers)
 
 
 def _follow(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:
-    """Be one of the other ranks, from loading its shard to the end."""
+    """Run one of the other ranks: load its shard, then compute steps until rank 0 ends."""
     facts = _facts(config, leader.rank)
     model = _load_model(config, facts)
     num_blocks = leader.agree(_num_blocks(config, facts))
@@ -206,24 +205,26 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
 
 
 def _is_faster_in_bfloat16(model: ModelConfig) -> bool:
-    """Return whether a CPU has products of bfloat16, and the checkpoint weights of it that are large enough.
+    """Return whether the CPU multiplies in bfloat16, and the checkpoint has bfloat16 weights that are large enough.
 
-    Of 512 x 2,048, products for 1 and 8 rows take 0.95 and 0.7 of their time in float32, of 1,024 x 3,072 0.95 and 0.6,
-    of 2,048 x 8,192 0.75 and 0.3; of 192 x 512 6 and 2.5 (one core with AMX, torch 2.13, 2026-11).
+    Relative to float32, products for 1 and 8 rows take 0.95 and 0.7 of the time with weights of 512 x 2,048, 0.95 and
+    0.6 with 1,024 x 3,072, 0.75 and 0.3 with 2,048 x 8,192, but 6 and 2.5 with 192 x 512 (one core with AMX, torch
+    2.13, 2026-11).
     """
     has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return has_products and model.text.dtype is torch.bfloat16 and model.text.hidden_size >= 512
 
 
 def _is_capturable(facts: _Facts) -> bool:
-    """Return whether steps launch alike: torch 2.13 asks for experts' counts but for bfloat16 on sm_90 and later.
+    """Return whether every decode step launches the same work, as a CUDA graph requires.
 
-    Gemma 3n, as transformers has it, makes tensors of numbers amid a step.
+    It does not where torch 2.13 reads experts' token counts from the device, which it does except with bfloat16 on
+    sm_90 and later, nor for transformers' Gemma 3n, which makes tensors from host numbers within a step.
     """
     if facts.device.type != "cuda" or facts.model.architecture == "Gemma3nForCausalLM":
         return False
-    is_asked = facts.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(facts.device) < (9, 0)
-    return not (is_asked and facts.model.has_experts)
+    reads_counts = facts.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(facts.device) < (9, 0)
+    return not (reads_counts and facts.model.has_experts)
 
 
 def _device(name: str, rank: int, num_ranks: int) -> torch.device:
@@ -263,5 +264,5 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
             max_step_tokens=config.max_num_batched_tokens,
             policy=config.kv_budget,
         )
-    except InvalidValueError as error:  # too little: say it of the setting, which may have been left to its default
+    except InvalidValueError as error:  # name the setting, also if it was left at its default
         raise InvalidValueError("kv_memory_mib", memory_bytes // _MIB, error.expected) from None

@@ -1,7 +1,7 @@
-"""The other processes of an engine that is split over ranks: started, told of each step, watched, ended.
+"""The processes of an engine that is split over ranks: starts, watches and ends them, and sends them each step.
 
-Rank 0 schedules and samples. What it computes it sends to the others first, over a pipe each; they compute the same on
-their shards and drop the logits. Only the sums of activations go through torch.distributed.
+Rank 0 schedules and samples. It sends each batch to the other ranks, over a pipe for each, before it computes it; they
+compute the same batch on their shards and drop the logits. Only the sums of activations go through torch.distributed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ _CLOSE_S = 2.0
 
 
 class RankLostError(KvistError):
-    """A rank has ended or is no longer at the others' step, so nothing can be computed: restart the engine."""
+    """A rank has ended, or failed in a step, so nothing can be computed any more: the engine must be restarted."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"tensor-parallel rank {rank} {reason}")
-        self.rank = rank
-        self.reason = reason
 
 
 class Followers:
-    """Ranks 1 and up, as child processes; they end with this one, however it ends.
+    """Ranks 1 and up, as child processes, seen from rank 0; they end when this process ends, however it does.
 
-    `target` is called in each with its `Leader` and `args`. Both sides `agree`, then `join`; from then on
-    `error` says why nothing can be computed any more, if so. Any thread may call `send` and `lose`, one at a time.
-
-    `side_channels` lead to each one's `Leader.side_channel`, for what the ranks have to say to each other beside steps.
+    Each process calls `target` with its `Leader` and `args`. Both sides call `agree`, then `join`. When a rank is lost,
+    `error` is set, and nothing can be computed any more. Any thread may call `send` and `fail`, one at a time. The
+    `side_channels`, pipes to each `Leader.side_channel`, carry the ranks' messages other than steps.
     """
 
     def __init__(self, num_ranks: int, target: Callable[..., None], *args: object) -> None:
@@ -74,17 +71,17 @@ class Followers:
             self._channels.append(ours)
             self.side_channels.append(our_side)
             self._processes.append(process)
-        atexit.register(self.close)  # or multiprocessing waits for them for ever: they do not heed its SIGTERM
+        atexit.register(self.close)  # else multiprocessing waits for ever: the processes ignore its SIGTERM
 
     def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
-        """Return, here and in `Leader.agree`, the fewest blocks of each group that any rank has room for."""
+        """Return the most blocks of each group for which every rank has room; `Leader.agree` returns the same."""
         offers = [num_blocks, *self._receive()]
         fewest = tuple(map(min, zip(*offers, strict=True)))
         self._send(fewest)
         return fewest
 
     def join(self, device: torch.device) -> None:
-        """Connect the ranks, whose memory is in place; raises RankLostError."""
+        """Connect the ranks once all have allocated their memory; raises RankLostError."""
         self._receive()
         num_ranks = len(self._processes) + 1
         store = TCPStore(_HOST, 0, num_ranks, True, _STEP_TIMEOUT, wait_for_workers=False)
@@ -93,7 +90,7 @@ class Followers:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def on_loss(self, call: Callable[[], object]) -> None:
-        """Have this called, in a thread of its own, when a rank is lost; at once if one is."""
+        """Call `call` when a rank is lost, from any thread; at once if one is lost already."""
         with self._lock:
             self._on_loss = call
             if self.error is None:
@@ -101,13 +98,13 @@ class Followers:
         call()
 
     def send(self, batch: HostBatch) -> None:
-        """Have the others compute a step; raises RankLostError."""
+        """Send a step to the other ranks, which compute it; raises RankLostError."""
         if self.error is not None:
             raise self.error
         self._send(batch)
 
-    def lose(self, reason: str) -> RankLostError:
-        """Note that the step failed here and return what to raise: of a rank that has ended, or else of this one."""
+    def fail(self, reason: str) -> RankLostError:
+        """Record that rank 0 failed; return the error to raise, which names a rank that has ended, or else rank 0."""
         ended = wait([process.sentinel for process in self._processes], timeout=1.0)
         for rank, process in enumerate(self._processes, 1):
             if process.sentinel in ended:
@@ -115,12 +112,12 @@ class Followers:
         return self._lose(RankLostError(0, reason))
 
     def close(self) -> None:
-        """End the others, by asking and then by SIGKILL. No step may be under way. Does nothing the second time."""
+        """End the other processes, by a message and then by SIGKILL, between steps. A second call does nothing."""
         if self._is_closing:
             return
         self._is_closing = True
         atexit.unregister(self.close)
-        for side_channel in self.side_channels:  # first: who waits there does not hear of the end from the other
+        for side_channel in self.side_channels:  # first: a rank that waits there does not read the other pipe
             side_channel.close()
         for channel in self._channels:
             with suppress(OSError):
@@ -152,7 +149,7 @@ class Followers:
                 raise self._lose(self._ended(rank)) from None
 
     def _watch(self) -> None:
-        """Wait for the first of the others to end."""
+        """Report the first of the other processes that ends."""
         ended = wait([process.sentinel for process in self._processes])
         if not self._is_closing:
             rank = next(i for i, process in enumerate(self._processes, 1) if process.sentinel in ended)
@@ -160,7 +157,7 @@ class Followers:
 
     def _ended(self, rank: int) -> RankLostError:
         process = self._processes[rank - 1]
-        with self._reaping:  # of two threads that wait for a process, one does not get its exit code
+        with self._reaping:  # if two threads wait for a process at once, one of them gets no exit code
             process.join(_CLOSE_S)
             return RankLostError(rank, f"has ended with exit code {process.exitcode}")
 
@@ -176,7 +173,7 @@ class Followers:
 
 
 class LeadingRunner(Runner):
-    """Rank 0's runner: every step is the others' too. One that fails here alone ends the engine, by a RankLostError."""
+    """Rank 0's runner, which sends every step to the other ranks. A step that fails here raises RankLostError."""
 
     def __init__(
         self, followers: Followers, model: CausalLM, plan: WindowPlan, tensors: KvTensors, block_size: int
@@ -189,11 +186,11 @@ class LeadingRunner(Runner):
         try:
             return super().compute(batch)
         except (RuntimeError, ValueError) as error:
-            raise self._followers.lose(f"failed in a step: {error}") from error
+            raise self._followers.fail(f"failed in a step: {error}") from error
 
 
 class Leader:
-    """Rank 0, as a follower sees it: the other end of `Followers`."""
+    """Rank 0 as seen from another rank: the other end of `Followers`."""
 
     def __init__(self, rank: int, channel: Connection[Any, Any], side_channel: Connection[Any, Any]) -> None:
         self.rank = rank
@@ -206,20 +203,20 @@ class Leader:
         return fewest
 
     def join(self, num_ranks: int, device: torch.device) -> None:
-        """Connect to the other ranks; this one's memory is in place."""
+        """Connect to the other ranks, once this one's memory is allocated."""
         self._channel.send(None)
         store = TCPStore(_HOST, self._receive(), num_ranks, False, _STEP_TIMEOUT)
         _init(store, self.rank, num_ranks, device)
 
     def follow(self, runner: Runner) -> None:
-        """Compute what comes, until rank 0 says that nothing will."""
+        """Compute the steps that rank 0 sends, until it ends."""
         with suppress(EOFError):
             while True:
                 runner.compute(self._receive())
         distributed.destroy_process_group()
 
     def _receive(self) -> Any:
-        """Return what rank 0 sends; raises EOFError when it says, or shows, that it ends."""
+        """Return the next message of rank 0; raises EOFError when it ends."""
         message = self._channel.recv()
         if message is None:
             raise EOFError
@@ -232,16 +229,16 @@ def _init(store: TCPStore, rank: int, num_ranks: int, device: torch.device) -> N
 
 
 def _run(target: Callable[..., None], leader: Leader, *args: object) -> None:
-    """Be a follower: end with rank 0, and not by signals that are meant for it as well."""
+    """Run a follower's process: it ignores signals sent to the whole process group, and ends when rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def outlive_nobody() -> None:
+    def exit_with_parent() -> None:
         wait([parent.sentinel])
-        os._exit(1)  # the main thread may wait for a sum that never comes
+        os._exit(1)  # the main thread may wait for a sum that never arrives
 
-    threading.Thread(target=outlive_nobody, name="watch rank 0", daemon=True).start()
+    threading.Thread(target=exit_with_parent, name="watch rank 0", daemon=True).start()
     with suppress(EOFError):
         target(leader, *args)

@@ -1,50 +1,69 @@
-"""A request inside the engine, its output as text, and what a step says about it."""
+"""A request inside the engine, the text of its output, and the outputs that a step returns for it."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvist.engine.logits import Constraint, LogitsAdjuster
+import numpy as np
+import numpy.typing as npt
+
 from kvist.kvcache import BlockHashChain, SequenceBlocks
 from kvist.openai.requests import Handoff, SamplingParams
 from kvist.openai.responses import FinishReason
 
 if TYPE_CHECKING:
+    from kvist.engine.sampler import LogitsAdjuster
     from kvist.openai.tokenization import Detokenizer
 
 
+class Constraint(Protocol):
+    """A grammar that one output follows."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return, by token id, which tokens may come next; an end token is among them where the output may end."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one of the allowed tokens; return whether only an end token can follow."""
+
+    @property
+    def error(self) -> str:
+        """Return why the output cannot continue, for example since the grammar exceeds a limit; empty while it can."""
+
+
 class TextStream:
-    """Releases text once no stop string can begin in it; a stop string itself only with `is_stop_included`."""
+    """Turns one output's tokens into text, and holds back what may be the beginning of a stop string.
+
+    A stop string itself is part of the text only with `is_stop_included`.
+    """
 
     def __init__(self, detokenizer: Detokenizer | None, stops: tuple[str, ...], is_stop_included: bool = False) -> None:
-        """Follow one output; without a detokenizer the text stays empty and nothing stops it."""
+        """Start an output; without a detokenizer the text stays empty and nothing stops it."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._is_stop_included = is_stop_included
         self._held = ""
         self.stopped_by: str | None = None
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.stopped_by is not None
-
     def step(self, token_id: int, can_stop: bool = True) -> str:
-        """Return the text to release, all of it unless it `can_stop`; sets `is_stopped` when a stop string is whole."""
+        """Add a token and return the text to release; sets `stopped_by` when a stop string is complete.
+
+        Where the output may not stop yet, nothing is held back.
+        """
         if self._detokenizer is None:
             return ""
         piece = self._detokenizer.step(token_id)
         return self._feed(piece) if can_stop else piece
 
     def finish(self) -> str:
-        """Return what was held back, at the end of an output that nothing stopped."""
-        if self._detokenizer is None or self.is_stopped:
+        """Return the text that was held back, at the end of an output that no stop string ended."""
+        if self._detokenizer is None or self.stopped_by is not None:
             return ""
         released = self._feed(self._detokenizer.flush())
-        if not self.is_stopped:
+        if self.stopped_by is None:
             released, self._held = released + self._held, ""
         return released
 
@@ -55,7 +74,7 @@ class TextStream:
             at, stop = min(found, key=lambda each: each[0])
             self.stopped_by, self._held = stop, ""
             return text[: at + len(stop)] if self._is_stop_included else text[:at]
-        num_held = max((held_for(text, stop) for stop in self._stops), default=0)
+        num_held = max((partial_match_length(text, stop) for stop in self._stops), default=0)
         released, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return released
 
@@ -68,7 +87,7 @@ class LogprobEntry(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """A token, the most likely ones, most likely first, and how many would have been as likely or more than it."""
+    """A token, the most likely tokens in descending order, and the token's rank: how many are at least as likely."""
 
     token: LogprobEntry
     top: tuple[LogprobEntry, ...]
@@ -79,11 +98,10 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput:
     """What one step added to a request. The last output of a request has a `finish_reason` or an `error`.
 
-    The `stop_reason` is the text or token of the request's own that ended it.
-
-    The first has the log probabilities of the prompt's tokens behind its first one, where they are wanted.
-    Of one whose blocks are for another worker, the last has the `remote_request_id` to fetch them by; so has, as a
-    rule, one without a token before it.
+    `stop_reason` is the stop string or stop token, of those that the request names, that ended it. The first output
+    has the log probabilities of the prompt's second and later tokens, if they were asked for. If another worker
+    fetches the blocks, the last output has the `remote_request_id` to fetch them by; usually an earlier output,
+    without a token, has it too.
     """
 
     request_id: str
@@ -99,17 +117,13 @@ class RequestOutput:
 
     def __add__(self, later: RequestOutput) -> RequestOutput:
         """Return this output followed by a later one of the same request."""
-        return RequestOutput(
-            self.request_id,
-            self.token_ids + later.token_ids,
-            self.text + later.text,
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs + later.prompt_logprobs,
-            max(self.num_cached_tokens, later.num_cached_tokens),
-            later.finish_reason,
-            later.stop_reason,
-            later.error,
-            later.remote_request_id,
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
+            num_cached_tokens=max(self.num_cached_tokens, later.num_cached_tokens),
         )
 
     @property
@@ -118,9 +132,9 @@ class RequestOutput:
 
 
 class SequenceInput(NamedTuple):
-    """One sequence to generate; `params.n` is the caller's to unfold.
+    """One sequence to generate; for `params.n` choices the caller passes n of them.
 
-    `swa_scratch` False keeps its blocks out of scratch slots, so that all of its prompt can be reused; None means True
+    `swa_scratch` False keeps its blocks out of scratch slots, so that the whole prompt can be reused; None means True
     in an engine with scratch slots, and False in others.
     """
 
@@ -136,10 +150,10 @@ class SequenceInput(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """How far a sequence has come, and when (by `time.monotonic`); None where it has not, or never will.
+    """When a sequence reached each stage, by `time.monotonic`; None for a stage that it has not reached.
 
-    The engine's thread writes each field once, but for a prompt that is computed here after all when it could not be
-    fetched; any thread may read. A sequence that is dropped keeps what it had.
+    The engine's thread writes each field once, or again if a prompt that could not be fetched is computed here; any
+    thread may read. An aborted sequence keeps its values.
     """
 
     queued_s: float = field(default_factory=time.monotonic)
@@ -159,11 +173,10 @@ class RequestTimes:
 class Request:
     """One sequence to generate (a choice, when a client asks for `n`). The scheduler owns it until it is finished.
 
-    `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; the last token
-    has never been computed when it was just sampled. `num_cached_tokens` is what the prefix cache served at first
-    admission; after a preemption the request starts over, keeping its tokens and its random state. With
-    `is_scratch_allowed`, blocks that one of its steps makes stale itself go to scratch slots. A `handoff` says
-    which part of it is another worker's.
+    `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; a token that
+    was just sampled is not computed yet. `num_cached_tokens` is what the prefix cache served at first admission; after
+    a preemption the request starts over, with its tokens and its random state. With `is_scratch_allowed`, blocks that
+    a step both fills and makes stale go to scratch slots. A `handoff` says which part another worker computes.
     """
 
     request_id: str
@@ -191,7 +204,7 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
 
     def append(self, token_id: int) -> None:
-        """Add a token to the output; it `is_complete` when its grammar lets nothing but an end follow."""
+        """Add a token to the output; sets `is_complete` when the grammar lets only an end token follow."""
         self.token_ids.append(token_id)
         if self.adjuster is not None:
             self.adjuster.add(token_id)
@@ -200,18 +213,18 @@ class Request:
 
     @property
     def num_prompt_logprobs_missing(self) -> int:
-        """Return of how many tokens of the prompt log probabilities are wanted and not there yet."""
+        """Return for how many tokens of the prompt the requested log probabilities are not computed yet."""
         wanted = 0 if self.params.num_prompt_logprobs is None else len(self.prompt_token_ids) - 1
         return wanted - len(self.prompt_logprobs)
 
     @property
     def is_too_short(self) -> bool:
-        """Return whether the output may not end yet; one that follows a grammar ends where that does."""
+        """Return whether the output must not end yet; an output that follows a grammar ends where the grammar does."""
         return self.num_output_tokens < self.params.min_tokens and self.constraint is None
 
     @property
     def is_adjusted(self) -> bool:
-        """Return whether the next token's logits are to be changed."""
+        """Return whether the request's parameters change the logits of the next token."""
         return self.params.is_adjusting or self.constraint is not None or bool(self.bad_words) or self.is_too_short
 
     @property
@@ -223,7 +236,7 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
 
-def held_for(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+def partial_match_length(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` may be an incomplete `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""From scheduled requests to logits: builds the step's arrays on the host, copies them, and calls the model."""
+"""From scheduled requests to logits: builds the step's arrays, copies them to the device, and calls the model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvist.engine.batch import ForwardBatch, GroupPages, HostBatch, LayerPages, group_pages
+from kvist.engine.batch import GroupPages, HostBatch, group_pages, padding_batch, to_device
 from kvist.engine.decode_graphs import DecodeGraphs
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.request import Request
 from kvist.engine.scheduler import ScheduledRequest
 from kvist.kernels import on_compile
-from kvist.kvcache import ABSENT, WindowPlan
+from kvist.kvcache import WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 logger = logging.getLogger(__name__)
@@ -26,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Runner:
-    """Owns the model and the KV tensors; knows nothing of what comes next.
+    """Computes one step after another with the model and the KV tensors.
 
-    A step's arrays are made with numpy, a few a step whatever the number of tokens. Steps of decodes alone go through
-    `graphs` where there are any.
+    A step's arrays are made by a few numpy calls, whatever the number of tokens. If there are `graphs`, they compute
+    the steps that are decodes alone.
     """
 
     model: CausalLM
@@ -39,45 +38,29 @@ class Runner:
     graphs: DecodeGraphs | None = None
 
     def forward(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
-        """Compute the step into the cache; return the logits, float32, of the requests with `is_sampled`, in order.
+        """Compute the step into the cache; return float32 logits of the requests with `is_sampled`, in their order.
 
-        Behind them are those of all `prompt_rows`.
+        The logits of all `prompt_rows` follow them.
         """
         return self.compute(self.build_batch(scheduled))
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> torch.Tensor:
-        """Compute a batch into the cache; return the logits, float32, of its `logit_rows`."""
+        """Compute a batch into the cache; return float32 logits of its `logit_rows`."""
         logits = None if self.graphs is None else self.graphs.run(batch)
-        return self.model(self._to_forward_batch(batch)) if logits is None else logits
+        return self.model(to_device(batch, self.plan, self.tensors)) if logits is None else logits
 
     def warm_up(self, table_widths: Sequence[int]) -> None:
-        """Compile every kernel that a step can launch, and log them: no request waits for a compiler.
+        """Compile every kernel that a step can launch, and log them, so that no request waits for the compiler.
 
-        They depend on nothing of a step but whether keys are split over programs. So two steps of a decode and a
-        prefill, all padding, compile all: one over tables of one block, one over the most local blocks of each group.
+        The only property of a step that they depend on is whether keys are split over programs. So two steps of
+        padding, each a decode and a prefill, compile them all: one has tables of one block, the other the widest ones.
         """
         variants: list[str] = []
         start = time.monotonic()
         on_compile(variants.append)
         for widths in ([1] * len(table_widths), table_widths):
-            groups = [
-                GroupPages(
-                    np.full((1, 2, width), ABSENT, np.int32), np.zeros(2, np.int32), np.full((1, 3), ABSENT, np.int64)
-                )
-                for width in widths
-            ]
-            self.compute(
-                HostBatch(
-                    input_ids=np.zeros(3, np.int64),
-                    positions=np.zeros(3, np.int64),
-                    seq_lens=np.zeros(2, np.int32),
-                    num_decodes=1,
-                    prefill_start_loc=np.array([0, 2], np.int32),
-                    logit_rows=np.array([0, 2]),
-                    groups=tuple(groups),
-                )
-            )
+            self.compute(padding_batch(num_decodes=1, num_prefill_tokens=2, table_widths=widths))
         on_compile(lambda variant: logger.warning("kernel compiled while serving variant=%s", variant))
         seconds = time.monotonic() - start
         logger.info("kernels compiled num=%d seconds=%.1f variants=%s", len(variants), seconds, "; ".join(variants))
@@ -130,32 +113,3 @@ class Runner:
             )
             for group in self.plan.groups
         )
-
-    def _to_forward_batch(self, batch: HostBatch) -> ForwardBatch:
-        by_group = [
-            (
-                self._to_device(group.block_tables).unbind(),
-                self._to_device(group.page_offsets),
-                self._to_device(group.slot_mapping).unbind(),
-            )
-            for group in batch.groups
-        ]
-        layers = []
-        for layer_idx, (group_id, position) in enumerate(self.plan.places):
-            tables, offsets, slots = by_group[group_id]
-            is_shared = batch.groups[group_id].is_shared
-            cache = self.tensors.by_slot(layer_idx) if is_shared else self.tensors.by_page(layer_idx)
-            row = 0 if is_shared else position
-            layers.append(LayerPages(cache, tables[row], offsets, slots[row]))
-        return ForwardBatch(
-            input_ids=self._to_device(batch.input_ids),
-            positions=self._to_device(batch.positions),
-            seq_lens=self._to_device(batch.seq_lens),
-            num_decodes=batch.num_decodes,
-            prefill_start_loc=self._to_device(batch.prefill_start_loc),
-            logit_rows=self._to_device(batch.logit_rows),
-            layers=tuple(layers),
-        )
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.tensors.device)

@@ -1,4 +1,8 @@
-"""Logits to tokens. A row's token depends on its own logits, parameters and random state, never on its neighbours."""
+"""Logits to tokens. A row's token depends on its own logits, parameters and random state, never on other rows.
+
+What a request's parameters do to its logits depends on its tokens so far. That is kept in vectors over the vocabulary
+(`LogitsAdjuster`), in which each new token changes one entry: a step costs the same however long the context is.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from kvist.engine.logits import LogitsAdjuster
 from kvist.engine.request import LogprobEntry, Request, TokenLogprobs
 from kvist.openai.requests import SamplingParams
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return each row's token, and its log probabilities where they were asked for.
+    """Return each row's token, and its log probabilities if the request asks for them.
 
-    `logits`: float32 `[num_requests, vocab_size]`; left as they were. Log probabilities are those of the raw logits.
-    Each random row takes one number from its request's `random`, whatever the method: the same seed gives the same
-    tokens in any batch, and after a preemption.
+    `logits`: float32 `[num_requests, vocab_size]`, not changed. Log probabilities are those of the raw logits. Each
+    random row draws one number from its request's `random`, whatever the method: the same seed gives the same tokens
+    in any batch, and after a preemption.
     """
     adjusted = _adjust(logits, requests)
     # on a CPU torch takes 15 times as long as numpy
@@ -43,10 +46,10 @@ def _is_filtered(params: SamplingParams) -> bool:
 def _draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], is_filtered: bool
 ) -> list[int]:
-    """Return each row's token at quantile `uniform` in [0, 1) of the distribution that its parameters leave.
+    """Return each row's token at quantile `uniform` in [0, 1) of its filtered distribution.
 
-    Filters in vLLM's order: min-p, top-k, then top-p of what is left. Double precision, because a float32 running sum
-    over a large vocabulary loses the tail.
+    The filters come in vLLM's order: min-p, top-k, then top-p of the rest. Computes in double precision, because a
+    float32 running sum over a large vocabulary loses the tail.
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
@@ -67,13 +70,13 @@ def _draw(
 
 
 def _at_quantiles(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return, int64 `[num_rows, 1]`, where each row's running sum first exceeds its share `uniforms` of the total."""
+    """Return the index, int64 `[num_rows, 1]`, where each row's running sum first exceeds `uniforms` of its total."""
     running = weights.cumsum(dim=-1)
     return torch.searchsorted(running, uniforms * running[:, -1:], right=True).clamp(max=weights.shape[-1] - 1)
 
 
 def _adjust(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Return the logits as the requests' parameters change them; the same tensor when none does."""
+    """Return the logits with each request's parameters applied; the same tensor if no request changes any."""
     adjusted = [i for i, request in enumerate(requests) if request.is_adjusted]
     if not adjusted:
         return logits
@@ -87,9 +90,72 @@ def _adjust(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
 
 
 def token_logprobs(row: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Return a token's log probability, and the `count` largest, of raw logits `[vocab_size]`."""
+    """Return a token's log probability and the `count` largest ones, from raw logits `[vocab_size]`."""
     logprobs = row.log_softmax(dim=-1)
     values, token_ids = logprobs.topk(min(count, len(logprobs)))
     top = tuple(map(LogprobEntry, token_ids.tolist(), values.tolist()))
     rank = int((logprobs >= logprobs[token_id]).sum())
     return TokenLogprobs(LogprobEntry(token_id, float(logprobs[token_id])), top, rank)
+
+
+class LogitsAdjuster:
+    """Applies one request's parameters to its logits, in vLLM's order: bias, bans and grammar, then penalties."""
+
+    def __init__(self, request: Request, like: torch.Tensor) -> None:
+        """Start from the request's tokens so far; `like` is a row of its logits."""
+        self._request = request
+        params = request.params
+        self._bias: torch.Tensor | None = None
+        if params.logit_bias or params.allowed_token_ids is not None:
+            self._bias = torch.zeros_like(like)
+            if params.allowed_token_ids is not None:
+                self._bias.fill_(-torch.inf)[params.allowed_token_ids] = 0.0
+            for token_id, bias in (params.logit_bias or {}).items():
+                self._bias[token_id] += bias
+        self._repetition: torch.Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self._repetition = torch.ones_like(like)
+            self._repetition[request.token_ids] = params.repetition_penalty
+        self._penalty: torch.Tensor | None = None
+        self._penalised = set(request.output_token_ids)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=len(like))
+            penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+            self._penalty = penalty.to(like)
+
+    def add(self, token_id: int) -> None:
+        """Record a new token of the output."""
+        if self._repetition is not None:
+            self._repetition[token_id] = self._request.params.repetition_penalty
+        if self._penalty is not None:
+            params = self._request.params
+            once = 0.0 if token_id in self._penalised else params.presence_penalty
+            self._penalised.add(token_id)
+            self._penalty[token_id] += params.frequency_penalty + once
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Change a row of logits, float32 `[vocab_size]`, in place."""
+        if self._bias is not None:
+            row += self._bias
+        if banned := self._banned():
+            row[banned] = -torch.inf
+        if self._request.constraint is not None:
+            row[~torch.from_numpy(self._request.constraint.allowed()).to(row.device)] = -torch.inf
+        if self._repetition is not None:
+            # A positive logit is divided and a negative one multiplied: the smaller of both, or for a bonus the larger.
+            is_penalty = self._request.params.repetition_penalty > 1
+            choose = torch.minimum if is_penalty else torch.maximum
+            choose(row / self._repetition, row * self._repetition, out=row)
+        if self._penalty is not None:
+            row -= self._penalty
+
+    def _banned(self) -> list[int]:
+        """Return the tokens that would end the output before `min_tokens`, or complete a bad word."""
+        request = self._request
+        banned = sorted(request.end_token_ids) if request.is_too_short else []
+        for word in request.bad_words:
+            num_before = len(word) - 1
+            tail = request.token_ids[len(request.token_ids) - num_before :]
+            if num_before <= request.num_output_tokens and tail == list(word[:-1]):
+                banned.append(word[-1])
+        return banned

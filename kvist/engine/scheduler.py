@@ -1,4 +1,4 @@
-"""What the next step computes: decodes and chunks of prompts, first come first served."""
+"""Decides what the next step computes: decodes and chunks of prompts, first come first served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def prompt_rows(self) -> range:
-        """Return which of the new tokens tell a log probability of the prompt that is wanted and not there yet."""
+        """Return which of the new tokens give a log probability of the prompt that was asked for and is missing."""
         request = self.request
         if not request.num_prompt_logprobs_missing:
             return range(0)
@@ -40,7 +40,7 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Requests now, and preemptions since the start; receiving ones hold blocks that another worker fills."""
+    """Numbers of requests now, and of preemptions since the start; another worker fills receiving ones' blocks."""
 
     num_running: int
     num_waiting: int
@@ -53,8 +53,8 @@ class Scheduler:
 
     Running requests come first, oldest first; then waiting ones are admitted in order, each with what the prefix cache
     does not serve. When memory runs out, the youngest running request gives its blocks back and starts over from the
-    head of the queue. A request whose prompt another worker computes takes a seat when its blocks are reserved, and
-    runs once they are filled.
+    head of the queue. A request whose prompt another worker computes is receiving from when its blocks are reserved
+    until they are filled; it counts towards `max_num_seqs`, but is not scheduled.
     """
 
     def __init__(self, kv_cache: KvCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -64,11 +64,11 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._receiving: list[Request] = []
-        self._num_preemptions = 0
+        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Return whether any request is unfinished, but for those that wait to be filled."""
+        """Return whether any request is running or waiting; requests that are receiving do not count."""
         return bool(self._waiting or self._running)
 
     @property
@@ -76,22 +76,22 @@ class Scheduler:
         return self._waiting[0] if self._waiting else None
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits into the memory by itself."""
+        """Queue a request; its caller has checked that it fits into the memory when it is alone."""
         self._waiting.append(request)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Return the step's requests, all of which have blocks for their new tokens; empty when there is no work."""
+        """Return the next step's requests, with blocks for their new tokens; empty if nothing can be computed."""
         scheduled: list[ScheduledRequest] = []
         budget = self._max_num_batched_tokens
-        num_preempted_before = self._num_preemptions
+        num_preempted_before = self.num_preemptions
         for request in list(self._running):
-            if request.blocks is None:  # preempted a moment ago, for an older one
+            if request.blocks is None:  # preempted in this loop, for an older request
                 continue
             num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
             if num_new and self._grow(request, num_new):
                 scheduled.append(ScheduledRequest(request, num_new))
                 budget -= num_new
-        if self._num_preemptions == num_preempted_before:
+        if self.num_preemptions == num_preempted_before:
             scheduled += self._admit(budget)
         return scheduled
 
@@ -100,16 +100,10 @@ class Scheduler:
             request.num_computed_tokens += num_new
         self._kv_cache.settle()
 
-    def discard(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Remove the requests of a step that failed, and what it should have left in the cache."""
-        for request, _ in scheduled:
-            self.remove(request)
-        self._kv_cache.revoke()
-
     def reserve(self, request: Request) -> bool:
-        """Give a request a seat, and blocks for what another worker has of its prompt; False if it has to wait."""
+        """Give a request blocks for the part of its prompt that another worker computes; False if it has to wait."""
         assert isinstance(request.handoff, RemotePrefill)
-        if self._num_seated >= self._max_num_seqs:
+        if self._num_admitted >= self._max_num_seqs:
             return False
         prompt = request.token_ids[: request.handoff.num_tokens]
         hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
@@ -120,20 +114,20 @@ class Scheduler:
         self._receiving.append(request)
         return True
 
-    def run(self, request: Request) -> None:
-        """Let a reserved request run: its blocks hold its prompt."""
+    def start_received(self, request: Request) -> None:
+        """Move a receiving request to the running ones: its blocks hold its whole prompt."""
         self._receiving.remove(request)
         self._running.append(request)
         request.num_computed_tokens = len(request.prompt_token_ids)
 
-    def leave(self, request: Request) -> None:
-        """Take the seat of a reserved request that will not be filled; its blocks are not in it any more."""
+    def remove_receiving(self, request: Request) -> None:
+        """Forget a receiving request, whose blocks were taken from it before."""
         assert request.blocks is None
         self._receiving.remove(request)
         request.num_cached_tokens = None
 
     def remove(self, request: Request) -> None:
-        """Forget a finished or aborted request and give back its blocks."""
+        """Forget a running or waiting request and give back its blocks."""
         if request.blocks is None:
             self._waiting.remove(request)
             return
@@ -141,17 +135,17 @@ class Scheduler:
         self._release(request)
 
     def statistics(self) -> SchedulerStatistics:
-        return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions, len(self._receiving))
+        return SchedulerStatistics(len(self._running), len(self._waiting), self.num_preemptions, len(self._receiving))
 
     @property
-    def _num_seated(self) -> int:
+    def _num_admitted(self) -> int:
         return len(self._running) + len(self._receiving)
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         admitted: list[ScheduledRequest] = []
-        while self._waiting and budget and self._num_seated < self._max_num_seqs:
+        while self._waiting and budget and self._num_admitted < self._max_num_seqs:
             request = self._waiting[0]
-            # What is reused has no logits.
+            # Reused tokens have no logits, and so no log probabilities.
             reusable = request.token_ids[:1] if request.num_prompt_logprobs_missing else request.token_ids
             hit = self._kv_cache.match(request.chain, reusable)
             num_new = min(len(request.token_ids) - hit.num_tokens, budget)
@@ -176,7 +170,7 @@ class Scheduler:
         return admitted
 
     def _has_room_to_resume(self, hit: PrefixHit, num_new: int) -> bool:
-        """Return whether a preempted request leaves the others room to grow; alone, it may have all there is."""
+        """Return whether the running requests keep room to grow if a preempted one is admitted again."""
         if not self._running:
             return True
         num_blocks = num_blocks_for(hit.num_tokens + num_new, self._kv_cache.block_size)
@@ -187,7 +181,7 @@ class Scheduler:
         )
 
     def _grow(self, request: Request, num_new: int) -> bool:
-        """Give the request room for its new tokens, at the cost of younger ones; False when it had to go itself."""
+        """Give the request blocks for its new tokens, preempting younger ones; False if it was preempted itself."""
         assert request.blocks is not None
         while not self._kv_cache.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new):
             victim = self._running.pop()
@@ -200,7 +194,7 @@ class Scheduler:
         logger.info("preempted request_id=%s num_tokens=%d", request.request_id, len(request.token_ids))
         self._release(request)
         self._waiting.appendleft(request)
-        self._num_preemptions += 1
+        self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
         assert request.blocks is not None

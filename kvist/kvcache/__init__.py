@@ -1,9 +1,9 @@
-"""KV memory: who holds which block, what is cached, and what may go.
+"""KV memory: which sequence holds which block, which blocks are cached, and which are evicted.
 
-Layers that store alike and see equally far form a group; each group has a pool of slots with a prefix cache in it. A
-sequence holds one block table a group, by absolute ordinal. Blocks that slide out of the window leave the sequence when
-the step is done, but stay cached until their slot is needed; those that a step itself makes stale can share scratch
-slots. Everything here is plain Python except `tensors`, which is not imported from here. See docs/windowed-kv.md.
+Layers with the same sizes and window form a group; each group has a pool of slots with a prefix cache. A sequence has
+one block table a group, by absolute ordinal. Blocks that slide out of the window leave the sequence when the step is
+done, but stay cached until their slot is needed; those that a step both fills and makes stale can share scratch slots.
+Everything here is plain Python except `tensors`, which is not imported here. See docs/windowed-kv.md.
 """
 
 from kvist.kvcache.budget import (

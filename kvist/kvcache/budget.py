@@ -1,4 +1,4 @@
-"""How the memory is shared among the pools, and how many blocks one sequence can need."""
+"""How many blocks each pool gets of the memory, and how many blocks one sequence can need."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvist.kvcache.stale import num_blocks_for
 
 BudgetPolicy = Literal["uniform", "bounded"]
 
-# A cached prompt is found only while both its blocks and its last window are there. Most are far shorter than the
-# longest that a model takes: sized for those alone, the windows run out while most of the full blocks lie idle.
+# A cached prompt is found only while both its full-attention blocks and its last window are cached. Most prompts are
+# far shorter than a model's longest: sized for the longest, the windows run out while most full blocks are unused.
 _BALANCED_WINDOWS = 16
 
 _MAX_UTILISATION_TO_RESUME = 0.97
 
 
 def block_bytes(group: KvGroup, block_size: int) -> int:
-    """Return the bytes of one block over all layers of the group: of one slot."""
+    """Return the bytes of one slot: a block of every layer of the group."""
     return group.token_bytes * block_size
 
 
 def peak_num_blocks(group: KvGroup, block_size: int, max_model_len: int, max_step_tokens: int) -> int:
     """Return the most blocks one sequence ever holds in the group.
 
-    A windowed sequence holds what its oldest query of a step sees and the step's own tokens; their ends may both cut
-    through a block, hence the one more.
+    A windowed sequence holds what the oldest query of a step sees, and the step's own tokens. Both ends may lie within
+    a block, which makes one more.
     """
     whole = num_blocks_for(max_model_len, block_size)
     if group.window is FULL:
@@ -46,11 +46,11 @@ def split_memory(
     max_step_tokens: int,
     policy: BudgetPolicy,
 ) -> tuple[int, ...]:
-    """Return the number of blocks of each group, which together take at most `memory_bytes`.
+    """Return each group's number of blocks, together at most `memory_bytes`.
 
-    `bounded` gives windowed groups what sequences can hold at once, and the rest to the others. `uniform` gives every
-    group the same, as if none had a window. Raises InvalidValueError with the bytes needed where one sequence of
-    `max_model_len` tokens does not fit.
+    `bounded` gives windowed groups what sequences can hold at once, and the rest to the full ones. `uniform` gives
+    every group the same number, as if none had a window. Raises InvalidValueError with the bytes needed if one sequence
+    of `max_model_len` tokens does not fit.
     """
     peaks = [peak_num_blocks(group, block_size, max_model_len, max_step_tokens) for group in groups]
     sizes = [block_bytes(group, block_size) for group in groups]
@@ -67,7 +67,7 @@ def split_memory(
 def check_sequence_fits(
     groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
 ) -> None:
-    """Raise InvalidValueError unless one longest sequence fits every pool: so preemption always ends."""
+    """Raise InvalidValueError unless a sequence of `max_model_len` fits every pool, so that preemption ends."""
     for group, have in zip(groups, num_blocks, strict=True):
         need = peak_num_blocks(group, block_size, max_model_len, max_step_tokens)
         if have < need:
@@ -79,14 +79,14 @@ def check_sequence_fits(
 
 
 def can_resume(num_used: int, num_new: int, num_blocks: int) -> bool:
-    """Return whether a pool can take a preempted sequence back, and still leaves the others room to grow."""
+    """Return whether a pool can take a preempted sequence back and leave room for the others to grow."""
     return num_used + num_new <= _MAX_UTILISATION_TO_RESUME * num_blocks
 
 
 def _uniform(
     groups: Sequence[KvGroup], block_size: int, memory_bytes: int, max_model_len: int, max_num_seqs: int
 ) -> tuple[int, ...]:
-    """Return equal numbers: room for the sequences that fit, two held back, in every group at full length."""
+    """Return equal numbers: each group gets full-length room for the sequences that fit, less two."""
     bytes_each = sum(block_bytes(group, block_size) for group in groups)
     num_sequences = max(1, memory_bytes * block_size // bytes_each // max_model_len - 2)
     num_tokens = max(min(num_sequences, max_num_seqs) * max_model_len, max_num_seqs * block_size)
@@ -96,13 +96,13 @@ def _uniform(
 def _bounded(
     groups: Sequence[KvGroup], block_size: int, memory_bytes: int, peaks: Sequence[int], max_num_seqs: int
 ) -> tuple[int, ...]:
-    """Return numbers that let the pools fill up together.
+    """Return numbers of blocks with which all pools become full at the same time.
 
-    Windowed groups get one sequence's peak, since one step's tokens are all that is computed at a time, and a unit a
-    sequence, running or finished: its window. A finished one leaves it in the cache, and without it the full groups'
-    blocks of that sequence could not be reused. They get units for as many sequences as the full groups can hold, each
-    of `_BALANCED_WINDOWS` windows if a sequence can be that long. Where that is little they get units for
-    `max_num_seqs`, while those take at most a third of the memory.
+    Windowed groups get the peak of one sequence, since only one step is computed at a time, and a unit, which is a
+    window, for each further sequence. That also counts finished sequences, whose last window stays in the cache:
+    without it their blocks in the full groups could not be reused. The number of units is that of the sequences that
+    the full groups can hold if each is `_BALANCED_WINDOWS` windows long, or the longest possible if that is less. If
+    that is fewer than `max_num_seqs`, there are units for that many, up to a third of the memory.
     """
     sizes = [block_bytes(group, block_size) for group in groups]
     units = [

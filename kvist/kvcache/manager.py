@@ -18,7 +18,7 @@ from kvist.kvcache.stale import num_blocks_for, num_stale_blocks, reusable_prefi
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """How much of a sequence the cache can serve: the blocks of each group, and the ordinal where they begin."""
+    """The prefix of a sequence that the cache can serve: each group's blocks, and the ordinal of the first of them."""
 
     num_tokens: int
     block_ids: tuple[list[int], ...]
@@ -27,7 +27,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheStatistics:
-    """Every pool now, and since the start: tokens of admitted sequences, and those the cache served."""
+    """The state of every pool, and since the start the tokens of admitted sequences and how many the cache served."""
 
     pools: tuple[PoolStatistics, ...]
     num_queried_tokens: int
@@ -39,18 +39,19 @@ class KvCacheStatistics:
 
 
 class KvCacheManager:
-    """Gives sequences blocks in all groups or in none, and keeps what they leave behind findable.
+    """Gives sequences blocks in all groups or in none, and keeps their blocks in the prefix cache afterwards.
 
     A step is a number of `open` and `grow` calls, one a sequence, then the computation, then `settle` or `revoke`. The
-    blocks that a step fills can be found as soon as they are given, also by sequences of the same step: in each layer
-    the keys of all tokens are written before any are read. Blocks that no later query can see leave their sequence when
-    the step is settled.
+    blocks that a step fills are in the prefix cache from `open` or `grow` on, also for sequences of the same step: in
+    each layer the keys of all tokens are written before any are read. Blocks that no later query can see leave their
+    sequence when the step is settled.
 
-    With a scratch policy, sequences that allow it hold blocks that a step makes stale itself in scratch slots, which
-    are never found or reported. The slots go to the next step's sequences: one stream computes all steps in order.
+    With a scratch policy, sequences that allow it use scratch slots for blocks that a step both fills and makes stale;
+    those are never cached or reported. The slots go to the next step's sequences: one stream computes all steps in
+    order.
 
-    A sequence whose content comes from elsewhere is `reserve`d instead, cannot be found until `accept`, and is then
-    like any other. Knows tokens, not tensors or time.
+    For a sequence whose blocks another worker fills, `reserve` takes the place of `open`. Its blocks are not cached
+    until `accept`; after that it is like any other. Knows tokens, not tensors or time.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class KvCacheManager:
         return self._scratch is not None
 
     def match(self, chain: BlockHashChain, token_ids: Sequence[int], *, is_next_known: bool = False) -> PrefixHit:
-        """Return what the cache can serve of a sequence of these tokens, at most all but its last token.
+        """Return the longest prefix of these tokens that the cache can serve, at most all but the last token.
 
-        The last token is always computed, because its logits are wanted, unless the token after it is known. Takes no
-        references: valid until the next call that changes the manager. Extends the chain over the sequence's full
-        blocks.
+        The last token must be computed for its logits, unless `is_next_known`: the token after it is known already.
+        Takes no references: valid until the next call that changes the manager. Extends the chain over the sequence's
+        full blocks.
         """
         chain.extend(token_ids)
         size = self.block_size
@@ -130,18 +131,18 @@ class KvCacheManager:
             pool.acquire(block_ids)
         self._num_hit_tokens += hit.num_tokens
         self._num_queried_tokens += len(token_ids)
-        self._take(sequence, needs)
+        self._allocate(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return sequence
 
     def reserve(
         self, hit: PrefixHit, chain: BlockHashChain, token_ids: Sequence[int], num_tokens: int
     ) -> SequenceBlocks | None:
-        """Return a sequence with room for what a query at position `num_tokens` sees, or None, with nothing changed.
+        """Return a sequence with blocks for what a query at position `num_tokens` sees, or None, with nothing changed.
 
-        Each group's table begins at what the query sees, with all that is cached from there on: also where the hit,
-        which every group can serve, ends before. Those blocks are `adopted`; the others are the caller's to fill, then
-        to `accept` or `close`. `hit` and `chain` are those of `match`. None means that some group has too few free
+        Each group's table begins with the first block that the query sees. The blocks that the group has cached from
+        there on, also beyond the hit, which all groups can serve, are `adopted`. The caller fills the others, then
+        calls `accept` or `close`. `hit` and `chain` are those of `match`. None means that some group has too few free
         blocks now.
         """
         assert hit.num_tokens <= num_tokens <= len(token_ids), "reserve less than the hit, or more than there is"
@@ -161,21 +162,21 @@ class KvCacheManager:
             table.block_ids.extend(pool.allocate(num_missing))
         return SequenceBlocks(tuple(tables), chain, num_tokens, hit.num_tokens, is_scratch_allowed=False)
 
-    def keep_nothing(self, chain: BlockHashChain, num_tokens: int) -> SequenceBlocks:
-        """Return a hold on no blocks yet of what a query at position `num_tokens` sees: each table begins there."""
+    def open_empty(self, chain: BlockHashChain, num_tokens: int) -> SequenceBlocks:
+        """Return a sequence without blocks, for `share`; its tables begin where a query at `num_tokens` sees."""
         stale = [num_stale_blocks(num_tokens, pool.group.window, self.block_size) for pool in self.pools]
         tables = tuple(BlockTable(array("i", [ABSENT] * first), first) for first in stale)
         return SequenceBlocks(tables, chain, num_tokens, 0, is_scratch_allowed=False)
 
-    def keep(self, kept: SequenceBlocks, sequence: SequenceBlocks, num_blocks: int) -> None:
-        """Hold a sequence's first `num_blocks` blocks, too, whatever becomes of it: what is kept already stays so."""
-        for pool, mine, theirs in zip(self.pools, kept.tables, sequence.tables, strict=True):
+    def share(self, holder: SequenceBlocks, sequence: SequenceBlocks, num_blocks: int) -> None:
+        """Let `holder`, of `open_empty`, hold a sequence's first `num_blocks` blocks too, even after that is closed."""
+        for pool, mine, theirs in zip(self.pools, holder.tables, sequence.tables, strict=True):
             more = theirs.block_ids[len(mine.block_ids) : num_blocks]
             pool.acquire(more)
             mine.block_ids.extend(more)
 
     def accept(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Note between steps that a reserved sequence's blocks hold what they should: it can be found, and grow."""
+        """Put the blocks of a reserved sequence, which are filled now, into the prefix cache; called between steps."""
         assert not self._stepped, "accept within a step"
         num_cached = sequence.num_final_tokens // self.block_size
         self._num_hit_tokens += sequence.num_final_tokens
@@ -198,16 +199,16 @@ class KvCacheManager:
                 if _num_missing(table, need) > pool.num_free:
                     return False
             for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
-                _drop_stale(pool, table, need.num_stale)  # what only a rewind could have needed
-            self._take(sequence, needs)
+                _drop_stale(pool, table, need.num_stale)  # blocks that were kept for a rewind
+            self._allocate(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return True
 
     def rewind(self, sequence: SequenceBlocks, num_tokens: int) -> None:
-        """Take the sequence's last tokens back after the step that computed them, so that others can follow.
+        """Remove the sequence's last tokens after the step that computed them, so that others can follow.
 
-        That is at most what the scratch policy says, and nothing of earlier steps; raises InvalidValueError. For
-        engines that guess tokens and keep those that prove right.
+        For speculative decoding. Raises InvalidValueError for tokens of earlier steps, or for more than the scratch
+        policy's `max_rewind_tokens`.
         """
         if not sequence.num_final_tokens <= num_tokens <= sequence.num_tokens:
             expected = f"{sequence.num_final_tokens} to {sequence.num_tokens}"
@@ -220,7 +221,7 @@ class KvCacheManager:
         sequence.num_tokens = num_tokens
 
     def settle(self) -> None:
-        """Note that the step is done: all slots were filled, scratch ones come back, the stale leave sequences."""
+        """End a step that succeeded: release its scratch slots, and the blocks that are stale now."""
         for sequence in self._stepped:
             for pool, table in zip(self.pools, sequence.tables, strict=False):  # a closed sequence has no tables
                 _release_scratch(pool, table)
@@ -231,21 +232,21 @@ class KvCacheManager:
             pool.settle()
 
     def revoke(self) -> None:
-        """Forget the blocks that should have been filled since `settle`: the step failed, its sequences are closed."""
+        """End a step that failed, after its sequences are closed: remove from the cache what it should have filled."""
         assert not any(sequence.tables for sequence in self._stepped), "revoke before the step's sequences are closed"
         self._stepped.clear()
         for pool in self.pools:
             pool.revoke()
 
     def close(self, sequence: SequenceBlocks) -> None:
-        """Give back all blocks of the sequence; its last ones are reused first. The sequence must not be used again."""
+        """Release all blocks of the sequence, the last to be reused first. The sequence must not be used again."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.held()[::-1])
             _release_scratch(pool, table)
         sequence.tables = ()
 
     def flush(self) -> None:
-        """Forget every cached block that no sequence holds."""
+        """Remove from the cache every block that no sequence holds."""
         if any(pool.num_free < pool.num_blocks for pool in self.pools):
             for pool in self.pools:
                 pool.forget_free()
@@ -271,8 +272,8 @@ class KvCacheManager:
             for pool in self.pools
         ]
 
-    def _take(self, sequence: SequenceBlocks, needs: Sequence[StepNeed]) -> None:
-        """Give the sequence the slots it needs, which are free."""
+    def _allocate(self, sequence: SequenceBlocks, needs: Sequence[StepNeed]) -> None:
+        """Give the sequence the slots that its step needs; the caller has checked that they are free."""
         for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
             if need.num_scratch_slots:
                 assert need.scratch.start == len(table.block_ids), "scratch blocks are the first that a step begins"
@@ -281,7 +282,7 @@ class KvCacheManager:
             table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
 
     def _advance(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Note the coming step, and cache the blocks that it fills, but for those that may be rewound into."""
+        """Record the coming step, and cache the blocks that it fills, except those that a rewind may change."""
         num_cached = sequence.num_final_tokens // self.block_size
         sequence.num_final_tokens = max(sequence.num_tokens, num_tokens - self._max_rewind_tokens)
         sequence.num_tokens = num_tokens
@@ -295,7 +296,7 @@ class KvCacheManager:
 
 
 def _num_missing(table: BlockTable, need: StepNeed) -> int:
-    """Return how many slots the table has to be given for the step."""
+    """Return how many slots must be allocated to the table for the step."""
     return need.num_blocks - len(table.block_ids) - len(need.scratch) + need.num_scratch_slots
 
 

@@ -1,4 +1,4 @@
-"""What each layer stores, which layers share a block table, and where each layer is. Nothing here needs torch."""
+"""What each layer stores, which layers share a block table, and where each layer's cache is. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_KV = 2  # a key and a value a token
 
 
 class KvDtype(Enum):
-    """A storage type of the KV cache; the value is torch's name for it, but for the two eight-bit floats."""
+    """A storage type of the KV cache; the value is torch's name for it, except for the two eight-bit floats."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -33,9 +33,9 @@ class KvDtype(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What one attention layer stores a token, and how long it is wanted: the layers of a group agree in all of it.
+    """What one attention layer stores for a token, and for how long; equal for all layers of a group.
 
-    `kv_factor` is 2 for a key and a value, 1 where one vector serves as both.
+    `kv_factor` is 2 for a key and a value, 1 if one vector serves as both.
     """
 
     window: KnownWindow
@@ -51,14 +51,14 @@ class LayerKv:
 
 @dataclass(frozen=True, slots=True)
 class SharedKv:
-    """A layer that stores nothing: it reads what layer `source`, an earlier one, has written."""
+    """A layer that stores nothing: it reads the keys and values of an earlier layer, `source`."""
 
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that store alike and see equally far: they share one block table a sequence and one pool.
+    """Layers with equal `LayerKv`: they share one pool, and one block table for each sequence.
 
     A slot of the pool holds one block of every layer in `layer_indices`, in that order.
     """
@@ -68,7 +68,7 @@ class KvGroup:
     layer_indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError for a group without layers: nothing says what it stores or how far it sees."""
+        """Raise InvalidValueError for a group without layers."""
         if not self.layer_indices:
             raise InvalidValueError(f"layer_indices of group {self.group_id}", (), "at least one layer")
 
@@ -82,7 +82,7 @@ class KvGroup:
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer's keys and values are: its group, and which of the group's layers wrote them."""
+    """Where a layer's keys and values are: a group, and the position in it of the layer that writes them."""
 
     group_id: int
     position: int
@@ -90,9 +90,9 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The groups of a model, widest window first, and every layer's place in them, by model layer.
+    """The groups of a model, widest window first, and the place of each of its layers.
 
-    A layer without a cache of its own has its source's place. Plain full attention is the plan with one group.
+    A layer without a cache of its own has its source's place. A model with full attention alone has one group.
     """
 
     groups: tuple[KvGroup, ...]
@@ -101,8 +101,8 @@ class WindowPlan:
     def check_scratch(self) -> None:
         """Raise InvalidValueError if a layer would read scratch slots that no longer hold its source's keys.
 
-        They hold those of the last layer of the group that wrote: it must be the source when a sharing layer reads.
-        Where no layer slides, nothing can be wrong, and the log says that scratch slots change nothing.
+        Scratch slots hold the keys of the group's last layer that wrote: when a sharing layer reads, that must be its
+        source. If no layer has a window, a warning says that scratch slots change nothing.
         """
         if all(group.window is FULL for group in self.groups):
             logger.warning("scratch slots change nothing: no layer has a window that a sequence can outgrow")
@@ -116,9 +116,9 @@ class WindowPlan:
 
 
 def plan_windows(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> WindowPlan:
-    """Return the plan: layers with equal LayerKv are a group, and group 0, the widest, is what prefix routing follows.
+    """Return the plan: layers with equal LayerKv form a group, and prefix routing follows group 0, the widest.
 
-    A window that no sequence can outgrow counts as full attention, so that such layers join the full group. Raises
+    A window that no sequence can outgrow counts as full attention, so such layers are in the full group. Raises
     InvalidValueError that names the layer, its field and the value.
     """
     members: dict[LayerKv, list[int]] = {}
@@ -153,7 +153,7 @@ def _check_layer(layer_idx: int, layer: LayerKv) -> None:
 
 
 def _check_source(layers: Sequence[LayerKv | SharedKv], layer_idx: int, source: int) -> None:
-    """Raise InvalidValueError unless the source has written, when this layer reads, a cache of its own."""
+    """Raise InvalidValueError unless the source is an earlier layer with a cache of its own."""
     if not 0 <= source < layer_idx:
         raise InvalidValueError(f"layers[{layer_idx}].source", source, f"a layer before layer {layer_idx}")
     if isinstance(layers[source], SharedKv):

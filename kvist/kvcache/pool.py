@@ -14,7 +14,7 @@ from kvist.kvcache.sequences import ABSENT, BlockHashChain, event_hash
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """A pool at one moment: of `num_used` blocks `num_scratch` are scratch slots; `num_cached` have a digest."""
+    """A pool's counts now: `num_scratch` of the `num_used` blocks are scratch slots; `num_cached` have a digest."""
 
     group_id: int
     window: KnownWindow
@@ -102,10 +102,11 @@ class BlockPool:
     def cache(
         self, table: array[int], start: int, end: int, chain: BlockHashChain, token_ids: Sequence[int]
     ) -> list[int]:
-        """Put the blocks at ordinals [start, end) of a held table into the cache; return the ordinals it had already.
+        """Put the blocks at ordinals [start, end) of a table into the cache; return the ordinals of adopted blocks.
 
-        There the table takes the cached block and gives up its own: so a cached block's parents stay cached as long as
-        it does (in a full group), and equal content costs one block. ABSENT ordinals are left out.
+        Where a block with the same digest is cached already, the table adopts that and releases its own. So equal
+        content takes one block, and in a full group a cached block's parents stay cached as long as it does. ABSENT
+        ordinals are skipped.
         """
         adopted = []
         run = start
@@ -131,22 +132,22 @@ class BlockPool:
         return adopted
 
     def settle(self) -> None:
-        """Note that the blocks cached since the last call hold what they should."""
+        """Confirm that the blocks cached since the last call are filled."""
         self._fresh.clear()
 
     def revoke(self) -> None:
-        """Forget the blocks cached since `settle`, and report them removed; those that are free are used first."""
+        """Remove the blocks cached since `settle`, and report them removed; free ones are reused first."""
         self._forget(self._fresh)
         for block_id in filter(self.is_free, self._fresh):
             self._free.move_to_end(block_id, last=False)
         self._fresh.clear()
 
     def forget_free(self) -> None:
-        """Drop every cached block that no sequence holds, and report them removed. O(free)."""
+        """Remove every block that no sequence holds from the cache, and report them removed. O(free)."""
         self._forget(list(self._free))
 
     def forget_all_unreported(self) -> None:
-        """Drop every cached block without an event: for a caller that reports the whole cache cleared. O(free)."""
+        """Remove all blocks from the cache without an event: the caller reports the cache cleared. O(free)."""
         assert len(self._free) == self.num_blocks, "blocks are in use"
         self._cached.clear()
         self._digests = [None] * self.num_blocks

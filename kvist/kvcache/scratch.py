@@ -1,11 +1,11 @@
-"""Scratch slots: blocks that a step writes and reads but nobody wants after it share memory layer by layer.
+"""Scratch slots: blocks that a step both fills and makes stale share memory between the layers.
 
-A long step over a sliding window fills blocks that its own end makes stale. Each layer needs them only while it
-computes, so a slot, which otherwise holds one block of all the group's layers, holds many blocks of the layer at work.
-What was in them is lost at the end of the step (docs/windowed-kv.md).
+A long step over a sliding window fills blocks that no query needs after it. Each layer needs them only while it is
+computed, so a slot, which otherwise holds one block of every layer of the group, holds many blocks of the layer that
+is being computed. Their content is lost at the end of the step (docs/windowed-kv.md).
 
-A pool is an array of pages, one a layer in each slot. Ordinary blocks lie across their slot, one layer beside the
-other; scratch blocks lie along it, each shifted by one page more, round the slot's end.
+A pool is an array of pages, and a slot has one page for each layer. An ordinary block takes a whole slot, layer i in
+page i. Scratch block j of a slot takes one page: in layer i that is page i + j, modulo the number of layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 @dataclass(frozen=True, slots=True)
 class ScratchPolicy:
-    """Steps may use scratch slots; after any of them its last `max_rewind_tokens` tokens may be taken back."""
+    """Lets steps use scratch slots, and lets `rewind` remove up to `max_rewind_tokens` tokens of the last step."""
 
     max_rewind_tokens: int = 0
 
@@ -34,7 +34,7 @@ class ScratchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScratchBlocks:
-    """The blocks of a sequence's step that live in scratch slots: `slot_ids` hold those at ordinals `block_range`."""
+    """The blocks of a sequence's step that are in scratch slots: those at ordinals `block_range`, in `slot_ids`."""
 
     block_range: range
     slot_ids: tuple[int, ...]
@@ -47,7 +47,11 @@ class ScratchBlocks:
 
 
 class StepNeed(NamedTuple):
-    """One sequence's step in one group: `num_blocks` ordinals, but the stale ones, and `scratch` in fewer slots."""
+    """What one sequence's step needs in one group.
+
+    The table has `num_blocks` ordinals then, of which the first `num_stale` are dropped; those in the range `scratch`
+    share `num_scratch_slots` slots.
+    """
 
     num_blocks: int
     num_stale: int
@@ -72,10 +76,9 @@ def need_of_step(
 
 
 def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: int, rewind: int = 0) -> range:
-    """Return the blocks that a step from `history` to `capacity` tokens begins and also makes stale; may be empty.
+    """Return the range of blocks that a step from `history` to `capacity` tokens both begins and makes stale.
 
-    They are stale even when the last `rewind` tokens are taken back after the step. A block that history has begun is
-    never among them. O(1).
+    They stay stale if a `rewind` of so many tokens follows. A block that was begun before the step is not in it. O(1).
     """
     num_stale = num_stale_blocks(max(0, capacity - rewind), window, block_size)
     start = num_blocks_for(history, block_size)

@@ -1,4 +1,4 @@
-"""What a running sequence holds: a block table a group, and the identities of its blocks in the prefix cache."""
+"""A running sequence's block tables, one a group, and the digests of its blocks in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from kvist.kvcache.scratch import ScratchBlocks
 
-ABSENT = -1  # what kernels read at ordinals whose block is stale, in scratch slots, or was never needed
+ABSENT = -1  # in a block table: the block is stale, is in a scratch slot, or was never needed
 _LOW_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def root_digest(lora_name: str | None, cache_salt: str | None) -> bytes:
-    """Return the digest that first blocks chain from: equal only for equal adapters and salts."""
+    """Return the parent digest of first blocks: equal only for equal adapters and salts."""
     hasher = hashlib.sha256(b"kvist block chain")
     for part in (lora_name, cache_salt):
         encoded = b"" if part is None else part.encode()
@@ -24,15 +24,15 @@ def root_digest(lora_name: str | None, cache_salt: str | None) -> bytes:
 
 
 def event_hash(digest: bytes) -> int:
-    """Return the low 64 bits of a digest: what events call a block."""
+    """Return the low 64 bits of a digest, which is a block's hash in events."""
     return int.from_bytes(digest, "big") & _LOW_64_BITS
 
 
 class BlockHashChain:
     """The SHA-256 chain over a token sequence's full blocks; each block is hashed once.
 
-    A digest covers its parent's digest and its tokens as little-endian u32. At 256 bits, equal digests mean equal
-    content also for prompts that somebody crafts: one user never reads another's cache by a collision.
+    A digest covers its parent's digest and its tokens as little-endian u32. With 256 bits, nobody can craft a prompt
+    whose digests collide with another's and so read another user's cache.
     """
 
     __slots__ = ("block_size", "cache_salt", "digests", "lora_name", "root")
@@ -45,7 +45,7 @@ class BlockHashChain:
         self.digests: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
-        """Hash the full blocks of the first `num_tokens` (or all) of the sequence's tokens that are not hashed yet."""
+        """Hash the full blocks of the sequence, or of its first `num_tokens` tokens, that are not hashed yet."""
         size = self.block_size
         end = len(token_ids) if num_tokens is None else num_tokens
         pack = struct.Struct(f"<{size}I").pack
@@ -59,8 +59,8 @@ class BlockHashChain:
 class BlockTable:
     """One group's blocks of a sequence by absolute ordinal, int32; ABSENT below `first_held`.
 
-    The blocks at the ordinals `adopted` are another's with the same content: the coming step must not write to them.
-    Those in `scratch` slots are ABSENT too, and nowhere once the step is done.
+    The blocks at the ordinals `adopted` were cached before with the same content: the next step must not write to them.
+    Blocks in `scratch` slots are ABSENT in `block_ids`, and lost when the step is done.
     """
 
     block_ids: array[int]
@@ -69,15 +69,15 @@ class BlockTable:
     scratch: ScratchBlocks | None = None
 
     def held(self) -> list[int]:
-        """Return the blocks the sequence holds, oldest first; scratch slots are not among them."""
+        """Return the blocks that the sequence holds, oldest first, without scratch slots."""
         return [block_id for block_id in self.block_ids[self.first_held :] if block_id != ABSENT]
 
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A running sequence's hold on the memory: a table a group, with slots for `num_tokens` tokens.
+    """The blocks of a running sequence: a table a group, with slots for `num_tokens` tokens.
 
-    Only the first `num_final_tokens` of them are sure to stay, and can be found by others. Only the manager changes it.
+    The first `num_final_tokens` of them cannot be rewound, so their blocks are cached. Only the manager changes it.
     """
 
     tables: tuple[BlockTable, ...]

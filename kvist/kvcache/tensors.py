@@ -1,4 +1,4 @@
-"""The tensors behind the block ids: a slot of a pool holds one block of every layer of its group, side by side."""
+"""The tensors that hold the blocks: a slot of a pool has one block of every layer of its group, side by side."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ TORCH_DTYPES = {
 
 
 class KvTensors:
-    """Every group's pool, and a layer's pages in it under either numbering.
+    """Every group's pool, and the pages of each layer in it, numbered by slot or by page.
 
-    Zeroed: what a kernel reads and then masks must not be NaN. Raises RuntimeError when the device lacks the memory.
-    `allocate` gives so many zeroed bytes, a contiguous uint8 tensor on the device, for pools that others shall reach.
+    Zeroed, because what a kernel reads and then masks must not be NaN. Raises RuntimeError if the device lacks the
+    memory. `allocate`, for pools that other processes can reach, returns a contiguous uint8 tensor of zeros with the
+    given number of bytes.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class KvTensors:
             size_bytes = math.prod(shape) * dtype.itemsize
             try:
                 memory = allocate(size_bytes) if allocate else torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-            except RuntimeError as error:  # torch's is about its allocator, in as many words as it has
+            except RuntimeError as error:  # torch's own message describes its allocator at length
                 raise RuntimeError(f"group {group.group_id}: {device} has not {size_bytes >> 20} MiB left") from error
             self.pools.append(memory.view(dtype).view(shape))
         self._places = plan.places

@@ -98,7 +98,7 @@ class Worker:
         ends: Any = self
         self.pools = self.loaded.tensors.pools
         places = tuple(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)) for pool in self.pools)
-        hello = make_hello("m", B, group_shapes(self.loaded.plan), places, ends)
+        hello = make_hello("m", B, group_shapes(self.loaded.whole_plan), places, ends)
         self.name = hello.worker
         bounce = None
         if has_bounce:

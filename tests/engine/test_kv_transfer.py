@@ -109,7 +109,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
             copier = TorchCopier(loaded.tensors.pools)
             bounce = Bounce(agent, copier, lambda: torch.from_numpy(agent.allocate(1 << 20)))
             bounce.max_fragment_bytes = 1 << 40
-        hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent)
+        hello = make_hello(model, config.block_size, group_shapes(loaded.whole_plan), tuple(pools), agent)
         engine = AsyncEngine(loaded.core, max_num_open=40)
 
         def report(report: Report) -> None:

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvist.engine.logits import Constraint
-from kvist.engine.request import Request, TextStream
+from kvist.engine.request import Constraint, Request, TextStream
 from kvist.engine.sampler import sample
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams

@@ -24,7 +24,7 @@ def feed(pieces: list[str], stops: tuple[str, ...], is_stop_included: bool = Fal
     released = []
     for i in range(len(pieces)):
         released.append(stream.step(i))
-        if stream.is_stopped:
+        if stream.stopped_by is not None:
             break
     return [*released, stream.finish()]
 
@@ -52,9 +52,9 @@ def test_without_a_detokenizer_there_is_no_text() -> None:
 def test_text_before_the_minimum_cannot_stop() -> None:
     stream = TextStream(Pieces(["a stop", "stop"]), ("stop",))
     assert stream.step(0, can_stop=False) == "a stop"
-    assert not stream.is_stopped
+    assert stream.stopped_by is None
     assert stream.step(1) == ""
-    assert stream.is_stopped
+    assert stream.stopped_by is not None
 
 
 @given(

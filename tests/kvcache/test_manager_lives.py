@@ -360,7 +360,7 @@ class Life:
         free = [each for each in self.running if each.num_computed <= each.num_prompt and each not in keeping]
         if free:
             source = self.random.choice(free)
-            blocks = self.manager.keep_nothing(source.chain, source.num_prompt)
+            blocks = self.manager.open_empty(source.chain, source.num_prompt)
             self.kept.append(Kept(blocks, source, source.prefix_ids[: source.num_prompt]))
 
     def keep_more(self) -> None:
@@ -371,7 +371,7 @@ class Life:
             source = sequence.blocks
             is_whole = source.num_final_tokens >= sequence.num_prompt
             num_blocks = -(-sequence.num_prompt // B) if is_whole else source.num_final_tokens // B
-            self.manager.keep(kept.blocks, source, num_blocks)
+            self.manager.share(kept.blocks, source, num_blocks)
             self.reached["keep"] += 1
             self.reached["keep whole"] += is_whole
             for table in kept.blocks.tables:

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, as transformers reads it, and what of the model is one rank's."""
+"""Reads a checkpoint's config.json with transformers, and splits the model between ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM",
 )
-"""Those that tests hold equal to transformers' own attention."""
+"""The architectures that tests compare with transformers' own attention."""
 
 _TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -45,24 +45,24 @@ _TEXT_PARTS = {
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
 }
-"""Models that take images or sound too: of these, what reads and writes text."""
+"""The text parts of models that also take images or sound."""
 
-_PARTLY_TURNED = ("glm4", "phi3")
-"""Models that turn a part of each head where `partial_rotary_factor` says so."""
+_PARTLY_ROTATED = ("glm4", "phi3")
+"""Models that rotate only the `partial_rotary_factor` of each head."""
 _UNDIVIDED = {
     "Gemma3nForCausalLM": "whose MLP compares all its gates",
     "Glm4ForCausalLM": "whose MLP has gates and inputs in one weight",
     "Olmo2ForCausalLM": "which norms all heads together",
     "Phi3ForCausalLM": "whose weights hold several projections each",
 }
-"""Architectures that are not split over ranks, and why."""
+"""Architectures that cannot be split over ranks, and why."""
 _SLIDING, _WHOLE = "sliding_attention", "full_attention"
 _ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What a layer keeps; `kv_source` is the layer whose keys and values it reads, having none of its own."""
+    """The size of a layer's cache; with a `kv_source` it has none of its own, and reads that layer's."""
 
     window: KnownWindow
     num_kv_heads: int
@@ -72,9 +72,9 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder that transformers has: its text part, if the checkpoint has more, to see or hear with.
+    """The configuration of a transformers decoder; of a multimodal checkpoint (`is_text_part`), its text part.
 
-    `num_ranks`: over how many processes the heads and MLPs are split, of which `text` is one's (`rank_config`).
+    If the model is split over `num_ranks` processes, `text` is the part of one of them (`rank_config`).
     """
 
     architecture: str
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @property
     def max_position(self) -> int:
-        """Return how long a sequence can be, as vLLM takes it: some ropes stretch the length that is said."""
+        """Return the longest sequence by vLLM's rules: some ropes extend `max_position_embeddings`."""
         length: int = self.text.max_position_embeddings
         rope = self.text.rope_parameters or {}
         kind, factor = rope.get("rope_type"), rope.get("factor") or 1
@@ -102,8 +102,8 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        is_said = getattr(self.text, "enable_moe_block", True)  # only of Gemma 4
-        return is_said and any(getattr(self.text, name, None) for name in ("num_experts", "num_local_experts"))
+        is_enabled = getattr(self.text, "enable_moe_block", True)  # a field of Gemma 4 alone
+        return is_enabled and any(getattr(self.text, name, None) for name in ("num_experts", "num_local_experts"))
 
     def layer_kv(self, dtype: KvDtype) -> list[LayerKv | SharedKv]:
         return [
@@ -115,7 +115,7 @@ class ModelConfig:
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Return the configuration of a model, or of its text part; raises InvalidValueError that names the field."""
+    """Return the configuration of a model or its text part; raises InvalidValueError that names the field."""
     raw = read_json_object(model_dir / "config.json")
     named = str((raw.get("architectures") or [None])[0])
     architecture, is_text_part = _TEXT_PARTS.get(named, named), named in _TEXT_PARTS
@@ -131,26 +131,26 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     if is_text_part:
         raw = _text_part(raw)
     kind = getattr(transformers, architecture).config_class
-    text = _made(kind, raw)
+    text = _build_config(kind, raw)
     _check_text(text)
-    return ModelConfig(architecture, text, _layers(text), _eos(raw) | _eos(extra), is_text_part, quantization)
+    eos_token_ids = _eos_token_ids(raw) | _eos_token_ids(extra)
+    return ModelConfig(architecture, text, _layers(text), eos_token_ids, is_text_part, quantization)
 
 
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return one rank's model, the same for each: its share of heads, of the MLPs' inner width and of the vocabulary.
+    """Return the configuration of one rank's model, which is the same for every rank.
 
-    It is a smaller model, whose attention and MLP outputs, embedded tokens and logits are summed over the ranks
-    (Megatron-LM, arXiv:1909.08053, section 3), one all-reduce each. All else, such as a vocabulary of a size that
-    ranks do not divide, is whole on each.
-
-    Ranks that are more than the KV heads share them: each keeps a copy of the one that its query heads read. Raises
-    InvalidValueError for a model that cannot be split so.
+    It is a smaller model, with the rank's share of heads, of the MLPs' inner width and of the vocabulary. Attention and
+    MLP outputs, embedded tokens and logits are summed over the ranks, one all-reduce each (Megatron-LM,
+    arXiv:1909.08053, section 3). Every rank has all of the rest, also of a vocabulary that the ranks do not divide. If
+    there are more ranks than KV heads, each has a copy of the head that its query heads read. Raises InvalidValueError
+    for a model that cannot be split like that.
     """
     if num_ranks == 1:
         return config
     fields = config.text.to_dict()
     _check_split(config, fields, num_ranks)
-    if fields.get("head_dim") is None:  # else it would be the hidden size by the rank's number of heads
+    if fields.get("head_dim") is None:  # transformers would divide the hidden size by the rank's number of heads
         fields["head_dim"] = config.layers[0].head_dim
     fields["num_attention_heads"] //= num_ranks
     if fields["vocab_size"] % num_ranks == 0:
@@ -160,17 +160,17 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         for name, least in (("num_key_value_heads", 1), ("intermediate_size", 0)):
             if name in sizes:
                 sizes[name] = max(least, sizes[name] // num_ranks)
-    text = _made(type(config.text), fields)
+    text = _build_config(type(config.text), fields)
     return replace(config, text=text, layers=_layers(text), num_ranks=num_ranks)
 
 
 def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple[slice, ...]:
-    """Return where a rank's part of a weight lies in the whole one; ranks that are more than the parts share them."""
+    """Return the slices of a whole weight that are a rank's part; if there are more ranks than parts, they share."""
     starts = (shard.rank * (all_ // one) // shard.num_ranks * one for all_, one in zip(whole, part, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 
 
-def _made(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTrainedConfig:
+def _build_config(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTrainedConfig:
     try:
         return kind.from_dict(fields)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
@@ -179,7 +179,7 @@ def _made(kind: type[PreTrainedConfig], fields: dict[str, Any]) -> PreTrainedCon
 
 
 def _layers(text: PreTrainedConfig) -> tuple[LayerConfig, ...]:
-    """Return what each layer keeps; raises InvalidValueError for what cannot be kept, or read by the kernels."""
+    """Return the cache of each layer; raises InvalidValueError for one that the engine or the kernels cannot use."""
     layers: list[LayerConfig] = []
     owners: dict[str, int] = {}
     num_layers, num_heads = text.num_hidden_layers, text.num_attention_heads
@@ -209,7 +209,7 @@ def _layers(text: PreTrainedConfig) -> tuple[LayerConfig, ...]:
 
 
 def _check_text(text: PreTrainedConfig) -> None:
-    """Raise InvalidValueError for what transformers would compute, and the paged model would not, or not alike."""
+    """Raise InvalidValueError for a field with which the paged model would differ from transformers' model."""
     if text.model_type == "mistral" and getattr(text, "layer_types", None):
         raise InvalidValueError("layer_types", text.layer_types, "none: sliding_window holds for every layer")
     looks_ahead = getattr(text, "use_bidirectional_attention", None)
@@ -222,7 +222,7 @@ def _check_text(text: PreTrainedConfig) -> None:
             raise InvalidValueError("rope_type", kind, f"one of {list(_ROPE_TYPES)}")
         if not isinstance(factor := rope.get("factor") or 1, int | float) or not 1 <= factor <= 1e6:
             raise InvalidValueError("factor", factor, "a number from 1 to 1e6, by which a rope is stretched")
-        if share != 1.0 and kind != "proportional" and text.model_type not in _PARTLY_TURNED:
+        if share != 1.0 and kind != "proportional" and text.model_type not in _PARTLY_ROTATED:
             raise InvalidValueError("partial_rotary_factor", share, "1.0, or rope_type proportional")
     num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     for name in ("num_experts_per_tok", "top_k_experts"):
@@ -238,7 +238,7 @@ def _check_text(text: PreTrainedConfig) -> None:
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the text part; what the whole model says of its weights and its vocabulary holds for it."""
+    """Return the fields of the text part, with those of the whole model on weights and vocabulary."""
     if not isinstance(raw.get("text_config"), dict):
         raise InvalidValueError("config.json: text_config", raw.get("text_config"), "an object")
     whole = {
@@ -247,7 +247,7 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
     return raw["text_config"] | whole
 
 
-def _eos(raw: dict[str, Any]) -> frozenset[int]:
+def _eos_token_ids(raw: dict[str, Any]) -> frozenset[int]:
     given = raw.get("eos_token_id")
     try:
         eos: list[int] = msgspec.convert([given] if isinstance(given, int) else given or [], list[int])

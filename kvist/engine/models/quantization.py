@@ -1,4 +1,4 @@
-"""Quantised weights as floating-point numbers again, in which the engine computes: they save disk space, not memory."""
+"""Dequantises weights to floating-point numbers when they are loaded: quantised ones save disk space, not memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _READABLE: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2")},
     "mxfp4": {},
 }
-"""By quant_method: what its fields may say, the first of which is the default."""
+"""By quant_method: the values that its fields may have, the default first."""
 _PARTS = {
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
     *("qweight", "qzeros", "scales", "g_idx"),
 }
-"""What a linear layer stores for its weight, or beside it."""
+"""The tensors that a linear layer stores for its weight, or beside it."""
 _OF_ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where AutoAWQ's packing has each of eight neighbours (`packing_utils.py`)."""
+"""The order in which AutoAWQ packs eight neighbours (`packing_utils.py`)."""
 
 
 class _Weights(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 class _Sizes(msgspec.Struct, frozen=True):
-    """What a `quantization_config` says of sizes; numbers of other widths would not fill what they are packed in."""
+    """The sizes in a `quantization_config`; numbers of other widths would not fill the integers they are packed in."""
 
     weight_block_size: tuple[int, int] | None = None
     config_groups: dict[str, _Group] | None = None
@@ -64,7 +64,10 @@ def check_quantization(quantization: Any) -> None:
 
 
 def split_name(stored: str) -> tuple[str, str] | None:
-    """Return which weight a tensor is a part of, and as what: `weight` may be all; None for scales of activations."""
+    """Return the weight that a stored tensor belongs to, and which part it is; None for scales of activations.
+
+    The part `weight` may be the whole weight.
+    """
     module, _, last = stored.rpartition(".")
     if last in _OF_ACTIVATIONS:
         return None
@@ -77,9 +80,9 @@ def split_name(stored: str) -> tuple[str, str] | None:
 
 
 def dequantize(name: str, parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
-    """Return a weight from its parts: of MXFP4 in bfloat16, which holds it exactly, of others in float32.
+    """Return a weight from its parts, in float32; from MXFP4 in bfloat16, which is exact.
 
-    Raises InvalidValueError when parts are missing or do not fit one another.
+    Raises InvalidValueError if parts are missing or do not fit each other.
     """
     try:
         if "blocks" in parts:
@@ -102,7 +105,10 @@ def _block_size(quantization: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _scale(parts: Parts, block_size: Sequence[int] | None) -> torch.Tensor:
-    """Return eight-bit numbers by the scale of the tensor, of each row, or of each block, of which the last are cut."""
+    """Multiply eight-bit numbers by their scales: one for the tensor, for each row, or for each block.
+
+    Blocks at the ends may be incomplete.
+    """
     weight = parts["weight"].float()
     scales = parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"].float()
     scales = scales.reshape(scales.shape[0] if scales.dim() else 1, -1)
@@ -140,12 +146,12 @@ def _unpack_gptq(parts: Parts, quantization: dict[str, Any]) -> torch.Tensor:
     bits = quantization.get("bits", 4)
     zeros = _unpack(parts["qzeros"], bits)
     if quantization.get("checkpoint_format", "gptq") == "gptq":
-        zeros += 1  # of old it is stored less by one
+        zeros += 1  # the first version of the format stores them less one
     return _scale_groups(_unpack(parts["qweight"].T, bits), zeros.T, parts["scales"].T.float(), parts.get("g_idx"))
 
 
 def _unpack(packed: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """Return the numbers in int32s, `[rows, columns]` from `[rows, columns / (32 / bits)]`, the lowest bits first."""
+    """Unpack int32s, `[rows, columns / (32 / bits)]`, to numbers, `[rows, columns]`, the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     if order is not None:
         shifts = shifts[order]
@@ -155,7 +161,7 @@ def _unpack(packed: torch.Tensor, bits: int, order: Sequence[int] | None = None)
 def _scale_groups(
     numbers: torch.Tensor, zeros: torch.Tensor | int, scales: torch.Tensor, group_idx: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a weight from its numbers, `[num_outputs, num_inputs]`, and zeros and scales of each group of inputs."""
+    """Return a weight from numbers `[num_outputs, num_inputs]`, and the zeros and scales of each group of inputs."""
     if group_idx is None:
         num_inputs = numbers.shape[1]
         group_idx = torch.arange(num_inputs, device=numbers.device) // (num_inputs // scales.shape[1])

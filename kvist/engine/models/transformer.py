@@ -1,4 +1,4 @@
-"""A model of transformers whose attention is over pages: a step of many sequences is one row of tokens to it."""
+"""A transformers model with paged attention; it sees a step of many sequences as one row of tokens."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _ATTENTION = "kvist_paged"
 
 
 class CausalLM(nn.Module):
-    """Logits for the next token of every sequence.
+    """Computes the logits for the next token of every sequence.
 
-    Made on torch's default device with uninitialised parameters: `weights.load_model` fills them, and `kv_scales`, by
-    which a layer's keys and values are divided in a cache of eight bits (none: 1).
+    Parameters are on torch's default device and uninitialised: `weights.load_model` fills them, and `kv_scales`, by
+    which a layer's keys and values are divided if the cache has eight bits; layers without scales have 1.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> None:
-        """Raise InvalidValueError for sizes that are no model's."""
+        """Raise InvalidValueError for sizes that no model can have."""
         super().__init__()
         self.config = config
         self.kv_scales: dict[int, tuple[float, float]] = {}
         windows = (effective_window(layer.window, max_model_len) for layer in config.layers)
-        self.kernel_windows = [None if window is FULL else window for window in windows]  # where any can be outgrown
+        self.kernel_windows = [None if window is FULL else window for window in windows]
         kind = getattr(transformers, config.architecture)
         try:
             with no_init_weights():
@@ -51,7 +51,7 @@ class CausalLM(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`; fills the step's cache slots."""
+        """Fill the step's cache slots, and return the logits of its `logit_rows`, float32 `[num_rows, vocab_size]`."""
         ids, positions = batch.input_ids[None], batch.positions[None]
         step = {"model": self, "batch": batch}
         output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
@@ -60,10 +60,10 @@ class CausalLM(nn.Module):
 
 
 def _fix_rope_frequencies(decoder: nn.Module, max_model_len: int) -> None:
-    """Give ropes that depend on a sequence's length one length for all: cached keys cannot be turned again.
+    """Let ropes that depend on a sequence's length use one length for all: cached keys cannot be rotated again.
 
-    LongRoPE is long if any sequence may be, dynamic NTK is for the whole stretched length, as in vLLM's
-    `phi3_long_rope_scaled_rope.py` and `dynamic_ntk_scaling_rope.py`.
+    LongRoPE takes `max_model_len`, dynamic NTK the whole extended length, as vLLM's `phi3_long_rope_scaled_rope.py` and
+    `dynamic_ntk_scaling_rope.py` do.
     """
     module: Any
     for module in decoder.modules():
@@ -76,7 +76,7 @@ def _fix_rope_frequencies(decoder: nn.Module, max_model_len: int) -> None:
                 rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
                 length = int(config.max_position_embeddings * rope["factor"])
             frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=layer_type)
-            # with another type transformers would choose anew at each step
+            # of any other type, transformers would compute the frequencies anew at each step
             if layer_type is None:
                 module.inv_freq, module.rope_type = frequencies, "default"
             else:
@@ -85,14 +85,14 @@ def _fix_rope_frequencies(decoder: nn.Module, max_model_len: int) -> None:
 
 
 class FusedRMSNorm(nn.Module):
-    """A norm as one operation, where transformers has eight, rounded once. `fuse_norms` makes them."""
+    """A norm as one operation, rounded once, where transformers has eight. `fuse_norms` makes them."""
 
     scale: torch.Tensor
     eps: float
     loops: ModuleType | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like `x`, whose last dimension is normed."""
+        """Return `x` normed over its last dimension."""
         if self.loops is None:
             return functional.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).type_as(x)
         normed: torch.Tensor = self.loops.rms_norm(x, self.scale, self.eps)
@@ -100,19 +100,19 @@ class FusedRMSNorm(nn.Module):
 
 
 def fuse_norms(decoder: nn.Module) -> None:
-    """Have the norms of a decoder, whose weights are in place, computed as one operation each."""
+    """Replace the norms of a decoder, after its weights are loaded, by fused ones."""
     module: Any
     for module in decoder.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm") and hasattr(module, "weight"):
-            module.scale = module.weight.float() + (name in ("Gemma2RMSNorm", "Gemma3RMSNorm"))  # they keep 1 less
+            module.scale = module.weight.float() + (name in ("Gemma2RMSNorm", "Gemma3RMSNorm"))  # these store 1 less
             module.eps = getattr(module, "eps", None) or module.variance_epsilon
             module.loops = loops_for(module.scale)
             module.__class__ = FusedRMSNorm
 
 
 class RowParallelLinear(nn.Linear):
-    """A projection whose inputs are split over the ranks: each gets the sum of all, and the bias once."""
+    """A projection whose inputs are split over the ranks; its output is the sum of all ranks' and, once, the bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., out_features]`, the same on every rank."""
@@ -122,9 +122,9 @@ class RowParallelLinear(nn.Linear):
 
 
 def split_vocabulary(decoder: Any, rank: int, vocab_size: int) -> None:
-    """Have a token looked up, and its logit computed, by the rank that has its row; all get the sum of what all give.
+    """Split a decoder's embedding and head, which have this rank's rows of the vocabulary, over the ranks.
 
-    The decoder's embedding and head have this rank's rows of the vocabulary.
+    Each rank looks up the tokens, and computes the logits, of its own rows; an all-reduce adds those of other ranks.
     """
     embedding, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
     own_rows, own_logits, size = embedding.forward, head.forward, embedding.num_embeddings
@@ -158,9 +158,10 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return `[1, num_tokens, num_heads, head_dim]`, as transformers asks a layer's attention: its heads come first.
+    """Compute a layer's attention for transformers, after storing the step's keys and values in the layer's pages.
 
-    Stores the step's keys and values in the layer's pages first, if it has any of its own.
+    The inputs are `[1, num_heads, num_tokens, head_dim]`, the result `[1, num_tokens, num_heads, head_dim]`. A layer
+    without a cache of its own stores nothing.
     """
     pages = batch.layers[module.layer_idx]
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))

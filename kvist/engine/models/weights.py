@@ -1,4 +1,4 @@
-"""Weights from safetensors: one file, or shards with an index."""
+"""Loads weights from safetensors: one file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from kvist.errors import InvalidValueError
 from kvist.settings import read_json_object
 from kvist.transfer.heads import WHOLE, Part
 
-Stored: TypeAlias = dict[str, tuple[Any, str]]  # the parts of a weight: in which file, under which name
+Location: TypeAlias = tuple[str, Any, str]  # a tensor's name in the text part, its file, and its name in the file
+Stored: TypeAlias = dict[str, tuple[Any, str]]  # the parts of a weight: each one's file and its name in the file
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 _SHARABLE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 _KV_SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
-_NUM_NAMED = 5  # of the offending weights, in an error
+_NUM_NAMED = 5  # weights that an error names
 
 
 def load_model(
@@ -39,17 +40,20 @@ def load_model(
 ) -> CausalLM:
     """Return the model with every parameter filled from the checkpoint, in `dtype`.
 
-    With a shard it is one rank's model, `config` being the whole one's, and no more of the weights is read. Raises
-    InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
+    `config` is that of the whole model; with a `shard`, the result is one rank's model, and only its part of the
+    weights is read. Raises InvalidValueError if weights are missing or unknown, or a shape or dtype is wrong.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(_opened(path)) for path in weight_files(model_dir)]
-        stored = _stored_parts(files, config)
+        locations = [
+            (ours, file, theirs) for file in files for ours, theirs in _text_names(file.keys(), config).items()
+        ]
+        stored = _stored_parts(locations, config)
         with device:
             model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
         wholes = targets if shard is None else _whole_targets(config, stored)
-        model.kv_scales = _kv_scales(files, config)
+        model.kv_scales = _kv_scales(locations)
         missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
         for name in targets.keys() - missing:
             _fill(name, targets[name], list(wholes[name].shape), stored[name], config, shard)
@@ -67,39 +71,37 @@ def load_model(
 
 
 def _transpose(model: CausalLM) -> None:
-    """Keep the columns of projections together: 12 % less time a step of 32 tokens, 1 % of one (MKL, 2026-11).
+    """Store projections column by column: a step of 32 tokens takes 12 % less time, of one 1 % (MKL, 2026-11).
 
-    The head's rows may be those of the embedding, which are looked up.
+    Not the head, whose rows may be the embedding's, which are looked up.
     """
     for name, module in model.decoder.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             module.weight.data = module.weight.t().contiguous().t()
 
 
-def _stored_parts(files: Iterable[Any], config: ModelConfig) -> dict[str, Stored]:
+def _stored_parts(locations: Iterable[Location], config: ModelConfig) -> dict[str, Stored]:
     parts: dict[str, Stored] = {}
-    for file in files:
-        for ours, theirs in _text_names(file.keys(), config).items():
-            split = (ours, "weight") if config.quantization is None else split_name(ours)
-            if split is not None:
-                parts.setdefault(split[0], {})[split[1]] = (file, theirs)
+    for ours, file, theirs in locations:
+        split = (ours, "weight") if config.quantization is None else split_name(ours)
+        if split is not None:
+            parts.setdefault(split[0], {})[split[1]] = (file, theirs)
     return parts
 
 
-def _kv_scales(files: Iterable[Any], config: ModelConfig) -> dict[int, tuple[float, float]]:
-    """Return the scales of keys and values of each layer that has any: of several the largest, 1 for none."""
+def _kv_scales(locations: Iterable[Location]) -> dict[int, tuple[float, float]]:
+    """Return the scales of keys and values by layer, for layers that have any: the largest of several, 1 for none."""
     found: dict[tuple[int, str], float] = {}
-    for file in files:
-        for ours, theirs in _text_names(file.keys(), config).items():
-            if (match := _KV_SCALE.fullmatch(ours)) and (scale := float(file.get_tensor(theirs).max())) > 0:
-                found[int(match[1]), match[2]] = scale
+    for ours, file, theirs in locations:
+        if (match := _KV_SCALE.fullmatch(ours)) and (scale := float(file.get_tensor(theirs).max())) > 0:
+            found[int(match[1]), match[2]] = scale
     return {layer: (found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer, _ in found}
 
 
 def _fill(
     name: str, target: torch.Tensor, shape: list[int], stored: Stored, config: ModelConfig, shard: Part | None
 ) -> None:
-    """Copy a stored weight, or a rank's part of it, into its place; `shape` is that of the whole."""
+    """Copy a stored weight, or a rank's part of it, into `target`; `shape` is that of the whole weight."""
     [(file, theirs), *others] = stored.values()
     whole: Any
     if others:
@@ -118,7 +120,7 @@ def _fill(
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint; raises InvalidValueError when one is not there."""
+    """Return the safetensors files of a checkpoint; raises InvalidValueError if one is missing."""
     if (model_dir / _INDEX).is_file():
         weight_map = read_json_object(model_dir / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -133,7 +135,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return where each weight goes, by the layout that `stored` has: experts may be one tensor, or one each."""
+    """Return the model's tensor for each stored weight; the experts of a layer are stored as one tensor or several."""
     targets: dict[str, torch.Tensor] = {}
     for name, weight in model.decoder.state_dict().items():
         prefix, _, kind = name.rpartition(".")
@@ -149,13 +151,13 @@ def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, to
 
 
 def _whole_targets(config: ModelConfig, stored: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the weights of the whole model, without memory: for their shapes."""
+    """Return the weights of the whole model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return checkpoint_targets(CausalLM(config, 1, torch.float32), stored)
 
 
 def _text_names(stored: Iterable[str], config: ModelConfig) -> dict[str, str]:
-    """Return the stored names by those of a model of text alone; weights that have nothing to do with text are out."""
+    """Return the stored names by their names in the text part, without the weights of other parts."""
     if not config.is_text_part:
         return {name: name for name in stored}
     prefixes = _TEXT_PREFIXES.items()
@@ -177,7 +179,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Return whether some exporters store this although the configuration implies it or leaves it without a use."""
+    """Return whether this is a weight without use that some exporters store nevertheless."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.text.tie_word_embeddings):
         return True
     if (config.quantization or {}).get("quant_method") == "gptq" and name.endswith(".bias"):

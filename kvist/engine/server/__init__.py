@@ -1,6 +1,6 @@
-"""The engine over HTTP, as OpenAI clients and vLLM's operators expect it.
+"""The engine over HTTP, compatible with OpenAI's clients and vLLM's endpoints.
 
-`app` has the routes and metrics. `intake` turns a body into sequences to generate: `fields` has what cannot be asked,
-`structured`, `structural_tags` and `tools` the grammars that an output follows. `answers` turns outputs into a response
-or a stream of server-sent events, `messages` and `responses` into those of the APIs that have other words for it.
+`app` has the routes and metrics. `intake` turns a body into sequences to generate: `fields` has the fields that are
+refused, `structured`, `structural_tags` and `tools` the grammars that an output follows. `answers` turns outputs into a
+response or a stream of server-sent events, `other_apis` into those of Anthropic's messages and OpenAI's responses.
 """

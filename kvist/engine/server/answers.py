@@ -1,10 +1,10 @@
-"""From the engine's outputs to response bodies, as OpenAI spells them, whole or as server-sent events."""
+"""Turns the engine's outputs into response bodies in OpenAI's format, whole or as server-sent events."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -23,7 +23,7 @@ Body: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every body of one answer repeats, and where the blocks of a prompt that goes on elsewhere can be fetched."""
+    """Fields that every body of one answer repeats, and the endpoints at which other workers fetch its blocks."""
 
     id: str
     created: int
@@ -31,16 +31,16 @@ class Heading:
     kv_transfer_endpoints: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Shape(ABC):
-    """How one endpoint spells an answer."""
+    """The format of one endpoint's answers."""
 
     is_ended_by_done = True
 
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
-        self._heading = heading
-        self._tokenizer = tokenizer
-        self._job = job
-        self._readers: dict[int, Reader] = {}
+    _heading: Heading
+    _tokenizer: ChatTokenizer
+    _job: Job
+    _readers: dict[int, Reader] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
@@ -48,10 +48,10 @@ class Shape(ABC):
 
     @abstractmethod
     def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
-        """Yield what an output adds to a stream."""
+        """Yield the bodies of events that an output adds to a stream."""
 
     def last_events(self, counter: UsageCounter) -> Iterator[Body]:  # noqa: ARG002
-        """Yield what ends a stream before its last line."""
+        """Yield the bodies of events at the end of a stream."""
         yield from ()
 
     def encode(self, body: Body) -> bytes:
@@ -59,36 +59,35 @@ class Shape(ABC):
         return encode_event(body)
 
     def _read(self, index: int, output: RequestOutput) -> Reading:
-        """Return what an output adds to a choice."""
+        """Return the text, calls and reasoning that an output adds to a choice."""
         if self._job.tools is None:
             return Reading(output.text)
         return self._readers.setdefault(index, make_reader(self._job.tools)).feed(output.text, output.is_last)
 
     def _reason(self, index: int, output: RequestOutput) -> str | None:
-        """Return why a choice ended, of its own accord to have tools called."""
+        """Return why a choice ended; `tool_calls` if the model chose to call tools."""
         has_called = index in self._readers and self._readers[index].has_called
         return "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
 
 
+@dataclass(eq=False)
 class ChoicesShape(Shape):
-    """An answer of any number of choices, of one kind whole and of another in pieces."""
+    """An answer with any number of choices, in OpenAI's formats of chats and text completions."""
 
     kind = kind_of_chunk = "text_completion"
 
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
-        super().__init__(heading, tokenizer, job)
-        self._opened: set[int] = set()
+    _opened: set[int] = field(default_factory=set, init=False)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
-        """Return the body for all choices, with what another worker needs to go on, if the blocks are kept for one."""
+        """Return the body for all choices, and the parameters by which another worker fetches the blocks, if any."""
         body = self._body(self.kind, [self._choice(*each) for each in enumerate(outputs)], usage)
-        return body | self._remote(outputs[0])
+        return body | self._transfer_params(outputs[0])
 
     def events(self, index: int, output: RequestOutput, counter: UsageCounter) -> Iterator[Body]:
         if index not in self._opened:
             self._opened.add(index)
             if output.remote_request_id is not None:
-                yield self._body(self.kind_of_chunk, []) | self._remote(output)
+                yield self._body(self.kind_of_chunk, []) | self._transfer_params(output)
             yield from self._opening(index)
         if output.text or output.logprobs or output.is_last or any(self._token_ids(output).values()):
             usage = counter.usage() if self._job.stream_options.continuous_usage_stats else None
@@ -98,8 +97,8 @@ class ChoicesShape(Shape):
         if self._job.stream_options.include_usage:
             yield self._body(self.kind_of_chunk, [], counter.usage())
 
-    def _remote(self, output: RequestOutput) -> Body:
-        """Return where the blocks can be fetched of a prompt that goes on elsewhere."""
+    def _transfer_params(self, output: RequestOutput) -> Body:
+        """Return the parameters with which another worker fetches the prompt's blocks, if it is held for one."""
         if output.remote_request_id is None:
             return {}
         is_cached = isinstance(self._job.handoff, RemoteDecode) and self._job.handoff.max_cached_tokens is not None
@@ -108,21 +107,20 @@ class ChoicesShape(Shape):
         return {"kv_transfer_params": {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}}
 
     def _opening(self, index: int) -> Iterator[Body]:  # noqa: ARG002
-        """Yield what comes before a choice's first token."""
+        """Yield the bodies of events before a choice's first token."""
         yield from ()
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> Body:
-        """Return a choice as a whole answer has it."""
+        """Return a choice in the format of a whole answer."""
 
     def _prompt_logprobs(self, output: RequestOutput) -> Body:
-        """Return what an answer has of its prompt's log probabilities, as vLLM spells them, if they are asked for."""
+        """Return the prompt's log probabilities in vLLM's format, if the request asks for them."""
         if self._job.params.prompt_logprobs is None:
             return {}
-        spelt = [self._spelt_by_id(each) for each in output.prompt_logprobs]
-        return {"prompt_logprobs": [None, *spelt]}
+        return {"prompt_logprobs": [None, *map(self._logprobs_by_id, output.prompt_logprobs)]}
 
-    def _spelt_by_id(self, logprobs: TokenLogprobs) -> Body:
+    def _logprobs_by_id(self, logprobs: TokenLogprobs) -> Body:
         ranked = {entry.token_id: (entry.logprob, rank) for rank, entry in enumerate(logprobs.top, 1)}
         ranked.setdefault(logprobs.token.token_id, (logprobs.token.logprob, logprobs.rank))
         return {
@@ -131,17 +129,17 @@ class ChoicesShape(Shape):
         }
 
     def _token_text(self, token_id: int) -> str:
-        """Return how log probabilities call a token."""
+        """Return a token's name in log probabilities."""
         if self._job.options.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.text([token_id])
 
     def _token_ids(self, output: RequestOutput) -> Body:
-        """Return what a choice has of its tokens, if they are asked for."""
+        """Return the output's token ids, if the request asks for them."""
         return {"token_ids": output.token_ids} if self._job.options.return_token_ids else {}
 
     def _addition(self, index: int, output: RequestOutput) -> Body:
-        """Return what an output adds to a choice, as a chunk has it."""
+        """Return what an output adds to a choice, in the format of a chunk."""
         return self._choice(index, output)
 
     def _body(self, kind: str, choices: list[Body], usage: Body | None = None) -> Body:
@@ -185,17 +183,16 @@ class ChatShape(ChoicesShape):
         return {**reason, "logprobs": {"content": content} if content else None}
 
     def _entry(self, entry: LogprobEntry) -> Body:
-        spelt = list(self._tokenizer.token_bytes(entry.token_id))
-        return {"token": self._token_text(entry.token_id), "logprob": entry.logprob, "bytes": spelt}
+        token_bytes = list(self._tokenizer.token_bytes(entry.token_id))
+        return {"token": self._token_text(entry.token_id), "logprob": entry.logprob, "bytes": token_bytes}
 
 
+@dataclass(eq=False)
 class CompletionShape(ChoicesShape):
     """Answers of /v1/completions."""
 
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
-        super().__init__(heading, tokenizer, job)
-        self._offsets: dict[int, int] = {}
-        self._echoed: set[int] = set()
+    _offsets: dict[int, int] = field(default_factory=dict, init=False)
+    _echoed: set[int] = field(default_factory=set, init=False)
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
         text, logprobs, first = output.text, output.logprobs, None
@@ -216,7 +213,7 @@ class CompletionShape(ChoicesShape):
         }
 
     def _logprobs(self, index: int, first: int | None, logprobs: tuple[TokenLogprobs, ...]) -> Body:
-        """Return log probabilities in four parallel lists; the `first` token of a prompt has none."""
+        """Return log probabilities in four parallel lists, null for the `first` token of an echoed prompt."""
         text_of = self._token_text
         tokens = [text_of(each.token.token_id) for each in logprobs]
         tops: list[Body | None] = [
@@ -232,22 +229,8 @@ class CompletionShape(ChoicesShape):
         return {"tokens": tokens, "token_logprobs": sampled, "top_logprobs": tops, "text_offset": offsets}
 
 
-class TypedShape(Shape):
-    """An answer of one choice, whose stream is of events that have types, and a block of content open at a time."""
-
-    is_ended_by_done = False
-
-    def __init__(self, heading: Heading, tokenizer: ChatTokenizer, job: Job) -> None:
-        super().__init__(heading, tokenizer, job)
-        self._is_open = False
-        self._block: str | None = None
-
-    def encode(self, body: Body) -> bytes:
-        return b"event: %b\n%b" % (body["type"].encode(), encode_event(body))
-
-
 class UsageCounter:
-    """Counts a job's tokens: each prompt once, whatever its choices, and every choice's output."""
+    """Counts a job's tokens: each prompt once, however many choices it has, and the output of every choice."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -268,13 +251,13 @@ class UsageCounter:
 
 
 async def _outputs(generation: Generation, job: Job) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield the outputs of a job, without the token of one that wants its prompts alone."""
+    """Yield the outputs of a job; without the generated token if only the prompt was asked for."""
     async for index, output in generation.outputs():
         yield index, replace(output, token_ids=(), text="", logprobs=()) if job.is_output_dropped else output
 
 
 async def collect(generation: Generation, job: Job, shape: Shape) -> Body | RequestError:
-    """Return the whole answer once every choice is finished, or the refusal if the engine failed."""
+    """Return the whole answer once every choice is finished, or an error if the engine failed."""
     counter = UsageCounter(job)
     answers: dict[int, RequestOutput] = {}
     async for index, output in _outputs(generation, job):
@@ -286,10 +269,10 @@ async def collect(generation: Generation, job: Job, shape: Shape) -> Body | Requ
 
 
 async def stream_events(generation: Generation, job: Job, shape: Shape) -> AsyncIterator[bytes]:
-    """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest.
+    """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, the last event is the error.
 
-    Raises RequestError if there is nothing else. Nothing comes before the first token, for which routers take the first
-    byte, but what another worker needs to fetch the prompt.
+    Raises RequestError if the engine fails before the first event. Routers take the first byte for the first token:
+    only the parameters with which another worker fetches the prompt may come before that.
     """
     counter = UsageCounter(job)
     has_begun = False

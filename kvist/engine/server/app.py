@@ -34,8 +34,7 @@ from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, Engine
 from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Intake, Job, read_body
-from kvist.engine.server.messages import MessagesShape
-from kvist.engine.server.responses import ResponsesShape
+from kvist.engine.server.other_apis import MessagesShape, ResponsesShape
 from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.engine.server.structured import GrammarCompiler
 from kvist.errors import InvalidValueError, KvistError
@@ -45,13 +44,13 @@ from kvist.openai.tokenization import ChatTokenizer
 
 DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""What tells no more than how the worker fares."""
+"""Paths that need no API key: they reveal the worker's state alone."""
 ReadJob = Callable[[bytes], Awaitable[Job]]
 MakeShape = Callable[[Heading, ChatTokenizer, Job], Shape]
 
 
 class EngineCollector(Collector):
-    """Everything `EngineStatistics` counts, under names that begin with `kvist_engine_`."""
+    """Exports the counts of `EngineStatistics` as metrics, under names that begin with `kvist_engine_`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -104,7 +103,7 @@ def _blocks(state: str, text: str) -> GaugeMetricFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTransfers:
-    """How this worker takes part in transfers, at its ranks' `endpoints`; its role is what routers use it for."""
+    """What the server reports of KV transfers: the role that routers use this worker for, and its ranks' endpoints."""
 
     role: str
     endpoints: tuple[str, ...]
@@ -114,9 +113,9 @@ class ServedTransfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the server says about itself. The first name is the one in answers; requests may use any.
+    """What the server reports about itself. Answers have the first of the names; requests may use any.
 
-    `max_total_num_tokens` is what its prefix cache has room for; of whose numbers `kv_cache_dtype` names scales, too.
+    `max_total_num_tokens` is the capacity of the prefix cache; `kv_cache_dtype` also identifies the cache's scales.
     """
 
     names: tuple[str, ...]
@@ -140,12 +139,12 @@ def create_app(
     spans: WorkerSpans | None = None,
     api_key: str | None = None,
 ) -> ASGIApp:
-    """Return the application over a running engine; `collectors` add their metrics to /metrics, `spans` trace.
+    """Return the application over a running engine; `collectors` add metrics to /metrics, `spans` trace requests.
 
-    Where there is an `api_key`, all but `OPEN_PATHS` is for those who send it as a bearer token.
+    With an `api_key`, every path but `OPEN_PATHS` requires it as a bearer token.
     """
     registry = CollectorRegistry()
-    ProcessCollector(registry=registry)  # with the time of its start, by which a restart shows
+    ProcessCollector(registry=registry)  # with the process's start time, which shows restarts
     for collector in (EngineCollector(engine), *collectors):
         registry.register(collector)
     limits = engine.limits
@@ -171,7 +170,7 @@ def create_app(
             Route("/flush_cache", server.flush_cache, methods=["POST"]),
             Route("/kv_transfer/{remote_request_id}", server.withdraw, methods=["DELETE"]),
         ],
-        exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
+        exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _on_error),
     )
     if api_key is not None:
         app.add_middleware(_KeyCheck, key=api_key)
@@ -179,7 +178,7 @@ def create_app(
 
 
 class _KeyCheck:
-    """Refuses who does not send the key; the comparison takes as long however much of it is right."""
+    """Refuses requests without the key, which it compares in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -190,10 +189,8 @@ class _KeyCheck:
         if scope["path"] not in OPEN_PATHS:
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(sent, self._expected):
-                refusal = RequestError(
-                    401, "authorization: expected the bearer token of --api-key", code="invalid_api_key"
-                )
-                answer = _refused(refusal)
+                message = "authorization: expected the bearer token of --api-key"
+                answer = _error_response(RequestError(401, message, code="invalid_api_key"))
         await answer(scope, receive, send)
 
 
@@ -218,15 +215,15 @@ class _Server:
         answer_id = f"{prefix}-{job.options.request_id or uuid.uuid4().hex}"
         heading = Heading(answer_id, int(time.time()), self._model.names[0], endpoints)
         shape = make_shape(heading, tokenizer, job)
-        noting = self._timings.noting(span_of(request.scope), job, generation.times)
+        recording = self._timings.recording(span_of(request.scope), job, generation.times)
         if job.is_stream:
-            return _EventStream(generation, noting, stream_events(generation, job, shape))
-        with noting:
+            return _EventStream(generation, recording, stream_events(generation, job, shape))
+        with recording:
             async with generation, asyncio.TaskGroup() as group:
                 watcher = group.create_task(_cancel_on_disconnect(request, generation), name="watch for disconnect")
                 answer = await collect(generation, job, shape)
                 watcher.cancel()
-        if await request.is_disconnected():  # after the last output: what is held for who asked is in no use
+        if await request.is_disconnected():  # after the last output: nobody will fetch what is held
             for times in generation.times.values():
                 if times.remote_request_id is not None:
                     await self._engine.withdraw(times.remote_request_id)
@@ -235,11 +232,11 @@ class _Server:
         return _json(answer)
 
     async def tokenize(self, request: Request) -> Response:
-        """Answer as vLLM does, so that who renders a chat elsewhere can see whether that gives the same tokens."""
+        """Answer in vLLM's format: a router compares the tokens with its own of the same chat."""
         body = await read_body(request, self._max_body_bytes)
-        tokens, spelt = await self._intake.read_tokenize(body)
+        tokens, token_strs = await self._intake.read_tokenize(body)
         limit = self._model.max_model_len
-        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": spelt})
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
     async def detokenize(self, request: Request) -> Response:
         return _json({"prompt": self._intake.read_detokenize(await read_body(request, self._max_body_bytes))})
@@ -295,7 +292,7 @@ class _Server:
         )
 
     async def withdraw(self, request: Request) -> Response:
-        """Let a held prompt be fetched no more: whoever asked for it knows that nobody will come."""
+        """Release a prompt that is held for another worker: the client knows that nobody will fetch it."""
         remote_request_id = request.path_params["remote_request_id"]
         if not await self._engine.withdraw(remote_request_id):
             raise RequestError(404, f"remote_request_id: got {remote_request_id!r:.100}, expected a prompt held here")
@@ -307,53 +304,53 @@ class _Server:
 
 
 class _EventStream(StreamingResponse):
-    """A stream that drops its generation when it ends, also when the client left before the first event.
+    """A stream that ends its generation when it ends, also if the client disconnects before the first event.
 
-    It begins with that, so that what fails before has a status of its own.
+    The status is sent with the first event, so that an error before that has a status of its own.
     """
 
     def __init__(
-        self, generation: Generation, noting: AbstractContextManager[None], events: AsyncIterator[bytes]
+        self, generation: Generation, recording: AbstractContextManager[None], events: AsyncIterator[bytes]
     ) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._generation = generation
-        self._noting = noting
+        self._recording = recording
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._noting:
+        with self._recording:
             async with self._generation:
                 await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the first event once there is one, and all that follow."""
+        """Wait for the first event, then send the headers and all events."""
         events = aiter(self.body_iterator)
         first = await anext(events)
 
-        async def begun() -> AsyncIterator[bytes | memoryview | str]:
+        async def all_events() -> AsyncIterator[bytes | memoryview | str]:
             yield first
             async for event in events:
                 yield event
 
-        self.body_iterator = begun()
+        self.body_iterator = all_events()
         await super().stream_response(send)
 
 
 async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
-    """Drop the generation when the client leaves; the body has been read, so nothing else can come."""
+    """Cancel the generation when the client disconnects; the body was read before, so no other message can arrive."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     generation.cancel()
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
-    return _refused(_refusal(error))
+async def _on_error(_: Request, error: Exception) -> Response:
+    return _error_response(_as_request_error(error))
 
 
-def _refused(refusal: RequestError) -> Response:
-    return Response(error_body(refusal), refusal.status, media_type="application/json")
+def _error_response(error: RequestError) -> Response:
+    return Response(error_body(error), error.status, media_type="application/json")
 
 
-def _refusal(error: Exception) -> RequestError:
+def _as_request_error(error: Exception) -> RequestError:
     match error:
         case RequestError():
             return error

@@ -1,7 +1,6 @@
-"""What requests may not ask of this engine: nothing that would change an answer is ignored.
+"""The fields of vLLM 0.33's and OpenAI's requests that this engine refuses, because it cannot do what they ask.
 
-The names are those of vLLM 0.33's and OpenAI's requests that are read nowhere here. Unknown ones are left alone, as by
-vLLM.
+No known field that would change an answer is ignored; unknown fields are ignored, as by vLLM.
 """
 
 from __future__ import annotations
@@ -9,23 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import invalid_field
 from kvist.openai.requests import Fields
-
-LABELS = frozenset(
-    {
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "store",
-        "user",
-    }
-)
-"""What changes no answer, whoever gives it."""
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -59,8 +43,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "watermarking": (),
     "web_search_options": (),
 }
-"""What this engine cannot do, and by which values, beside null, it is not asked for."""
-
+"""Fields of any request, and the values that, like null, ask for nothing."""
 
 REFUSED_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -74,13 +57,12 @@ REFUSED_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""The same of responses alone."""
+"""The same for requests to /v1/responses alone."""
 
 
 def check_fields(fields: Fields, refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
-    """Raise RequestError (400) that names the first field which asks for what cannot be done."""
+    """Raise RequestError (400) that names the first field that asks for something this engine cannot do."""
     for name, neutral in refused.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            message = f"{name}: got {value!r:.100}, expected it left out: this engine cannot do it"
-            raise RequestError(400, message, param=name)
+            raise invalid_field(name, f"got {value!r:.100}, expected it left out: this engine cannot do it")

@@ -1,11 +1,11 @@
-"""From a request's body to what the engine shall generate."""
+"""Reads request bodies into generation jobs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,17 +16,16 @@ from kvist.engine.server.structured import Grammar, GrammarCompiler, TokenMatche
 from kvist.engine.server.tools import ToolChoice, ToolRules, read_tools
 from kvist.openai import requests as api
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_fields, chat_of
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.tokenization import ChatTokenizer
 
 _T = TypeVar("_T")
-_OfModel: TypeAlias = api.ChatCompletionRequest | api.CompletionRequest | api.DetokenizeRequest
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its prompt's length and of what its answer shall have; names and ranges are vLLM's."""
+    """Options of a request on its prompt's length and its answer's format; names and ranges are vLLM's."""
 
     request_id: str | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
@@ -38,7 +37,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one client asked for: `params.n` choices for each prompt, choices of a prompt side by side."""
+    """What one request asks to generate: `params.n` choices for each prompt; choices of a prompt are consecutive."""
 
     prompts: tuple[list[int], ...]
     params: api.SamplingParams
@@ -58,11 +57,11 @@ class Job:
 
     @property
     def is_output_dropped(self) -> bool:
-        """Return whether the prompt alone is wanted: one token is generated all the same."""
+        """Return whether only the prompt was asked for; one token is generated nevertheless."""
         return self.params.token_limit == 0
 
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
-        """Return one input a choice; with a seed, each choice of a prompt gets its own."""
+        """Return one input for each choice; with a seed, each choice of a prompt gets a seed of its own."""
         syntax = None if self.tools is None else self.tools.syntax
         skips = self.options.skip_special_tokens and not (syntax is not None and syntax.has_special_tokens)
         return [
@@ -107,7 +106,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Reads requests to one model, which has `model_names`. Methods raise RequestError that names the field."""
+    """Reads requests to one model, under any of `model_names`. Methods raise RequestError that names the field."""
 
     tokenizer: ChatTokenizer
     model_names: tuple[str, ...]
@@ -123,7 +122,7 @@ class Intake:
         """Return the job of a request to Anthropic's API."""
         fields = api.read_fields(body)
         if fields.get("max_tokens") is None:
-            raise RequestError(400, "max_tokens: expected how many tokens to generate at most", param="max_tokens")
+            raise invalid_field("max_tokens", "expected how many tokens to generate at most")
         return await self._read_as_chat(MESSAGES_PATH, body, fields)
 
     async def read_response(self, body: bytes) -> Job:
@@ -134,26 +133,26 @@ class Intake:
 
     async def _read_as_chat(self, path: str, body: bytes, fields: api.Fields) -> Job:
         if fields.get("kv_transfer_params") is not None:
-            message = "kv_transfer_params: expected it left out: only chats and completions are handed over"
-            raise RequestError(400, message, param="kv_transfer_params")
+            problem = "expected it left out: only chats and completions are handed over"
+            raise invalid_field("kv_transfer_params", problem)
         chat = chat_of(path, fields, self.tokenizer.template)
-        asked = msgspec.structs.replace(chat, stream=bool(fields.get("stream")))
-        return await self._read_chat(body, chat_fields(path, fields), asked)
+        chat = msgspec.structs.replace(chat, stream=bool(fields.get("stream")))
+        return await self._read_chat(body, chat_fields(path, fields), chat)
 
     async def _read_chat(self, body: bytes, fields: api.Fields, request: api.ChatCompletionRequest) -> Job:
-        self._check_model(request)
+        self._check_model(request.model)
         _check_chat(fields, request)
         params = api.decode_sampling_params(fields)
         choice = api.convert(fields, ToolChoice)
         tools, grammar = read_tools(choice, request, self.tokenizer.template)
-        prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
+        prompt = await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
         return await self._job(fields, request, params, (prompt,), tools, grammar)
 
     async def read_completion(self, body: bytes) -> Job:
         """Return the job of a text completion request."""
         fields = api.read_fields(body)
         request = api.convert(fields, api.CompletionRequest)
-        self._check_model(request)
+        self._check_model(request.model)
         params = api.decode_sampling_params(fields)
         if params.token_limit is None:
             params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
@@ -164,35 +163,35 @@ class Intake:
                 for prompt in request.prompts
             )
 
-        return await self._job(fields, request, params, await self._off_loop(body, tokenize))
+        return await self._job(fields, request, params, await self._tokenize_body(body, tokenize))
 
     async def read_tokenize(self, body: bytes) -> tuple[list[int], list[str | None] | None]:
-        """Return the tokens of a chat or a text, and how they are spelt if that is asked for."""
+        """Return the tokens of a chat or a text, and their texts in the vocabulary if the request asks for them."""
         fields = api.read_fields(body)
-        asked = api.convert(fields, api.TokenizeRequest)
-        if asked.messages is not None:
+        request = api.convert(fields, api.TokenizeRequest)
+        if request.messages is not None:
             chat = api.convert(fields, api.ChatCompletionRequest)
-            self._check_model(chat)
+            self._check_model(chat.model)
             _check_chat(fields, chat)
-            prompt = await self._off_loop(body, lambda: self.tokenizer.tokenize_chat(chat).tolist())
+            prompt = await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(chat).tolist())
         else:
             text = api.convert(fields, api.CompletionRequest)
-            self._check_model(text)
+            self._check_model(text.model)
             if not isinstance(text.prompt, str):
-                raise RequestError(400, "prompt: expected text", param="prompt")
-            add, given = text.add_special_tokens, text.prompt
-            prompt = await self._off_loop(body, lambda: self._tokens(given, add))
-        return prompt, self.tokenizer.token_strs(prompt) if asked.return_token_strs else None
+                raise invalid_field("prompt", "expected text")
+            add_special_tokens, prompt_text = text.add_special_tokens, text.prompt
+            prompt = await self._tokenize_body(body, lambda: self._tokens(prompt_text, add_special_tokens))
+        return prompt, self.tokenizer.token_strs(prompt) if request.return_token_strs else None
 
     def read_detokenize(self, body: bytes) -> str:
         """Return the text of tokens."""
-        asked = api.convert(api.read_fields(body), api.DetokenizeRequest)
-        self._check_model(asked)
-        return self.tokenizer.text(asked.tokens)
+        request = api.convert(api.read_fields(body), api.DetokenizeRequest)
+        self._check_model(request.model)
+        return self.tokenizer.text(request.tokens)
 
-    def _check_model(self, request: _OfModel) -> None:
-        if request.model is not None and request.model not in self.model_names:
-            message = f"model: got {request.model!r}, expected one of {list(self.model_names)}"
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.model_names:
+            message = f"model: got {model!r}, expected one of {list(self.model_names)}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
     async def _job(
@@ -207,18 +206,18 @@ class Intake:
         check_fields(fields)
         handoff = api.decode_handoff(fields)
         if handoff is not None and len(prompts) * params.n != 1:
-            message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
-            raise RequestError(400, message, param="kv_transfer_params")
+            problem = f"got {len(prompts)} prompts and n={params.n}, expected one of each"
+            raise invalid_field("kv_transfer_params", problem)
         if request.stream and params.prompt_logprobs is not None:
-            raise RequestError(400, "prompt_logprobs: expected it left out in a stream", param="prompt_logprobs")
+            raise invalid_field("prompt_logprobs", "expected it left out in a stream")
         options = api.convert(fields, AnswerOptions)
-        asked = read_grammar(fields)
-        if asked is not None and grammar is not None:
-            raise RequestError(400, f"{asked.field}: expected it left out beside {grammar.field}", param=asked.field)
-        grammar = asked or grammar
+        structure = read_grammar(fields)
+        if structure is not None and grammar is not None:
+            raise invalid_field(structure.field, f"expected it left out beside {grammar.field}")
+        grammar = structure or grammar
         if grammar is not None and (params.allowed_token_ids or params.bad_words):
             name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
-            raise RequestError(400, f"{name}: expected it left out beside {grammar.field}", param=name)
+            raise invalid_field(name, f"expected it left out beside {grammar.field}")
         return Job(
             tuple(self._truncated(prompt, options) for prompt in prompts),
             params,
@@ -234,7 +233,7 @@ class Intake:
         )
 
     def _truncated(self, prompt: list[int], options: AnswerOptions) -> list[int]:
-        """Return what of a prompt is wanted: its end, or on the other side its beginning."""
+        """Return the end of the prompt or, with `truncation_side` right, its beginning."""
         limit = options.truncate_prompt_tokens
         if limit is None:
             return prompt
@@ -242,11 +241,11 @@ class Intake:
         return prompt[:limit] if options.truncation_side == "right" else prompt[max(0, len(prompt) - limit) :]
 
     def _bad_words(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens of each as it stands at a text's beginning and, where these differ, within a text."""
+        """Yield the tokens of each word at the beginning of a text and, if those differ, its tokens within a text."""
         for word in words:
             first = self._tokens(word.lstrip(), False)
             if not first:
-                raise RequestError(400, f"bad_words: got {word!r:.100}, expected more than spaces", param="bad_words")
+                raise invalid_field("bad_words", f"got {word!r:.100}, expected more than spaces")
             yield tuple(first)
             within = self._tokens(" " + word.lstrip(), False)
             if within[0] != first[0] and len(within) == len(first):
@@ -256,17 +255,17 @@ class Intake:
         tokens: list[int] = self.tokenizer.tokenize_text(text, add_special_tokens=add_special_tokens).tolist()
         return tokens
 
-    async def _off_loop(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
-        """Tokenise here or, when it would hold up other requests, in a thread."""
+    async def _tokenize_body(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
+        """Tokenise on the event loop or, if that would delay other requests, in a thread."""
         return tokenize() if len(body) <= self.tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)
 
 
 def _check_chat(fields: api.Fields, request: api.ChatCompletionRequest) -> None:
     if fields.get("add_special_tokens"):
-        refusal = "add_special_tokens: got true, expected it left out: a chat has those of its template"
-        raise RequestError(400, refusal, param="add_special_tokens")
+        problem = "got true, expected it left out: a chat has those of its template"
+        raise invalid_field("add_special_tokens", problem)
     if fields.get("echo"):
-        raise RequestError(400, "echo: got true, expected false: a chat's prompt is not its messages", param="echo")
+        raise invalid_field("echo", "got true, expected false: a chat's prompt is not its messages")
     for message_idx, message in enumerate(request.messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

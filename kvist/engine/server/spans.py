@@ -1,8 +1,8 @@
-"""What is told of a request's way through a worker: as spans, and of all in histograms on /metrics.
+"""Records how long each stage of a request takes: as spans, and for all requests in histograms on /metrics.
 
-Spans have OpenTelemetry's names where it has them, else vLLM's:
+Spans and attributes have OpenTelemetry's names if it defines them, else vLLM's:
 
-    POST /v1/completions        the request, until its last byte has gone out
+    POST /v1/completions        the request, until its last byte is sent
     ├─ queue                    until its first step, or until its blocks are reserved
     ├─ fetch                    of a prompt that another worker computed
     │  ├─ transfer              until every rank that holds it has written its part
@@ -10,9 +10,9 @@ Spans have OpenTelemetry's names where it has them, else vLLM's:
     ├─ prefill                  until the first token
     ├─ decode                   the other tokens
     └─ hold                     of a prompt for another worker, from its offer on
-       └─ write                 into that worker's memory, for each of its ranks as much as was computed
+       └─ write                 of computed blocks into that worker's memory, for each of its ranks
 
-With several choices, or prompts, there is one of each for every sequence.
+With several choices or prompts, every sequence has its own spans.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completi
 _SCOPE_KEY = "kvist.span"
 _MAX_KEPT = 1024
 _MAX_SEQUENCES = 16
-"""Of more choices than that in one request, the first are told."""
+"""The most sequences of one request that have spans; those after them have none."""
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -56,7 +56,7 @@ def span_of(scope: Scope) -> Span:
 
 @dataclass(slots=True)
 class _Hold:
-    """What is known of a held prompt: whose it was, the writes from it, and its end; all come in their own time."""
+    """A held prompt: its request's span, its writes and its times, which arrive in any order."""
 
     span: Span | None = None
     writes: list[WriteTimes] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Hold:
 
 
 class WorkerSpans:
-    """Makes the spans of all requests, on the event loop; of their transfers it hears from any thread."""
+    """Records the spans of all requests on the event loop; reports on their transfers may come from any thread."""
 
     def __init__(self, tracing: Tracing, model_name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._tracing = tracing
@@ -80,60 +80,60 @@ class WorkerSpans:
             if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
                 await app(scope, receive, send)
                 return
-            attributes = _of_scope(scope, self._model_name)
+            attributes = _request_attributes(scope, self._model_name)
             with self._tracing.request(f"POST {scope['path']}", scope["headers"], attributes) as span:
 
-                async def send_and_tell(message: Message) -> None:
+                async def send_and_record(message: Message) -> None:
                     if message["type"] == "http.response.start":
                         span.set(dict, {"http.response.status_code": message["status"]})
                         if message["status"] >= 500:
                             span.fail(f"answered {message['status']}")
                     elif message["type"] == "http.response.body" and not message.get("more_body"):
-                        span.stop()  # before the client can know
+                        span.stop()  # before the client sees the end
                     await send(message)
 
-                await app({**scope, _SCOPE_KEY: span}, receive, send_and_tell)
+                await app({**scope, _SCOPE_KEY: span}, receive, send_and_record)
 
         return traced
 
-    def tell(self, span: Span, job: Job, times: Mapping[str, RequestTimes]) -> None:
-        """Tell of a request's sequences, which have ended."""
+    def record(self, span: Span, job: Job, times: Mapping[str, RequestTimes]) -> None:
+        """Record the spans of a request's sequences, all of which have ended."""
         fetches = [self._fetches.pop(request_id, None) for request_id in times]
         if not span.is_recorded:
             return
-        told, now_s = list(times.values()), time.monotonic()
-        span.set(_of_job, job, told)
-        if any(each.finish_reason in (None, "abort") for each in told):
+        sequences, now_s = list(times.values()), time.monotonic()
+        span.set(_job_attributes, job, sequences)
+        if any(each.finish_reason in (None, "abort") for each in sequences):
             span.fail("ended early")
-        for index, (each, fetch) in enumerate(zip(told[:_MAX_SEQUENCES], fetches, strict=False)):
-            choice = {"kvist.choice": index} if len(told) > 1 else {}
-            _tell_sequence(span, each, fetch, len(job.prompts[index // job.params.n]), now_s, choice)
+        for index, (each, fetch) in enumerate(zip(sequences[:_MAX_SEQUENCES], fetches, strict=False)):
+            choice = {"kvist.choice": index} if len(sequences) > 1 else {}
+            _record_sequence(span, each, fetch, len(job.prompts[index // job.params.n]), now_s, choice)
             if each.remote_request_id is not None:
                 self._hold(each.remote_request_id).span = span
-                self._tell_hold(each.remote_request_id)
+                self._record_hold(each.remote_request_id)
 
     def on_transfer(self, times: TransferTimes) -> None:
-        """Keep, from any thread, what is told of a transfer until its request has ended, and the hold of its prompt."""
-        with suppress(RuntimeError):  # the loop is closed: so is everything else
-            self._loop.call_soon_threadsafe(self._keep_or_tell, times)
+        """Receive the times of a transfer, from any thread; they are recorded once its request has ended."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._apply_transfer, times)
 
-    def _keep_or_tell(self, times: TransferTimes) -> None:
+    def _apply_transfer(self, times: TransferTimes) -> None:
         match times:
             case FetchTimes():
-                _keep(self._fetches, times.request_id, times)
+                _set_bounded(self._fetches, times.request_id, times)
             case WriteTimes(remote_request_id):
                 self._hold(remote_request_id).writes.append(times)
             case HoldTimes(remote_request_id):
                 self._hold(remote_request_id).times = times
-                self._tell_hold(remote_request_id)
+                self._record_hold(remote_request_id)
 
     def _hold(self, remote_request_id: str) -> _Hold:
         if remote_request_id not in self._held:
-            _keep(self._held, remote_request_id, _Hold())
+            _set_bounded(self._held, remote_request_id, _Hold())
         return self._held[remote_request_id]
 
-    def _tell_hold(self, remote_request_id: str) -> None:
-        """Tell of a prompt's hold and writes, once both that and its request have ended."""
+    def _record_hold(self, remote_request_id: str) -> None:
+        """Record the spans of a held prompt and its writes, once the hold and the request have both ended."""
         held = self._held[remote_request_id]
         times = held.times
         if held.span is None or times is None:
@@ -151,7 +151,7 @@ class WorkerSpans:
 
 
 class Timings:
-    """Takes note of every sequence when its request has ended, however far it came."""
+    """Observes the times of every sequence when its request has ended, also of aborted ones."""
 
     def __init__(self, registry: CollectorRegistry, spans: WorkerSpans | None) -> None:
         self._spans = spans
@@ -164,15 +164,15 @@ class Timings:
         self._whole = histogram("kvist_engine_request_seconds", "From a sequence's arrival to its last token.")
 
     @contextmanager
-    def noting(self, span: Span, job: Job, times: Mapping[str, RequestTimes]) -> Iterator[None]:
-        """Note the request's sequences, by the engine's names, at the end of the block."""
+    def recording(self, span: Span, job: Job, times: Mapping[str, RequestTimes]) -> Iterator[None]:
+        """Record the times of the request's sequences, by the engine's request ids, at the end of the block."""
         try:
             yield
         finally:
             for each in times.values():
                 self._observe(each)
             if self._spans is not None:
-                self._spans.tell(span, job, times)
+                self._spans.record(span, job, times)
 
     def _observe(self, times: RequestTimes) -> None:
         began_s = times.scheduled_s if times.fetching_s is None else times.fetching_s
@@ -191,10 +191,10 @@ class Timings:
                 self._decode.observe(times.ended_s - times.first_token_s)
 
 
-def _tell_sequence(
+def _record_sequence(
     span: Span, times: RequestTimes, fetch: FetchTimes | None, num_prompt_tokens: int, now_s: float, more: Attributes
 ) -> None:
-    """Record the steps that a sequence has begun, each until the next; the last may have been cut short."""
+    """Record a span for each stage that a sequence has begun, until the next stage or its end."""
     ended_s = now_s if times.ended_s is None else times.ended_s
     begun = [at_s for at_s in (times.fetching_s, times.scheduled_s, ended_s) if at_s is not None]
     span.record("queue", times.queued_s, begun[0], more)
@@ -203,7 +203,7 @@ def _tell_sequence(
         facts = {} if fetch is None else {"kvist.bytes": fetch.num_bytes, "kvist.senders": fetch.num_senders}
         step = span.record("fetch", times.fetching_s, fetched_s, {**more, **facts}, times.fetch_error)
         if fetch is not None:
-            _tell_fetch(step, fetch)
+            _record_fetch(step, fetch)
     first_token_s = ended_s if times.first_token_s is None else times.first_token_s
     if times.scheduled_s is not None:
         tokens = {"kvist.prompt_tokens": num_prompt_tokens, "kvist.cached_tokens": times.num_cached_tokens}
@@ -213,14 +213,14 @@ def _tell_sequence(
         span.record("decode", first_token_s, ended_s, {**more, **tokens})
 
 
-def _tell_fetch(step: Span, fetch: FetchTimes) -> None:
+def _record_fetch(step: Span, fetch: FetchTimes) -> None:
     arrived_s = fetch.ended_s if fetch.arrived_s is None else fetch.arrived_s
     step.record("transfer", fetch.began_s, arrived_s, {})
     if arrived_s < fetch.ended_s:
         step.record("scatter", arrived_s, fetch.ended_s, {})
 
 
-def _of_scope(scope: Scope, model_name: str) -> Attributes:
+def _request_attributes(scope: Scope, model_name: str) -> Attributes:
     request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), None)
     path = scope["path"]
     return {
@@ -232,8 +232,8 @@ def _of_scope(scope: Scope, model_name: str) -> Attributes:
     }
 
 
-def _of_job(job: Job, times: list[RequestTimes]) -> Attributes:
-    """Say how many tokens there were, and how the first sequence's time was spent."""
+def _job_attributes(job: Job, times: list[RequestTimes]) -> Attributes:
+    """Return the numbers of tokens of all sequences, and the times of the first one."""
     handoff = {RemoteDecode: "prefill", RemotePrefill: "decode", type(None): None}[type(job.handoff)]
     first, have_ended = times[0], all(each.ended_s is not None for each in times)
     num_cached_tokens = sum(each.num_cached_tokens for each in times[:: job.params.n])
@@ -258,8 +258,8 @@ def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
     return None if began_s is None or ended_s is None else ended_s - began_s
 
 
-def _keep(kept: OrderedDict[str, _T], name: str, value: _T) -> None:
-    """Keep a value, and forget the oldest where that are too many."""
-    kept[name] = value
-    while len(kept) > _MAX_KEPT:
-        kept.popitem(last=False)
+def _set_bounded(items: OrderedDict[str, _T], name: str, value: _T) -> None:
+    """Set an item, and remove the oldest one if there are too many."""
+    items[name] = value
+    if len(items) > _MAX_KEPT:
+        items.popitem(last=False)

@@ -1,6 +1,6 @@
-"""Structural tags, as xgrammar has them, in the words of `llguidance`: text in which marks begin what has a structure.
+"""Translates xgrammar's structural tags, which are structured parts in free text, to grammars of `llguidance`.
 
-What those cannot say exactly is refused by its place: other formats and options, and free text that nothing ends.
+What such a grammar cannot express exactly is refused: some formats and options, and free text without an end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Structure(msgspec.Struct):
 
 
 class _StructuralTag(msgspec.Struct):
-    """Either a `format` or, as vLLM had it before, `structures` that `triggers` begin."""
+    """Either a `format` or, as in older versions of vLLM, `structures` that begin with `triggers`."""
 
     format: _AnyFormat | None = None
     structures: list[_Structure] = []
@@ -75,25 +75,25 @@ class _StructuralTag(msgspec.Struct):
 
 
 def structural_tag_grammar(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Return a structural tag, in JSON, as llguidance's Lark; raises ValueError for what that cannot say."""
-    asked = msgspec.json.decode(text, type=_StructuralTag)
-    tags = [_Tag(each.begin, _JsonSchema(each.schema), each.end) for each in asked.structures]
+    """Return llguidance's Lark grammar of a structural tag in JSON; raises ValueError for what Lark cannot express."""
+    root = msgspec.json.decode(text, type=_StructuralTag)
+    tags = [_Tag(each.begin, _JsonSchema(each.schema), each.end) for each in root.structures]
     writer = _Writer(special_tokens)
-    start = writer.write(asked.format or _TriggeredTags(asked.triggers, tags), is_last=True)
+    start = writer.write(root.format or _TriggeredTags(root.triggers, tags), is_last=True)
     return "\n".join(["%llguidance {}", f"start: {start}", "TEXT: /(?s:.*)/", *writer.rules])
 
 
 class _Writer:
-    """Writes formats as what stands in a rule; what needs a rule of its own is in `rules`."""
+    """Writes formats as expressions of a grammar, and collects the additional `rules` that they need."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self._special_tokens = special_tokens
         self._specials = re.compile(f"({'|'.join(map(re.escape, special_tokens))})" if special_tokens else "(?!)")
 
-    def write(self, wanted: _AnyFormat, is_last: bool = False) -> str:
-        """Return one format; text that nothing ends may stand where it `is_last` of the output."""
-        match wanted:
+    def write(self, node: _AnyFormat, is_last: bool = False) -> str:
+        """Return the expression of a format; free text without an end is possible only where it `is_last`."""
+        match node:
             case _ConstString(value):
                 return self._literal(value)
             case _JsonSchema(schema):
@@ -106,12 +106,12 @@ class _Writer:
             case _Or(elements):
                 return _any_of(self.write(each, is_last) for each in elements)
             case _Tag():
-                return self._tag(wanted, wanted.begin)
+                return self._tag(node, node.begin)
             case _TriggeredTags() if is_last:
-                return self._triggered_tags(wanted)
+                return self._triggered_tags(node)
             case _AnyText() if is_last:
                 return "TEXT"
-        raise ValueError(f"{wanted.__struct_config__.tag}: expected at the end, or any text alone in a tag")
+        raise ValueError(f"{node.__struct_config__.tag}: expected at the end, or any text alone in a tag")
 
     def _tag(self, tag: _Tag, begin: str) -> str:
         ends = [tag.end] if isinstance(tag.end, str) else tag.end
@@ -119,30 +119,30 @@ class _Writer:
             return f"{self._literal(begin)} {_any_of(map(self._text_until, ends))}"
         return f"{self._literal(begin)} {self.write(tag.content)} {_any_of(map(self._literal, ends))}"
 
-    def _triggered_tags(self, wanted: _TriggeredTags) -> str:
+    def _triggered_tags(self, node: _TriggeredTags) -> str:
         of_trigger: dict[str, list[str]] = {}
-        for tag in wanted.tags:
-            trigger = next(filter(tag.begin.startswith, wanted.triggers), None)
+        for tag in node.tags:
+            trigger = next(filter(tag.begin.startswith, node.triggers), None)
             if trigger is None:
                 raise ValueError(f"begin: got {tag.begin!r:.100}, expected one of the triggers in front of it")
             of_trigger.setdefault(trigger, []).append(self._tag(tag, tag.begin.removeprefix(trigger)))
         called = _any_of(f"{self._text_until(trigger)} {_any_of(tags)}" for trigger, tags in of_trigger.items())
-        rest = "" if wanted.stop_after_first else f" {called}* TEXT"
-        if wanted.at_least_one:
-            return _any_of(map(self.write, wanted.tags)) + rest
+        rest = "" if node.stop_after_first else f" {called}* TEXT"
+        if node.at_least_one:
+            return _any_of(map(self.write, node.tags)) + rest
         return f"(TEXT | {called}{rest})"
 
     def _text_until(self, end: str) -> str:
-        """Return text up to the first `end`, which is part of it."""
+        """Return the expression of text up to and including the first `end`."""
         if not end:
             raise ValueError("got '', expected what ends a text")
-        if self._specials.match(end):  # which no text has in it
+        if self._specials.match(end):  # a special token, which text never contains
             return f"TEXT {self._literal(end)}"
         self.rules.append(f"until_{len(self.rules)}[lazy]: TEXT {self._literal(end)}")
         return f"until_{len(self.rules) - 1}"
 
     def _literal(self, text: str) -> str:
-        """Return a text in which special tokens are those."""
+        """Return the expression of a text in which special tokens stand for themselves."""
         parts = [part for part in self._specials.split(text) if part]
         ids = self._special_tokens
         return " ".join(f"<[{ids[part]}]>" if part in ids else msgspec.json.encode(part).decode() for part in parts)

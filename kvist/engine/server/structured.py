@@ -1,7 +1,6 @@
 """Outputs that follow a JSON schema, a regular expression, a choice, a grammar or structural tags, by `llguidance`.
 
-They are asked for by `structured_outputs`, as vLLM spells it, by its `guided_*` of before, and by OpenAI's
-`response_format`.
+Requests ask for them with vLLM's `structured_outputs`, its older `guided_*`, or OpenAI's `response_format`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvist.engine.logits import Constraint
+from kvist.engine.request import Constraint
 from kvist.engine.server.structural_tags import structural_tag_grammar
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import invalid_field
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import ChatTokenizer
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 _KINDS: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""What `structured_outputs` may have, and `guided_*`, as llguidance calls it."""
+"""The names in `structured_outputs` and after `guided_`, with llguidance's names for them."""
 _EXPECTED: dict[Kind, tuple[Any, str]] = {
     "json_schema": (dict | str, "a JSON schema"),
     "choice": (list, "a list of texts"),
@@ -33,27 +32,25 @@ _EXPECTED: dict[Kind, tuple[Any, str]] = {
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an output shall follow, and the field of the request that asks for it."""
+    """The grammar that an output must follow, and the field of the request that asks for it."""
 
     field: str
     kind: Kind
     text: str
     is_compact: bool = False
-    """Whether JSON has no white space that it can do without."""
+    """Whether JSON is written without optional white space."""
 
 
 def read_grammar(fields: Fields) -> Grammar | None:
-    """Return what the request's output shall follow, None for anything; raises RequestError that names the field."""
-    asked = list(_asked(fields))
-    if len(asked) > 1:
-        names = [each.field for each in asked]
-        raise RequestError(
-            400, f"{names[1]}: expected one structure of an output, not {names[0]} as well", param=names[1]
-        )
-    return asked[0] if asked else None
+    """Return the grammar of the request's output, None if it has none; raises RequestError that names the field."""
+    grammars = list(_read_grammars(fields))
+    if len(grammars) > 1:
+        names = [each.field for each in grammars]
+        raise invalid_field(names[1], f"expected one structure of an output, not {names[0]} as well")
+    return grammars[0] if grammars else None
 
 
-def _asked(fields: Fields) -> Iterator[Grammar]:
+def _read_grammars(fields: Fields) -> Iterator[Grammar]:
     structured = dict(_object(fields, "structured_outputs"))
     is_compact = structured.pop("disable_any_whitespace", False) is True
     for name, value in structured.items():
@@ -65,26 +62,27 @@ def _asked(fields: Fields) -> Iterator[Grammar]:
         elif name == "structural_tag" and value is not None:
             yield _grammar(field, "structural_tag", value)
         elif value:
-            raise RequestError(400, f"{field}: got {value!r:.100}, expected it left out", param=field)
+            raise invalid_field(field, f"got {value!r:.100}, expected it left out")
     for name, kind in _KINDS.items():
         if (value := fields.get(f"guided_{name}")) is not None:
             yield _grammar(f"guided_{name}", kind, value)
-    wanted = _object(fields, "response_format")
-    match wanted.get("type", "text"):
+    response_format = _object(fields, "response_format")
+    match response_format.get("type", "text"):
         case "text":
             pass
         case "json_object":
             yield _grammar("response_format", "json_schema", _ANY_OBJECT)
         case "json_schema":
             yield _grammar(
-                "response_format.json_schema.schema", "json_schema", _object(wanted, "json_schema").get("schema")
+                "response_format.json_schema.schema",
+                "json_schema",
+                _object(response_format, "json_schema").get("schema"),
             )
         case "structural_tag":
-            yield _grammar("response_format", "structural_tag", wanted)
+            yield _grammar("response_format", "structural_tag", response_format)
         case kind:
             expected = "text, json_object, json_schema or structural_tag"
-            message = f"response_format: got type {kind!r:.100}, expected {expected}"
-            raise RequestError(400, message, param="response_format")
+            raise invalid_field("response_format", f"got type {kind!r:.100}, expected {expected}")
 
 
 def _object(fields: Fields, name: str) -> Fields:
@@ -92,19 +90,19 @@ def _object(fields: Fields, name: str) -> Fields:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RequestError(400, f"{name}: got {value!r:.100}, expected an object", param=name)
+        raise invalid_field(name, f"got {value!r:.100}, expected an object")
     return value
 
 
 def _grammar(field: str, kind: Kind, value: Any, is_compact: bool = False) -> Grammar:
     types, expected = _EXPECTED.get(kind, (str, "text"))
     if not isinstance(value, types) or not value:
-        raise RequestError(400, f"{field}: got {value!r:.100}, expected {expected}", param=field)
+        raise invalid_field(field, f"got {value!r:.100}, expected {expected}")
     return Grammar(field, kind, value if isinstance(value, str) else msgspec.json.encode(value).decode(), is_compact)
 
 
 class GrammarCompiler:
-    """Makes constraints for one model's tokens. Thread-safe; its vocabulary is read when the first one is made."""
+    """Compiles grammars to constraints on one model's tokens. Thread-safe; reads the vocabulary at first use."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int, end_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -114,11 +112,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
-        """Return a constraint at its beginning; raises RequestError (400) for what is not of its kind.
+        """Return the constraint of a grammar; raises RequestError (400) if the grammar is not valid.
 
         A large schema takes up to a second.
         """
-        import llguidance  # which takes a while
+        import llguidance  # here, because it takes a while
 
         with self._lock:
             if self._vocabulary is None:
@@ -137,26 +135,26 @@ class GrammarCompiler:
         else:
             reason = " ".join(matcher.get_error().split())
         if reason:
-            raise RequestError(400, f"{grammar.field}: got {grammar.text:.100}, {reason:.300}", param=grammar.field)
+            raise invalid_field(grammar.field, f"got {grammar.text:.100}, {reason:.300}")
         return TokenMatcher(matcher, self._vocab_size)
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Return those tokens that no text is made of, by how they are spelt."""
+        """Return the ids of the special tokens by their texts."""
         tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token
         found = ((text, tokenize(text, parse_special=True)) for text in self._tokenizer.added_tokens)
         return {text: token_ids[0] for text, token_ids in found if len(token_ids) == 1 and is_special(token_ids[0])}
 
 
 class TokenMatcher(Constraint):
-    """Where one output is in its grammar."""
+    """The state of one output in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def copy(self) -> TokenMatcher:
-        """Return one for another output that is as far."""
+        """Return a matcher in the same state for another output."""
         return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> npt.NDArray[np.bool_]:

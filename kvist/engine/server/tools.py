@@ -1,8 +1,8 @@
-"""Calls of tools: which a request may have, and those that an answer makes, whole or as they come.
+"""Tool calls: which ones a request allows, and how they are found in an output, whole or while it is generated.
 
-Models spell calls as their templates do: Qwen and Hermes in `<tool_call>` tags, Mistral behind `[TOOL_CALLS]`, Llama as
-JSON alone, Gemma 4 and FunctionGemma in tags with quotes of their own, gpt-oss in channels (harmony), which reasoning
-has too. Where a call is required or named, the output follows a grammar instead, whatever the model.
+Each model writes calls as its template does: Qwen and Hermes in `<tool_call>` tags, Mistral after `[TOOL_CALLS]`, Llama
+as JSON alone, Gemma 4 and FunctionGemma in tags with quotes of their own, gpt-oss in channels (harmony), which it also
+uses for reasoning. If a request requires a call or names a tool, the output follows a grammar instead.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvist.engine.request import held_for
+from kvist.engine.request import partial_match_length
 from kvist.engine.server.structured import Grammar
 from kvist.openai.chat_template import ChatTemplate
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import invalid_field
 from kvist.openai.requests import ChatCompletionRequest, Fields
 
 Body = dict[str, Any]
@@ -32,13 +32,14 @@ _HEADER_MARKS = ("<|channel|>", "<|start|>", " to=")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE_END = re.compile("|".join(map(re.escape, _MESSAGE_ENDS)))
 _RECIPIENT = re.compile(r" to=(?:functions\.)?([\w.-]+)")
+_DECODER = json.JSONDecoder(parse_constant=str)  # NaN becomes a string, since it is not JSON
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a model spells calls: behind `begin`, with what `between` matches around each; or in place of any text.
+    """How a model writes calls: after `begin`, with `between` matching what is around each call.
 
-    `quote` stands on both sides of a string where arguments are not JSON.
+    With `is_alone`, an output has either text or calls. If arguments are not JSON, `quote` surrounds strings.
     """
 
     begin: str
@@ -65,18 +66,18 @@ _SYNTAXES = {
     "<|channel|>": _HARMONY,
     "<|python_tag|>": ToolSyntax('{"name":', re.compile(r"[\s;]*"), is_alone=True),
 }
-"""By what the templates of their models have."""
+"""By a text that the templates of these models contain."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat says of calls; its tools themselves are the template's."""
+    """The fields of a chat on how tools are called; the template renders the tools themselves."""
 
     tool_choice: Literal["none", "auto", "required"] | Body | None = None
     parallel_tool_calls: bool = True
 
 
 class ToolRules(NamedTuple):
-    """How calls are found in an output: by a syntax, or all of it as the arguments of the tool that was named."""
+    """How calls are found in an output: by a syntax; with a `name`, all of it is the arguments of that tool."""
 
     syntax: ToolSyntax | None
     name: str | None
@@ -85,7 +86,7 @@ class ToolRules(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a piece of an output adds to its text, to its calls, as a chat's chunk has them, and to its reasoning."""
+    """What a piece of an output adds to its text, its calls (in the form of a chat's chunk) and its reasoning."""
 
     text: str = ""
     calls: Sequence[Body] = ()
@@ -95,19 +96,19 @@ class Reading(NamedTuple):
 def read_tools(
     choice: ToolChoice, request: ChatCompletionRequest, template: ChatTemplate
 ) -> tuple[ToolRules | None, Grammar | None]:
-    """Return how an answer's calls are found, and what the output follows for it; raises RequestError (400)."""
+    """Return how calls are found in the answer, and the grammar that it must follow; raises RequestError (400)."""
     wanted = choice.tool_choice
     functions = {function["name"]: function for function in map(_function, request.tools or [])}
     if isinstance(wanted, dict):
         function = wanted.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in functions:
-            message = f"tool_choice: got {wanted!r:.100}, expected one of the tools, {sorted(functions)!r:.200}"
-            raise RequestError(400, message, param="tool_choice")
+            problem = f"got {wanted!r:.100}, expected one of the tools, {sorted(functions)!r:.200}"
+            raise invalid_field("tool_choice", problem)
         return ToolRules(None, name, False), _grammar(_parameters(functions[name]))
     if wanted == "required":
         if not functions:
-            raise RequestError(400, "tool_choice: got 'required', expected tools as well", param="tool_choice")
+            raise invalid_field("tool_choice", "got 'required', expected tools as well")
         calls = [_call_of(function) for function in functions.values()]
         most = {} if choice.parallel_tool_calls else {"maxItems": 1}
         grammar = _grammar({"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most})
@@ -122,7 +123,7 @@ def read_tools(
 def _function(tool: Fields) -> Fields:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(400, f"tools: got {tool!r:.100}, expected a function with a name", param="tools")
+        raise invalid_field("tools", f"got {tool!r:.100}, expected a function with a name")
     return function
 
 
@@ -140,12 +141,12 @@ def _grammar(schema: Fields) -> Grammar:
 
 
 def make_reader(rules: ToolRules) -> Reader:
-    """Return what reads one output."""
+    """Return a reader for one output."""
     return (HarmonyReader if rules.syntax is _HARMONY else ToolReader)(rules)
 
 
 class Reader(ABC):
-    """Reads one output as it comes."""
+    """Splits one output into text, calls and reasoning while it is generated."""
 
     def __init__(self, rules: ToolRules) -> None:
         self._rules = rules
@@ -154,11 +155,11 @@ class Reader(ABC):
 
     @abstractmethod
     def feed(self, text: str, is_last: bool) -> Reading:
-        """Return what the next piece adds."""
+        """Return what the next piece of the output adds."""
 
     @property
     def has_called(self) -> bool:
-        """Return whether the output made a call of its own accord."""
+        """Return whether the model chose to make a call."""
         return self.num_calls > 0 and self._rules.name is None
 
     def _body(self, name: str, arguments: str) -> Body:
@@ -168,22 +169,22 @@ class Reader(ABC):
 
 
 class HarmonyReader(Reader):
-    """Reads gpt-oss's messages, each a header and a body: the channel says whether it is text, and ` to=` a call.
+    """Reads gpt-oss's messages, each a header and a body: ` to=` in a header marks a call, its channel the reasoning.
 
-    What has no header is text: a structured output. The format is openai/harmony's `docs/format.md`.
+    An output without headers is text: a structured output. The format is in openai/harmony's `docs/format.md`.
     """
 
     _header: str | None = None
     _is_first = True
-    _num_searched = 0  # of the characters that are held: no message ends there
+    _num_searched = 0  # characters of `_held` in which no message ends
 
     def feed(self, text: str, is_last: bool) -> Reading:
         self._held += text
-        said, reasoning, calls = "", "", []
+        content, reasoning, calls = "", "", []
         while self._read_header(is_last):
             assert self._header is not None
             end = _MESSAGE_END.search(self._held, self._num_searched)
-            num_held = 0 if is_last else max(held_for(self._held, mark) for mark in _MESSAGE_ENDS)
+            num_held = 0 if is_last else max(partial_match_length(self._held, mark) for mark in _MESSAGE_ENDS)
             recipient = _RECIPIENT.search(self._header) if self._rules.has_tools else None
             if recipient is not None and end is None and not is_last:
                 self._num_searched = len(self._held) - num_held
@@ -192,21 +193,21 @@ class HarmonyReader(Reader):
             body = self._held[: len(self._held) - num_held if end is None else end.start()]
             if recipient is not None:
                 if not _is_json(body):
-                    said += body
+                    content += body
                 elif self._rules.is_parallel or not self.num_calls:
                     calls.append(self._body(recipient[1], body.strip()))
             elif "analysis" in self._header:
                 reasoning += body
             else:
-                said += body
+                content += body
             self._held = self._held[len(body) if end is None else end.end() :]
             if end is None:
                 break
             self._header = None
-        return Reading(said, calls, reasoning)
+        return Reading(content, calls, reasoning)
 
     def _read_header(self, is_last: bool) -> bool:
-        """Return whether the message that is held is known to begin, and take its header."""
+        """Remove a message's header, once it is complete, from the held text; return whether there is a message."""
         if self._header is None:
             held = self._held
             if self._is_first and not any(
@@ -220,13 +221,10 @@ class HarmonyReader(Reader):
 
 
 class ToolReader(Reader):
-    """Finds calls in one output. What turns out to be none is text after all, at the output's end."""
+    """Finds calls in one output. Held text that turns out to have no call is returned at the output's end."""
 
-    def __init__(self, rules: ToolRules) -> None:
-        super().__init__(rules)
-        self._is_in_calls = False
-        self._decoder = json.JSONDecoder(parse_constant=str)  # NaN is no JSON
-        self._has_said = False
+    _is_in_calls = False
+    _has_text = False
 
     def feed(self, text: str, is_last: bool) -> Reading:
         if self._rules.name is not None:
@@ -234,38 +232,38 @@ class ToolReader(Reader):
         syntax = self._rules.syntax
         assert syntax is not None
         self._held += text
-        said, was_outside = "", not self._is_in_calls
+        content, was_outside = "", not self._is_in_calls
         if was_outside:
             at = self._held.find(syntax.begin)
-            self._is_in_calls = at >= 0 and not (syntax.is_alone and (self._has_said or self._held[:at].strip()))
+            self._is_in_calls = at >= 0 and not (syntax.is_alone and (self._has_text or self._held[:at].strip()))
             if not self._is_in_calls:
-                at = len(self._held) - held_for(self._held, syntax.begin)
-            said, self._held = self._held[:at], self._held[at:]
-            self._has_said = self._has_said or bool(said.strip())
-        # Where arguments are JSON, a call ends with a brace: between them nothing is read again.
+                at = len(self._held) - partial_match_length(self._held, syntax.begin)
+            content, self._held = self._held[:at], self._held[at:]
+            self._has_text = self._has_text or bool(content.strip())
+        # JSON arguments end with a brace: until one arrives there is no need to parse again.
         has_end = was_outside or syntax.quote is not None or "}" in text
-        calls = self._take_calls(syntax) if self._is_in_calls and has_end else []
+        calls = self._pop_calls(syntax) if self._is_in_calls and has_end else []
         if is_last and not self.num_calls:
-            said, self._held = said + self._held, ""
-        return Reading(said, calls)
+            content, self._held = content + self._held, ""
+        return Reading(content, calls)
 
     def _arguments(self, name: str, text: str) -> list[Body]:
         if self.num_calls:
             return [{"index": 0, "function": {"arguments": text}}] if text else []
         return [self._body(name, text)]
 
-    def _take_calls(self, syntax: ToolSyntax) -> list[Body]:
-        """Take what is whole from what is held."""
+    def _pop_calls(self, syntax: ToolSyntax) -> list[Body]:
+        """Remove the complete calls from the held text, and return them."""
         calls = []
         while True:
             rest = self._held[syntax.between.match(self._held).end() :]  # type: ignore[union-attr]
-            # Until its end is there the pattern would look through all of it again with each token.
+            # Without this check the pattern would search all of an incomplete call again with each token.
             has_end = any(end in rest for end in _QUOTED_CALL_ENDS)
             if syntax.quote is not None and has_end and (quoted := _QUOTED_CALL.match(rest)):
                 rest = f"{quoted[1]}{_as_json(quoted[2], syntax.quote)}{rest[quoted.end() :]}"
             named = _NAMED_CALL.match(rest)
             try:
-                found, end = self._decoder.raw_decode(rest, named.end() if named else 0)
+                found, end = _DECODER.raw_decode(rest, named.end() if named else 0)
             except (RecursionError, ValueError):
                 break
             if named:
@@ -289,7 +287,7 @@ def _is_json(text: str) -> bool:
 
 
 def _as_json(arguments: str, quote: str) -> str:
-    """Return arguments as JSON: quoted strings, keys and what else is no number, true, false or null become strings."""
+    """Return arguments as JSON: quoted strings, keys, and bare words that are no JSON value, become JSON strings."""
     mark = re.escape(quote)
 
     def spell(found: re.Match[str]) -> str:

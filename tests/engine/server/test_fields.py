@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from _engine_files import FOLDER, MISSING, versions
 
-from kvist.engine.server.fields import LABELS, REFUSED
+from kvist.engine.server.fields import REFUSED
 from kvist.engine.server.intake import AnswerOptions
 from kvist.engine.server.tools import ToolChoice
 from kvist.openai.requests import ChatCompletionRequest, CompletionRequest, SamplingParams
@@ -38,6 +38,21 @@ VLLM = {
         watermarking""",
 }
 """What vLLM 0.33's requests have (`vllm/entrypoints/openai/*/protocol.py`)."""
+
+LABELS = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+    }
+)
+"""What changes no answer, whoever gives it: it is ignored."""
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
