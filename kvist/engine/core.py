@@ -190,7 +190,9 @@ class EngineCore:
         self._is_stuck = False
         match report:
             case OfferReleased(remote_request_id, is_fetched):
-                self._cancel_unfetched(handoffs.on_offer_released(remote_request_id, is_fetched))
+                request = handoffs.on_offer_released(remote_request_id, is_fetched)
+                if request is not None and request.request_id in self._requests:
+                    self._outputs.append(self._end_with_error(request, _NOBODY))
             case FetchReleased(request_id):
                 handoffs.on_fetch_released(request_id)
             case FetchCompleted(request_id, int(token_id)) if token_id >= self.limits.vocab_size:
@@ -260,16 +262,11 @@ class EngineCore:
         The first time, return an output with the id to fetch it by; if too many prompts are held, end the request.
         """
         assert self._handoffs is not None
-        if not self._handoffs.can_hold(request):
-            return [self._end_with_error(request, _TOO_MANY)]
         is_first = request.times.remote_request_id is None
         remote_request_id = self._handoffs.offer_computed(request)
+        if remote_request_id is None:
+            return [self._end_with_error(request, _TOO_MANY)]
         return [RequestOutput(request.request_id, remote_request_id=remote_request_id)] if is_first else []
-
-    def _cancel_unfetched(self, request: Request | None) -> None:
-        """End a request that still computes a prompt which nobody will fetch."""
-        if request is not None and request.request_id in self._requests:
-            self._outputs.append(self._end_with_error(request, _NOBODY))
 
     def _start_fetched(self, request: Request | None, first_token_id: int | None) -> None:
         """Start a request whose blocks hold its whole prompt; its first token is among the next step's outputs.
@@ -349,9 +346,9 @@ class EngineCore:
             self._record_end(request, reason)
             if isinstance(request.handoff, RemoteDecode):
                 assert self._handoffs is not None
-                if not self._handoffs.can_hold(request):
-                    return self._end_with_error(request, _TOO_MANY)
                 remote_request_id = self._handoffs.offer_computed(request, token_id)
+                if remote_request_id is None:
+                    return self._end_with_error(request, _TOO_MANY)
             del self._requests[request.request_id]
             self._scheduler.remove(request)
         return RequestOutput(

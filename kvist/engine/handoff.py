@@ -98,20 +98,19 @@ class Handoffs:
         self._abandoned: dict[str, SequenceBlocks] = {}
         self._counts = HandoffStatistics()
 
-    def can_hold(self, request: Request) -> bool:
-        """Return whether the prompt is held already, or one more can be."""
-        return request.times.remote_request_id is not None or len(self._held) < _MAX_HELD
-
-    def offer_computed(self, request: Request, first_token_id: int | None = None) -> str:
+    def offer_computed(self, request: Request, first_token_id: int | None = None) -> str | None:
         """Hold the computed blocks of a prompt for another worker; return the random, unique id to fetch them by.
 
         Called first when no block may be computed yet, then after each chunk, and with the first token once the whole
-        prompt is computed. The blocks stay held whatever happens to the request.
+        prompt is computed. The blocks stay held whatever happens to the request. Returns None if too many prompts are
+        held to begin with this one.
         """
         num_tokens, size = len(request.prompt_token_ids), self._kv_cache.block_size
         is_whole = first_token_id is not None
         remote_request_id = request.times.remote_request_id
         if remote_request_id is None:
+            if len(self._held) >= _MAX_HELD:
+                return None
             remote_request_id = self._offer(request, self._kv_cache.open_empty(request.chain, num_tokens))
         if request.blocks is not None:
             num_blocks = num_blocks_for(num_tokens, size) if is_whole else request.num_computed_tokens // size
@@ -123,7 +122,7 @@ class Handoffs:
         """Hold the cached part of a prompt's first `max_tokens` tokens; return its length, and its id unless 0."""
         prompt = request.token_ids[:max_tokens]
         hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
-        if not hit.num_tokens or not self.can_hold(request):
+        if not hit.num_tokens or len(self._held) >= _MAX_HELD:
             return 0, None
         blocks = self._kv_cache.reserve(hit, request.chain, prompt, hit.num_tokens)
         assert blocks is not None, "cached blocks need no free ones"

@@ -98,7 +98,7 @@ def load_engine(
         raise InvalidValueError("tensor_parallel_size", config.tensor_parallel_size, expected)
     if facts.shard is None:
         return _load(config, facts, sink, allocate, None)
-    followers = Followers(config.tensor_parallel_size, _follow, config, open_server)
+    followers = Followers(config.tensor_parallel_size, _run_follower, config, open_server)
     try:
         return _load(config, facts, sink, allocate, followers)
     except BaseException:
@@ -117,7 +117,7 @@ def _load(
     groups, size, longest = facts.plan.groups, config.block_size, facts.max_model_len
     num_blocks = _num_blocks(config, facts)
     if followers is not None:
-        num_blocks = followers.agree(num_blocks)
+        num_blocks = followers.agree_on_num_blocks(num_blocks)
     kvcache.check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
         tensors = KvTensors(facts.plan, num_blocks, size, facts.device, allocate)
@@ -126,7 +126,7 @@ def _load(
     if followers is None:
         runner = Runner(model, facts.plan, tensors, size)
     else:
-        followers.join(facts.device)
+        followers.connect(facts.device)
         runner = LeadingRunner(followers, model, facts.plan, tensors, size)
     if facts.device.type == "cuda":
         step = config.max_num_batched_tokens
@@ -157,17 +157,17 @@ def _load(
     return LoadedEngine(core, facts.whole_plan, tensors, kv_cache_dtype, followers)
 
 
-def _follow(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:
+def _run_follower(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:
     """Run one of the other ranks: load its shard, then compute steps until rank 0 ends."""
     facts = _facts(config, leader.rank)
     model = _load_model(config, facts)
-    num_blocks = leader.agree(_num_blocks(config, facts))
+    num_blocks = leader.agree_on_num_blocks(_num_blocks(config, facts))
     server = None if open_server is None else open_server(leader.rank)
     allocate = None if server is None else server.allocate
     tensors = KvTensors(facts.plan, num_blocks, config.block_size, facts.device, allocate)
-    leader.join(config.tensor_parallel_size, facts.device)
+    leader.connect(config.tensor_parallel_size, facts.device)
     with nullcontext() if server is None else server.serve(facts.whole_plan, tensors, leader.side_channel):
-        leader.follow(Runner(model, facts.plan, tensors, config.block_size))
+        leader.compute_steps(Runner(model, facts.plan, tensors, config.block_size))
 
 
 def _load_model(config: EngineConfig, facts: _Facts) -> CausalLM:

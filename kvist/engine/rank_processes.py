@@ -42,14 +42,15 @@ class RankLostError(KvistError):
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"tensor-parallel rank {rank} {reason}")
+        self.rank = rank
 
 
 class Followers:
     """Ranks 1 and up, as child processes, seen from rank 0; they end when this process ends, however it does.
 
-    Each process calls `target` with its `Leader` and `args`. Both sides call `agree`, then `join`. When a rank is lost,
-    `error` is set, and nothing can be computed any more. Any thread may call `send` and `fail`, one at a time. The
-    `side_channels`, pipes to each `Leader.side_channel`, carry the ranks' messages other than steps.
+    Each process calls `target` with its `Leader` and `args`. Both sides call `agree_on_num_blocks`, then `connect`.
+    When a rank is lost, `error` is set, and nothing can be computed any more. Any thread may call `send` and `fail`,
+    one at a time. The `side_channels`, pipes to each `Leader.side_channel`, carry the ranks' other messages.
     """
 
     def __init__(self, num_ranks: int, target: Callable[..., None], *args: object) -> None:
@@ -73,14 +74,14 @@ class Followers:
             self._processes.append(process)
         atexit.register(self.close)  # else multiprocessing waits for ever: the processes ignore its SIGTERM
 
-    def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
-        """Return the most blocks of each group for which every rank has room; `Leader.agree` returns the same."""
+    def agree_on_num_blocks(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return, on every rank, the most blocks of each group for which all ranks have room."""
         offers = [num_blocks, *self._receive()]
         fewest = tuple(map(min, zip(*offers, strict=True)))
         self._send(fewest)
         return fewest
 
-    def join(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Connect the ranks once all have allocated their memory; raises RankLostError."""
         self._receive()
         num_ranks = len(self._processes) + 1
@@ -197,18 +198,18 @@ class Leader:
         self.side_channel = side_channel
         self._channel = channel
 
-    def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
+    def agree_on_num_blocks(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
         self._channel.send(tuple(num_blocks))
         fewest: tuple[int, ...] = self._receive()
         return fewest
 
-    def join(self, num_ranks: int, device: torch.device) -> None:
+    def connect(self, num_ranks: int, device: torch.device) -> None:
         """Connect to the other ranks, once this one's memory is allocated."""
         self._channel.send(None)
         store = TCPStore(_HOST, self._receive(), num_ranks, False, _STEP_TIMEOUT)
         _init(store, self.rank, num_ranks, device)
 
-    def follow(self, runner: Runner) -> None:
+    def compute_steps(self, runner: Runner) -> None:
         """Compute the steps that rank 0 sends, until it ends."""
         with suppress(EOFError):
             while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -75,6 +75,8 @@ class ChoicesShape(Shape):
     """An answer with any number of choices, in OpenAI's formats of chats and text completions."""
 
     kind = kind_of_chunk = "text_completion"
+    opening_delta: ClassVar[Body | None] = None
+    """What a choice's first chunk adds to it, before the first token."""
 
     _opened: set[int] = field(default_factory=set, init=False)
 
@@ -88,7 +90,9 @@ class ChoicesShape(Shape):
             self._opened.add(index)
             if output.remote_request_id is not None:
                 yield self._body(self.kind_of_chunk, []) | self._transfer_params(output)
-            yield from self._opening(index)
+            if self.opening_delta is not None:
+                choice = {"index": index, "delta": self.opening_delta, "finish_reason": None, "logprobs": None}
+                yield self._body(self.kind_of_chunk, [choice])
         if output.text or output.logprobs or output.is_last or any(self._token_ids(output).values()):
             usage = counter.usage() if self._job.stream_options.continuous_usage_stats else None
             yield self._body(self.kind_of_chunk, [self._addition(index, output)], usage)
@@ -105,10 +109,6 @@ class ChoicesShape(Shape):
         num_tokens = output.num_cached_tokens if is_cached else len(self._job.prompts[0])
         remote = RemotePrefill(self._heading.kv_transfer_endpoints, output.remote_request_id, num_tokens)
         return {"kv_transfer_params": {"do_remote_prefill": True, **msgspec.structs.asdict(remote)}}
-
-    def _opening(self, index: int) -> Iterator[Body]:  # noqa: ARG002
-        """Yield the bodies of events before a choice's first token."""
-        yield from ()
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> Body:
@@ -152,10 +152,7 @@ class ChatShape(ChoicesShape):
     """Answers of /v1/chat/completions."""
 
     kind, kind_of_chunk = "chat.completion", "chat.completion.chunk"
-
-    def _opening(self, index: int) -> Iterator[Body]:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        yield self._body(self.kind_of_chunk, [choice | {"logprobs": None}])
+    opening_delta: ClassVar[Body | None] = {"role": "assistant", "content": ""}
 
     def _choice(self, index: int, output: RequestOutput) -> Body:
         text, calls, reasoning = self._read(index, output)
