@@ -137,7 +137,7 @@ class CanonicalFollower:
         elif rank.topic is None:
             rank.topic = f"kv/{batch.worker}/{batch.rank}".encode()
         if _is_heartbeat(batch):
-            steps = self._heartbeat(rank, batch, now_s)
+            steps = self._judge_heartbeat(rank, batch, now_s)
         else:
             steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
         self._apply_steps(rank, steps, now_s)
@@ -178,13 +178,13 @@ class CanonicalFollower:
             if number not in named and number < MAX_RANKS:
                 self._apply_steps(rank, rank.session.on_rank_gone(now_s), now_s)
             elif number not in named:  # a companion: the publisher no longer tells of other groups
-                self._drop(rank)
+                self._drop_rank(rank)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         rank = self._ranks.get(question.rank)
         if rank is None:  # dropped since, for blocks of another size
             return
-        answer = None if messages is None else (yield from self._read(messages, question.rank))
+        answer = None if messages is None else (yield from self._read_answer(messages, question.rank))
         if self._ranks.get(question.rank) is not rank:  # dropped for this answer's block size
             return
         session, snapshot = rank.session, None
@@ -208,7 +208,7 @@ class CanonicalFollower:
             yield
         self._update_resyncing(rank)
 
-    def _read(
+    def _read_answer(
         self, messages: Sequence[Message], number: int
     ) -> Generator[None, None, tuple[Snapshot | None, list[Batch]] | None]:
         """Return the snapshot, if any, and the batches that an answer has for a rank; None if it is malformed.
@@ -263,7 +263,7 @@ class CanonicalFollower:
         self._set_groups(number)
         return rank
 
-    def _heartbeat(self, rank: _Rank, batch: Batch, now_s: float) -> list[Step[Batch]]:
+    def _judge_heartbeat(self, rank: _Rank, batch: Batch, now_s: float) -> list[Step[Batch]]:
         (heartbeat,) = batch.events
         assert isinstance(heartbeat, Heartbeat)
         published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(rank.source)
@@ -351,10 +351,10 @@ class CanonicalFollower:
             return True
         self._counters.count_refused(self._worker, batch.block_size, self._block_size)
         if batch.rank in self._ranks:
-            self._drop(self._ranks[batch.rank])
+            self._drop_rank(self._ranks[batch.rank])
         return False
 
-    def _drop(self, rank: _Rank) -> None:
+    def _drop_rank(self, rank: _Rank) -> None:
         """Stop following a rank and clear its blocks."""
         del self._ranks[rank.source.rank]
         self._index.clear(*rank.source)

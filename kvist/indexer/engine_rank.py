@@ -57,7 +57,7 @@ class Table:
         self.head = reserved_array(HEAD, 1)
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
         self._table = TableMemory(self.head, self.segments, memory)
-        self._most = 0  # rows at any time since all segments had the size they need
+        self._peak_rows = 0  # most rows since all segments had the size they need
 
     @property
     def size_bytes(self) -> int:
@@ -76,14 +76,14 @@ class Table:
 
     def free_memory(self) -> None:
         """Free some of the memory that is no longer needed, one segment's; call it now and then."""
-        self._most = max(self._most, len(self))
-        if len(self) * 2 >= self._most:
+        self._peak_rows = max(self._peak_rows, len(self))
+        if len(self) * 2 >= self._peak_rows:
             return
         shrinkable = self._table.shrinkable()
         if shrinkable:
             self._table.shrink(shrinkable[0])
         else:
-            self._most = len(self)
+            self._peak_rows = len(self)
 
     def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return the keys and the values of a segment."""
@@ -113,7 +113,7 @@ class EngineResidency:
         self._scoped: deque[int] = deque()
         self.counts_copies = False
         """Whether an engine hash that is stored again is one more copy, rather than the same one reported again."""
-        self._most_names = _FEW_NAMES  # beyond it, names of evicted blocks are removed, one segment at a time
+        self._max_names = _FEW_NAMES  # beyond it, names of evicted blocks are removed, one segment at a time
         self._next_segment = 0
         self._clearing: int | None = None
         self._rules: list[GroupRule] = []
@@ -144,7 +144,7 @@ class EngineResidency:
 
     def free_memory(self) -> None:
         """Free some of the memory that is no longer needed; call it now and then."""
-        if len(self.names) > self._most_names and self._index.evicted_from(self._source):
+        if len(self.names) > self._max_names and self._index.evicted_from(self._source):
             self._remove_stale_names()
         self.names.free_memory()
         self.counts.free_memory()
@@ -247,7 +247,7 @@ class EngineResidency:
 
     def restore_group_counts(self, counts: Iterable[tuple[int, int, int]]) -> None:
         for name, group, number in counts:
-            self._count(name, GROUPS + group, number)
+            self._add_count(name, GROUPS + group, number)
 
     def engine_hashes(self, tier: Tier = Tier.GPU) -> list[int]:
         return [name for names in self._held_names(tier) for name in names.engine_hashes.tolist()]
@@ -281,7 +281,7 @@ class EngineResidency:
         """Load the counts of another process's `dump_copies`; `load_names` comes after."""
         for name, place, number in np.frombuffer(copies[: len(copies) // 24 * 24], "<u8").reshape(-1, 3).tolist():
             if place < ALIASES:
-                self._count(name, place, min(number, _MAX_COPIES))
+                self._add_count(name, place, min(number, _MAX_COPIES))
 
     def load_names(self, names: Names) -> None:
         """Load names of blocks that the index holds already, put there by `RadixIndex.restore`."""
@@ -294,7 +294,7 @@ class EngineResidency:
 
     def _change(
         self,
-        what: int,
+        operation: int,
         place: int,
         engine_hashes: NDArray[np.uint64],
         blocks: NDArray[np.uint64] = _NO_BLOCKS,
@@ -303,7 +303,7 @@ class EngineResidency:
         """Apply one operation to each of the hashes, see `compiled.change`."""
         arrays = self.sync()
         with self._index.writing:
-            compiled.change(arrays, what, place, engine_hashes, blocks, parent)
+            compiled.change(arrays, operation, place, engine_hashes, blocks, parent)
         self._index.keep_to_cap()
 
     def _record_scope(self, block_hashes: Sequence[int], scope: Scope) -> None:
@@ -319,7 +319,7 @@ class EngineResidency:
             else:
                 del self._scopes[block_hash]
 
-    def _count(self, name: int, place: int, number: int) -> None:
+    def _add_count(self, name: int, place: int, number: int) -> None:
         key = _key(name, place)
         number += self.counts.get(key) >> PLACE_BITS
         value = number << PLACE_BITS | place if number else 0
@@ -354,7 +354,7 @@ class EngineResidency:
         self.names.put(stale, np.zeros_like(stale), tier)
         self._next_segment = (self._next_segment + 1) % len(self.names.segments)
         if self._next_segment == 0:
-            self._most_names = max(_FEW_NAMES, len(self.names) * 3 // 2)
+            self._max_names = max(_FEW_NAMES, len(self.names) * 3 // 2)
 
     def _are_held(self, tier: Tier | int, blocks: NDArray[np.uint64]) -> NDArray[np.bool_]:
         return compiled.are_held(self._index.core, self._index.segments, self.slot, tier, blocks)

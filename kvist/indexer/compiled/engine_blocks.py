@@ -260,7 +260,7 @@ ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
 
 
 @jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64))
-def change(arrays: Arrays, what: int, place: int, engine_hashes: Words, blocks: Words, parent: int) -> None:
+def change(arrays: Arrays, operation: int, place: int, engine_hashes: Words, blocks: Words, parent: int) -> None:
     """Apply one operation to each of the hashes. Raises MemoryError.
 
     HOLD a chain of blocks behind a parent, if any, in a tier, or RELEASE hashes from a tier: `place` is the tier. For
@@ -268,17 +268,17 @@ def change(arrays: Arrays, what: int, place: int, engine_hashes: Words, blocks: 
     """
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
-    if what == HOLD:
+    if operation == HOLD:
         row = find(held.index, segments, np.uint64(parent)) if parent else _MINUS_1
         depth = depth_at(segments, row) + 1 if row >= 0 else _0
         hold(held, place, engine_hashes, _0, _0, blocks, len(blocks), depth)
         return
     for engine_hash in engine_hashes:
-        if what == RELEASE:
+        if operation == RELEASE:
             release_one(held, place, engine_hash)
-        elif what == STORE_IN_GROUP:
+        elif operation == STORE_IN_GROUP:
             store_in_group(held, place, engine_hash)
-        elif what == REMOVE_FROM_GROUP:
+        elif operation == REMOVE_FROM_GROUP:
             remove_from_group(held, place, engine_hash)
         else:
             block_hash = _gpu_block(held, engine_hash)
