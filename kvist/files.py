@@ -82,11 +82,13 @@ def set_aside(path: Path, aside: Path, why: Exception) -> None:
 
 def file_stamp(path: Path | None) -> Stamp:
     """Return a value that changes whenever the file does; None where it does not exist or cannot be read."""
+    if path is None:
+        return None
     try:
-        status = None if path is None else path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 async def in_thread(write: Callable[..., object], *arguments: object) -> None:

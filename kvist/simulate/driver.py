@@ -30,8 +30,8 @@ class Driver(Protocol):
     """For the request that was routed last: how many of its first blocks its worker has once it has fetched what other
     workers hold, and how many seconds that takes; 0 s where it fetches nothing."""
 
-    def route(self, *asked: Any, **more: Any) -> int: ...
-    def prefer(self, *asked: Any, **more: Any) -> int: ...
+    def route(self, *query: Any, **more: Any) -> int: ...
+    def prefer(self, *query: Any, **more: Any) -> int: ...
     def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
     def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None: ...
     def finished(self, now_s: float, request_id: Hashable, /) -> None: ...
@@ -76,8 +76,8 @@ class PricedDriver:
         """
         self.finished(now_s, request_id)
         scale = FETCH_SCALE if is_fetched else 1.0
-        asked = (block_hashes, num_tokens, depths, held_blocks, among)
-        worker_idx, chosen_idx, prices = self._weigh(scale, now_s, *asked)
+        query = (block_hashes, num_tokens, depths, held_blocks, among)
+        worker_idx, chosen_idx, prices = self._weigh(scale, now_s, *query)
         num_held_tokens = int(prices.cached_tokens[chosen_idx] + prices.fetched_tokens[chosen_idx])
         self.fetch = num_held_tokens // self._policy.block_size, float(prices.fetch_s[chosen_idx])
         self._running[request_id] = self._policy.dispatched(
@@ -85,9 +85,9 @@ class PricedDriver:
         )
         return worker_idx
 
-    def prefer(self, now_s: float, *asked: Any) -> int:
+    def prefer(self, now_s: float, *query: Any) -> int:
         """Return the index of the worker that `route` would choose for the same arguments; nothing is counted."""
-        return self._weigh(1.0, now_s, *asked)[0]
+        return self._weigh(1.0, now_s, *query)[0]
 
     def _weigh(
         self,

@@ -162,16 +162,17 @@ class Simulation:
         """Send a request to the worker that does all of it, or its prompt to one that computes it for another."""
         request, driver, job.computed_by = job.request, self._driver, None
         prompt = Prompt(request.num_tokens, self._trace.block_size)
-        depths, held = self.index.depths(request.blocks, now_s), self.index.held
+        depths = self.index.depths(request.blocks, now_s)
         by_worker = [usable_tokens(depth, prompt) for depth in depths]
         job.num_held_tokens = max(by_worker)
-        asked, among, sent = (request.blocks, request.num_tokens, depths, held), self._available(), job
+        query = (request.blocks, request.num_tokens, depths, self.index.held)
+        sent, among = job, self._available()
         if self._prefill_workers:
-            local_idx = driver.prefer(now_s, *asked, among)
+            local_idx = driver.prefer(now_s, *query, among)
             if is_worth_handing_over(prompt, by_worker[local_idx], DEFAULT_MAX_LOCAL_PREFILL_TOKENS):
                 sent = Job(("prefill", job.request_id), request, now_s, computes_for=job)
                 among = list(self._prefill_workers)
-        worker_idx = driver.route(now_s, sent.request_id, *asked, among)
+        worker_idx = driver.route(now_s, sent.request_id, *query, among)
         num_blocks, fetch_s = driver.fetch
         if fetch_s:
             self._submit_at(now_s + fetch_s, worker_idx, sent, request.blocks[:num_blocks])
@@ -182,8 +183,8 @@ class Simulation:
         """Have another worker fetch a prompt that was computed, and answer it."""
         request, job.computed_by = job.request, computed
         depths = self.index.depths(request.blocks, now_s)
-        asked = (request.blocks, request.num_tokens, depths, self.index.held, self._available())
-        worker_idx = self._driver.route(now_s, job.request_id, *asked, is_fetched=True)
+        query = (request.blocks, request.num_tokens, depths, self.index.held, self._available())
+        worker_idx = self._driver.route(now_s, job.request_id, *query, is_fetched=True)
         num_cached_tokens = depths[worker_idx][-1] * self._trace.block_size
         fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(num_cached_tokens, request.num_tokens)
         self._submit_at(now_s + fetch_s, worker_idx, job)

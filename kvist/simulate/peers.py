@@ -30,7 +30,7 @@ from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
 from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, PricedDriver, make_driver
 
 
-class _Ask(NamedTuple):
+class _Query(NamedTuple):
     """A request to choose a worker for."""
 
     now_s: float
@@ -45,7 +45,7 @@ class _Ask(NamedTuple):
 @dataclass(slots=True)
 class _Running:
     worker_idx: int
-    ask: _Ask
+    query: _Query
     num_uncached_tokens: int
     num_output_tokens: int = 0
 
@@ -62,7 +62,7 @@ class _Peer:
         self.running, self.prefill_tokens, self.tokens_in_flight = ([0] * num_workers for _ in range(3))
         self._requests: dict[Hashable, _Running] = {}
 
-    def choose(self, ask: _Ask) -> int:
+    def choose(self, query: _Query) -> int:
         """Return the worker for a request; this changes no state but that of `random`."""
         raise NotImplementedError
 
@@ -74,37 +74,36 @@ class _Peer:
         least = min(keys[idx] for idx in self.workers)
         return self.random.choice([idx for idx in self.workers if keys[idx] == least])
 
-    def prefills(self, ask: _Ask) -> list[int]:
+    def prefill_tokens_with(self, query: _Query) -> list[int]:
         """Return the prefill tokens that each worker would have with this request."""
-        new = (self.new_tokens(ask, idx) for idx in range(len(ask.depths)))
-        return [queued + tokens for queued, tokens in zip(self.prefill_tokens, new, strict=True)]
+        return [queued + self.new_tokens(query, idx) for idx, queued in enumerate(self.prefill_tokens)]
 
-    def new_tokens(self, ask: _Ask, idx: int) -> int:
+    def new_tokens(self, query: _Query, idx: int) -> int:
         """Return how many tokens of the prompt a worker would have to compute."""
-        return 0 if ask.is_fetched else ask.num_tokens - ask.depths[idx] * self.block_size
+        return 0 if query.is_fetched else query.num_tokens - query.depths[idx] * self.block_size
 
-    def route(self, now_s: float, request_id: Hashable, *asked: Any, is_fetched: bool = False) -> int:
-        ask = self._ask(now_s, *asked)._replace(is_fetched=is_fetched)
-        idx = self.choose(ask)
-        request = _Running(idx, ask, self.new_tokens(ask, idx))
+    def route(self, now_s: float, request_id: Hashable, *arguments: Any, is_fetched: bool = False) -> int:
+        query = self._make_query(now_s, *arguments)._replace(is_fetched=is_fetched)
+        idx = self.choose(query)
+        request = _Running(idx, query, self.new_tokens(query, idx))
         self._requests[request_id] = request
         self.running[idx] += 1
         self.prefill_tokens[idx] += request.num_uncached_tokens
-        self.tokens_in_flight[idx] += ask.num_tokens
+        self.tokens_in_flight[idx] += query.num_tokens
         self.count(request, 1)
         return idx
 
-    def prefer(self, now_s: float, *asked: Any) -> int:
-        return self.choose(self._ask(now_s, *asked))
+    def prefer(self, now_s: float, *arguments: Any) -> int:
+        return self.choose(self._make_query(now_s, *arguments))
 
-    def _ask(
+    def _make_query(
         self, now_s: float, blocks: Hashes, num_tokens: int, depths: Depths, held: Counts, among: Among = None
-    ) -> _Ask:
+    ) -> _Query:
         self.workers = among or range(len(depths))
         most = max(0, num_tokens - 1) // self.block_size
         by_tier = np.minimum(np.asarray(depths).reshape(len(depths), -1), most)
         counted = np.diff(by_tier, axis=1, prepend=0) @ np.array(DEFAULT_TIER_CREDITS[: by_tier.shape[1]])
-        return _Ask(now_s, tuple(blocks), num_tokens, counted.astype(int).tolist(), held)
+        return _Query(now_s, tuple(blocks), num_tokens, counted.astype(int).tolist(), held)
 
     def answered(self, now_s: float, request_id: Hashable) -> None:  # noqa: ARG002
         request = self._requests[request_id]
@@ -120,7 +119,7 @@ class _Peer:
         self.answered(now_s, request_id)
         request = self._requests.pop(request_id)
         self.running[request.worker_idx] -= 1
-        self.tokens_in_flight[request.worker_idx] -= request.ask.num_tokens + request.num_output_tokens
+        self.tokens_in_flight[request.worker_idx] -= request.query.num_tokens + request.num_output_tokens
         self.count(request, -1)
 
 
@@ -129,21 +128,21 @@ class _BlockCost(_Peer):
         super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
         self._recent = [(0.0, 0.0)] * num_workers
 
-    def choose(self, ask: _Ask) -> int:
+    def choose(self, query: _Query) -> int:
         keys = [
             (
                 prefill / self.block_size
                 + 0.03 * (self.tokens_in_flight[idx] // self.block_size)
-                + 0.03 * self._recent_at(idx, ask.now_s) / self.block_size,
-                ask.held[idx],
+                + 0.03 * self._recent_at(idx, query.now_s) / self.block_size,
+                query.held[idx],
             )
-            for idx, prefill in enumerate(self.prefills(ask))
+            for idx, prefill in enumerate(self.prefill_tokens_with(query))
         ]
         return self.lowest(keys)
 
     def count(self, request: _Running, sign: int) -> None:
         if sign > 0:
-            idx, now_s = request.worker_idx, request.ask.now_s
+            idx, now_s = request.worker_idx, request.query.now_s
             self._recent[idx] = (self._recent_at(idx, now_s) + request.num_uncached_tokens, now_s)
 
     def _recent_at(self, idx: int, now_s: float) -> float:
@@ -158,16 +157,16 @@ class _Dynamo(_Peer):
         super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
         self._active: list[Counter[int]] = [Counter() for _ in range(num_workers)]
 
-    def choose(self, ask: _Ask) -> int:
+    def choose(self, query: _Query) -> int:
         costs = []
-        for active, prefill in zip(self._active, self.prefills(ask), strict=True):
-            num_new = sum(1 for block in ask.blocks if block not in active)
+        for active, prefill in zip(self._active, self.prefill_tokens_with(query), strict=True):
+            num_new = sum(1 for block in query.blocks if block not in active)
             costs.append(prefill / self.block_size + len(active) + num_new)
-        return self.lowest(list(zip(costs, ask.held, strict=True)))
+        return self.lowest(list(zip(costs, query.held, strict=True)))
 
     def count(self, request: _Running, sign: int) -> None:
         active = self._active[request.worker_idx]
-        for block in request.ask.blocks:
+        for block in request.query.blocks:
             active[block] += sign
             if not active[block]:
                 del active[block]
@@ -181,20 +180,20 @@ class _CacheAware(_Peer):
         self._tenants: dict[int, list[int]] = {}
         self._sizes = [0] * num_workers
 
-    def choose(self, ask: _Ask) -> int:
-        there, running, tenants = self.workers, self.running, []
-        fewest, most = min(running[idx] for idx in there), max(running[idx] for idx in there)
-        depth = next((idx for idx, block in enumerate(ask.blocks) if block not in self._tenants), len(ask.blocks))
-        if depth * self.block_size > 0.3 * ask.num_tokens:
-            tenants = [idx for idx in self._tenants[ask.blocks[depth - 1]] if idx in there]
+    def choose(self, query: _Query) -> int:
+        workers, running, tenants = self.workers, self.running, []
+        fewest, most = min(running[idx] for idx in workers), max(running[idx] for idx in workers)
+        depth = next((idx for idx, block in enumerate(query.blocks) if block not in self._tenants), len(query.blocks))
+        if depth * self.block_size > 0.3 * query.num_tokens:
+            tenants = [idx for idx in self._tenants[query.blocks[depth - 1]] if idx in workers]
         if most - fewest > 64 and most > 1.5 * fewest:
-            chosen = min(there, key=running.__getitem__)
+            chosen = min(workers, key=running.__getitem__)
         else:
-            chosen = tenants[0] if tenants else min(there, key=self._sizes.__getitem__)
+            chosen = tenants[0] if tenants else min(workers, key=self._sizes.__getitem__)
         return chosen
 
     def count(self, request: _Running, sign: int) -> None:
-        for block in request.ask.blocks if sign > 0 else ():
+        for block in request.query.blocks if sign > 0 else ():
             tenants = self._tenants.setdefault(block, [])
             if request.worker_idx not in tenants:
                 tenants.append(request.worker_idx)
@@ -202,18 +201,20 @@ class _CacheAware(_Peer):
 
 
 class _AffinityThenLoad(_Peer):
-    def choose(self, ask: _Ask) -> int:
+    def choose(self, query: _Query) -> int:
         loads = self.tokens_in_flight
-        holding = {idx for idx in self.workers if ask.depths[idx] * self.block_size >= 0.8 * ask.num_tokens}
-        others = min((loads[idx] for idx in self.workers if idx not in holding), default=inf)
-        if holding and (min(loads[idx] for idx in holding) - others) / 25_000 > 18.0:
+        holding = {idx for idx in self.workers if query.depths[idx] * self.block_size >= 0.8 * query.num_tokens}
+        lowest = min((loads[idx] for idx in self.workers if idx not in holding), default=inf)
+        if holding and (min(loads[idx] for idx in holding) - lowest) / 25_000 > 18.0:
             holding = set()
         return self.lowest([inf if holding and idx not in holding else load for idx, load in enumerate(loads)])
 
 
 class _LMetric(_Peer):
-    def choose(self, ask: _Ask) -> int:
-        return self.lowest([tokens * (self.running[idx] + 1) for idx, tokens in enumerate(self.prefills(ask))])
+    def choose(self, query: _Query) -> int:
+        return self.lowest(
+            [tokens * (self.running[idx] + 1) for idx, tokens in enumerate(self.prefill_tokens_with(query))]
+        )
 
 
 class _BoundedHashing(_Peer):
@@ -224,23 +225,23 @@ class _BoundedHashing(_Peer):
         places = Random(0)
         self._ring = sorted((places.random(), idx) for idx in range(num_workers) for _ in range(100))
 
-    def choose(self, ask: _Ask) -> int:
+    def choose(self, query: _Query) -> int:
         most = ceil(1.25 * (sum(self.running) + 1) / len(self.workers))
-        name = ask.blocks[: max(1, 1024 // self.block_size)][-1] if ask.blocks else self.random.random()
+        name = query.blocks[: max(1, 1024 // self.block_size)][-1] if query.blocks else self.random.random()
         start = bisect(self._ring, (Random(name).random(), 0))
         walk = (idx for _, idx in self._ring[start:] + self._ring[:start])
         return next(idx for idx in walk if idx in self.workers and self.running[idx] + 1 <= most)
 
 
 class _LeastLoaded(_Peer):
-    def choose(self, ask: _Ask) -> int:  # noqa: ARG002
+    def choose(self, query: _Query) -> int:  # noqa: ARG002
         return self.lowest(self.running)
 
 
 class _RoundRobin(_Peer):
     turn = 0
 
-    def choose(self, ask: _Ask) -> int:  # noqa: ARG002
+    def choose(self, query: _Query) -> int:  # noqa: ARG002
         return self.workers[self.turn % len(self.workers)]
 
     def count(self, request: _Running, sign: int) -> None:  # noqa: ARG002

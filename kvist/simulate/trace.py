@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -58,15 +59,16 @@ class Trace:
         The order stays, and so do the pauses of sessions in a closed loop. Gaps are gamma distributed with the shape
         `burstiness`: 1 is Poisson, and less comes in bursts.
         """
-        random, now_s = Random(seed), 0.0
-        arrivals, at_s = self._arrivals(), list[float]()
-        for ordinal in range(len(arrivals)):
-            begin, end = max(0, ordinal - 16), min(len(arrivals) - 1, ordinal + 16)
-            gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
-            now_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
-            at_s.append(now_s)
-        drawn = iter(at_s)
-        requests = [replace(each, at_s=next(drawn)) if each.follows is None else each for each in self.requests]
+        random, at_s, arrivals, requests = Random(seed), 0.0, self._arrivals(), []
+        ordinals = count()
+        for request in self.requests:
+            if request.follows is None:
+                ordinal = next(ordinals)
+                begin, end = max(0, ordinal - 16), min(len(arrivals) - 1, ordinal + 16)
+                gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
+                at_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
+                request = replace(request, at_s=at_s)
+            requests.append(request)
         return replace(self, requests=requests)
 
     @property
