@@ -1,4 +1,4 @@
-"""How Envoy is set up to ask an endpoint picker, as gateways of the Gateway API do: `docs/doors.md` says what for."""
+"""How Envoy is configured to ask an endpoint picker, as gateways of the Gateway API do; see `docs/doors.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvist.errors import InvalidValueError
@@ -24,13 +24,7 @@ def find_envoy() -> str:
     return program
 
 
-def envoy_config(
-    host: str,
-    port: int,
-    picker_url: str,
-    worker_urls: list[str],
-    mode: Literal["FULL_DUPLEX_STREAMED", "BUFFERED"] = "FULL_DUPLEX_STREAMED",
-) -> dict[str, Any]:
+def envoy_config(host: str, port: int, picker_url: str, worker_urls: list[str]) -> dict[str, Any]:
     """Return the configuration of a gateway on this address that sends requests to workers as the picker says.
 
     Answers name the worker in `x-kvist-worker`, as those of `kvist route` do.
@@ -41,8 +35,8 @@ def envoy_config(
     }
     modes = {
         "request_header_mode": "SEND",
-        "request_body_mode": mode,
-        "request_trailer_mode": "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP",
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
         "response_header_mode": "SEND",
         "response_body_mode": "NONE",
     }

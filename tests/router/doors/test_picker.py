@@ -328,8 +328,11 @@ async def test_envoy_sends_requests_where_the_picker_says(
                 known, port = picker._router.view, free_port()
                 await until(lambda: [rank.num_blocks for rank in known.index.ranks(one.url)] == [5])
                 asked = f"http://127.0.0.1:{picker.port}"
-                config = envoy_config("127.0.0.1", port, asked, [one.url, other.url], mode)
-                (tmp_path / "envoy.json").write_text(json.dumps(config))
+                config = json.dumps(envoy_config("127.0.0.1", port, asked, [one.url, other.url]))
+                if mode == "BUFFERED":
+                    config = config.replace("FULL_DUPLEX_STREAMED", mode)
+                    config = config.replace('"request_trailer_mode": "SEND"', '"request_trailer_mode": "SKIP"')
+                (tmp_path / "envoy.json").write_text(config)
                 command = [find_envoy(), "-c", tmp_path / "envoy.json", "--concurrency", "1", "-l", "warning"]
                 log = (tmp_path / "log").open("wb")
                 process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
