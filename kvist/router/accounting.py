@@ -21,7 +21,7 @@ def charge(request: Forwarding) -> None:
     usage = charged_usage(request)
     if usage is None:
         return
-    account = request.router.accounts.of(request.tenant.name, request.router.fleet.label_of(request.parsed.model))
+    account = request.router.accounts[request.tenant.name, request.router.fleet.label_of(request.parsed.model)]
     num_cached_tokens = usage.cached_tokens or 0
     account.requests += 1
     account.prompt_tokens += usage.prompt_tokens

@@ -64,7 +64,7 @@ from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptRea
 from kvist.router.recording import RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import FleetView, Prefix, Routing
-from kvist.router.tenants.accounts import Accounts
+from kvist.router.tenants.accounts import Account, Accounts, account_metrics
 from kvist.router.tenants.isolation import salt_of, takes_salt
 from kvist.router.tenants.limits import LIMITED, Limits, Spending
 from kvist.router.tenants.tenant import UNRESOLVED, Tenant
@@ -120,7 +120,7 @@ class Forwarder:
         )
         self.healer = Healer(fleet, index, metrics)
         self.releases = Releases(pool, lambda outcome: metrics.counts.update([("releases", outcome)]))
-        self.accounts, self.limits = Accounts(), Limits(load.tenants, self.now_s)
+        self.accounts, self.limits = Accounts(Account), Limits(load.tenants, self.now_s)
 
     def forward(
         self,
@@ -156,7 +156,7 @@ class Forwarder:
         for cause, count in self.admission.rejections.items():
             rejections.add_metric([cause], count)
         yield from (queued, rejections)
-        yield from self.accounts.collect()
+        yield from account_metrics(self.accounts)
         for name, writer in (("access_log", self.access_log), ("recording", self.recorder)):
             if writer is not None:
                 text = "Lines that were dropped, as they could not be written in time or at all"
@@ -348,7 +348,7 @@ class Forwarding:
             self.place = self._enter_queue()
         except RequestError as error:
             if error.code == LIMITED:
-                router.accounts.of(self.tenant.name, router.fleet.label_of(parsed.model)).limited += 1
+                router.accounts[self.tenant.name, router.fleet.label_of(parsed.model)].limited += 1
             self._refuse(error)
             return
         if self.place is None:

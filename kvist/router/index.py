@@ -284,12 +284,12 @@ class FleetIndex:
         if self.radix is None:
             return []
         if self.is_expecting(worker):
-            return [self._status(self.radix, WorkerRank(worker, 0), None, _holder_of(worker))]
+            return [self._status(WorkerRank(worker, 0), None, _holder_of(worker))]
         if self._indexer is None:
             return []
         counted = self._indexer.ranks_counting_copies(worker)
         return [
-            self._status(self.radix, target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
+            self._status(target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
         ]
 
@@ -304,14 +304,10 @@ class FleetIndex:
             self.radix.touch(hashes)
 
     def _status(
-        self,
-        radix: RadixIndex,
-        target: WorkerRank,
-        state: SourceState | None,
-        holder: WorkerRank,
-        *,
-        is_counted: bool = False,
+        self, target: WorkerRank, state: SourceState | None, holder: WorkerRank, *, is_counted: bool = False
     ) -> RankStatus:
+        radix = self.radix
+        assert radix is not None
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
         return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot, is_counted)
 

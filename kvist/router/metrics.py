@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -166,82 +165,77 @@ class RouterMetrics(Collector):
         yield from (*counters.values(), *histograms.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FleetGauges:
-    """Reads the current state of workers: load, states, how well each cache is known, the index.
+def fleet_metrics(
+    fleet: Fleet, load: LoadTracker, index: FleetIndex | None, replicas: Replicas | None, now_s: float
+) -> Iterator[Metric | None]:
+    """Yield the current state of workers: load, states, how well each cache is known, the index.
 
-    All is summed up by worker or stream, so that the size of the page does not depend on how many ranks a stream names.
+    Yield None where there may be a pause. All is summed up by worker or stream, so that the size of the page does not
+    depend on how many ranks a stream names. A state is 1 if it is the worker's, else 0.
     """
+    yield from _worker_gauges(fleet, load, now_s)
+    if replicas is not None:
+        yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", len(replicas))
+    if index is not None:
+        yield from _rank_gauges(fleet, index)
+        yield from _source_gauges(index)
+        state = index.state_statistics()
+        if state is not None:
+            yield from state.metrics()
+        if index.radix is not None:
+            statistics = index.radix.statistics()
+            yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
+            yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
-    fleet: Fleet
-    load: LoadTracker
-    index: FleetIndex | None
-    replicas: Replicas | None
-    now_s: Callable[[], float]
 
-    def collect(self) -> Iterator[Metric | None]:
-        """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
-        yield from self._workers()
-        if self.replicas is not None:
-            yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", len(self.replicas))
-        if self.index is not None:
-            yield from self._ranks(self.index)
-            yield from self._sources(self.index)
-            state = self.index.state_statistics()
-            if state is not None:
-                yield from state.metrics()
-            if self.index.radix is not None:
-                statistics = self.index.radix.statistics()
-                yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
-                yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
+def _worker_gauges(fleet: Fleet, load: LoadTracker, now_s: float) -> Iterator[Metric | None]:
+    states = gauge_of("worker_state", "Whether a worker is so", "worker", "state")
+    circuits = gauge_of("circuit_state", "Whether a worker's circuit is so", "worker", "state")
+    text = "Whether a worker makes of chats the tokens that the router makes of them"
+    renderings = gauge_of("worker_rendering", text, "worker", "state")
+    roles = gauge_of("worker_role", "What a worker is there for", "worker", "role")
+    loads = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
+    for worker in fleet.workers:
+        rendering = None if worker.rendering is None else worker.rendering.state
+        for gauge, state in ((states, worker.state), (circuits, worker.breaker.state), (renderings, rendering)):
+            for each in () if state is None else type(state):
+                gauge.add_metric([worker.url, each.value], each is state)
+        roles.add_metric([worker.url, worker.role.value], 1)
+        of_ranks = [load.load(rank.target, now_s) for rank in fleet.ranks(worker)]
+        for name, gauge in loads.items():
+            gauge.add_metric([worker.url], sum(getattr(each, name) for each in of_ranks))
+        yield None
+    yield from (states, circuits, roles, renderings, *loads.values())
 
-    def _workers(self) -> Iterator[Metric | None]:
-        states = gauge_of("worker_state", "Whether a worker is so", "worker", "state")
-        circuits = gauge_of("circuit_state", "Whether a worker's circuit is so", "worker", "state")
-        text = "Whether a worker makes of chats the tokens that the router makes of them"
-        renderings = gauge_of("worker_rendering", text, "worker", "state")
-        roles = gauge_of("worker_role", "What a worker is there for", "worker", "role")
-        loads = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
-        now_s = self.now_s()
-        for worker in self.fleet.workers:
-            rendering = None if worker.rendering is None else worker.rendering.state
-            for gauge, state in ((states, worker.state), (circuits, worker.breaker.state), (renderings, rendering)):
-                for each in () if state is None else type(state):
-                    gauge.add_metric([worker.url, each.value], each is state)
-            roles.add_metric([worker.url, worker.role.value], 1)
-            of_ranks = [self.load.load(rank.target, now_s) for rank in self.fleet.ranks(worker)]
-            for name, gauge in loads.items():
-                gauge.add_metric([worker.url], sum(getattr(load, name) for load in of_ranks))
-            yield None
-        yield from (states, circuits, roles, renderings, *loads.values())
 
-    def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
-        ranks = gauge_of("ranks", "Ranks by how well their cache is known", "worker", "state")
-        blocks = gauge_of("worker_blocks", "Blocks that its ranks hold", "worker")
-        for worker in self.fleet.workers:
-            statuses = index.ranks(worker.url)
-            for state in (*SourceState, APPROXIMATE):
-                ranks.add_metric([worker.url, state], sum(status.display_state == state for status in statuses))
-            blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
-            yield None
-        yield from (ranks, blocks)
+def _rank_gauges(fleet: Fleet, index: FleetIndex) -> Iterator[Metric | None]:
+    ranks = gauge_of("ranks", "Ranks by how well their cache is known", "worker", "state")
+    blocks = gauge_of("worker_blocks", "Blocks that its ranks hold", "worker")
+    for worker in fleet.workers:
+        statuses = index.ranks(worker.url)
+        for state in (*SourceState, APPROXIMATE):
+            ranks.add_metric([worker.url, state], sum(status.display_state == state for status in statuses))
+        blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
+        yield None
+    yield from (ranks, blocks)
 
-    def _sources(self, index: FleetIndex) -> Iterator[Metric | None]:
-        ages = gauge_of("event_age_seconds", "Since a stream's last event", "worker", "source")
-        counters = {
-            attribute: CounterMetricFamily(f"{PREFIX}_event_{name}", text, labels=["worker", "source"])
-            for name, attribute, text in _EVENT_COUNTERS
-        }
-        for source in index.source_statistics():
-            names = [source.worker, source.url]
-            if source.last_event_age_s is not None:
-                ages.add_metric(names, source.last_event_age_s)
-            for attribute, counter in counters.items():
-                counter.add_metric(names, getattr(source, attribute))
-            yield None
-        yield from (ages, *counters.values())
-        text = "Answers of any stream given up because all that came in took too much memory"
-        yield CounterMetricFamily(f"{PREFIX}_event_answers_refused", text, BUDGET.num_refused)
+
+def _source_gauges(index: FleetIndex) -> Iterator[Metric | None]:
+    ages = gauge_of("event_age_seconds", "Since a stream's last event", "worker", "source")
+    counters = {
+        attribute: CounterMetricFamily(f"{PREFIX}_event_{name}", text, labels=["worker", "source"])
+        for name, attribute, text in _EVENT_COUNTERS
+    }
+    for source in index.source_statistics():
+        names = [source.worker, source.url]
+        if source.last_event_age_s is not None:
+            ages.add_metric(names, source.last_event_age_s)
+        for attribute, counter in counters.items():
+            counter.add_metric(names, getattr(source, attribute))
+        yield None
+    yield from (ages, *counters.values())
+    text = "Answers of any stream given up because all that came in took too much memory"
+    yield CounterMetricFamily(f"{PREFIX}_event_answers_refused", text, BUDGET.num_refused)
 
 
 def gauge_of(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -358,7 +358,7 @@ class Routing:
         adapter = self._adapter_of(parsed)
         plain_hashes, variant = prefix.block_hashes, 0
         if adapter is not None or parsed.cache_salt is not None:
-            plain_hashes = self._hashes_of(ParsedRequest(None, 0), block_size)(parsed.token_ids)
+            plain_hashes = _compiled_hashing()(parsed.token_ids, block_size=block_size)
             variant = crc32(repr((adapter, parsed.cache_salt)).encode())  # the same in every process
         routed = under_way = decision.overlap_tokens
         if prices is not None:

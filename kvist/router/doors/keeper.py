@@ -51,7 +51,7 @@ from kvist.router.fleet.models import Models
 from kvist.router.fleet.replicas import Replicas, num_replicas
 from kvist.router.fleet.speeds import saved_speeds
 from kvist.router.index import FleetIndex
-from kvist.router.metrics import FleetGauges
+from kvist.router.metrics import fleet_metrics
 from kvist.router.regret import Regret, Routed
 from kvist.router.routing import FleetView
 from kvist.router.sources import WantedWorker
@@ -135,9 +135,8 @@ class Keeper(ComposedContext):
         self.models = Models(config, self.fleet, self._on_tokenizer)
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
-        own = FleetGauges(self.fleet, load, self.index, self.replicas, now_s)
-        discovered = self.membership.discovery.metrics
-        self._page = MetricsPage(lambda: chain(own.collect(), discovered(), gauges()), registry)
+        measured, discovered = (self.fleet, load, self.index, self.replicas), self.membership.discovery.metrics
+        self._page = MetricsPage(lambda: chain(fleet_metrics(*measured, now_s()), discovered(), gauges()), registry)
         self._counted, self._started_s = counted or gauges, started_s
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_more)

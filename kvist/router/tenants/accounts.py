@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -25,27 +26,18 @@ class Account:
     output_tokens: int = 0
 
 
-class Accounts:
-    """What this process has counted since it started."""
+Accounts: TypeAlias = defaultdict[tuple[str, str], Account]
+"""What this process has counted since it started, by tenant and the model's name in metrics."""
 
-    def __init__(self) -> None:
-        self._accounts: dict[tuple[str, str], Account] = {}
 
-    def of(self, tenant: str, model: str) -> Account:
-        """Return the account of a tenant for a model, under the model's name in metrics."""
-        account = self._accounts.get((tenant, model))
-        if account is None:
-            account = self._accounts[tenant, model] = Account()
-        return account
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield a counter for each number."""
-        for field in fields(Account):
-            text = f"Of each tenant, {field.name.replace('_', ' ')} (docs/tenants.md)"
-            counter = CounterMetricFamily(PREFIX + field.name, text, labels=["tenant", "model"])
-            for names, account in self._accounts.items():
-                counter.add_metric(names, getattr(account, field.name))
-            yield counter
+def account_metrics(accounts: Accounts) -> Iterator[Metric]:
+    """Yield a counter for each number of the accounts."""
+    for field in fields(Account):
+        text = f"Of each tenant, {field.name.replace('_', ' ')} (docs/tenants.md)"
+        counter = CounterMetricFamily(PREFIX + field.name, text, labels=["tenant", "model"])
+        for names, account in accounts.items():
+            counter.add_metric(names, getattr(account, field.name))
+        yield counter
 
 
 def used(metrics: Iterable[Metric | None], tenant: str | None) -> list[dict[str, Any]]:

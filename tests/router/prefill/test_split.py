@@ -102,7 +102,7 @@ async def test_choices_and_usage_are_those_of_one_answer(fleet) -> None:
         assert (events[-1]["choices"], events[-1]["usage"]) == ([], usage)
         choices = [choice for each in events[:-1] for choice in each["choices"]]
         assert sorted(choices, key=lambda each: each["index"]) == [each for each in expected for _ in range(2)]
-        account = front.service._forwarder.accounts.of("default", "m")
+        account = front.service._forwarder.accounts["default", "m"]
         counted = (account.requests, account.prompt_tokens, account.cached_tokens, account.output_tokens)
         assert counted == (2, 2 * 793, 0, 2 * 14)
         shown = (await front.client.get("/ui/state?view=requests&since=0")).json()["requests"]
