@@ -294,28 +294,31 @@ class AnswerAttempt(_Attempt):
         self._end(self.status)
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
-        if self.status == OK:
-            total_s, num_tokens = router.now_s() - owner.started_s, self.num_output_tokens
-            router.metrics.observe(total_s, "request_seconds", self._model)
-            router.metrics.counts["output_tokens", self._worker.url, self._model] += num_tokens
-            if self.is_event_stream and num_tokens > 1:  # those after the first came evenly, as far as is known
-                each_s = (total_s - (self.first_byte_s or 0.0)) / (num_tokens - 1)
-                router.metrics.observe(each_s, "inter_token_seconds", self._model)
-        if owner.handover is not None:
-            if owner.pull is not None and self.status == OK:
-                self._count_pulled(owner.handover.handoff.num_tokens)
-        elif usage is not None:
+        handover = owner.handover
+        if handover is None and usage is not None:
             router.metrics.reported(decision, usage)
-        if owner.handover is None and not decision.chosen.is_exact:
+        if handover is None and not decision.chosen.is_exact:
             block_hashes = partial(router.routing.block_hashes, owner.parsed, decision.chosen.target.worker)
             router.healer.on_answer(decision, usage, block_hashes)
         if self.status == OK:
-            routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, usage)
-            if routed is not None:
-                router.on_routed(routed)
-                owner.routed = routed
+            self._count_output()
+            if handover is not None and owner.pull is not None:
+                self._count_pulled(handover.handoff.num_tokens)
+            owner.routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, usage)
+            if owner.routed is not None:
+                router.on_routed(owner.routed)
         owner.responder.end()
         owner.end()
+
+    def _count_output(self) -> None:
+        """Count the answer's tokens, and the time that it took."""
+        metrics, num_tokens = self.owner.router.metrics, self.num_output_tokens
+        total_s = self.owner.router.now_s() - self.owner.started_s
+        metrics.observe(total_s, "request_seconds", self._model)
+        metrics.counts["output_tokens", self._worker.url, self._model] += num_tokens
+        if self.is_event_stream and num_tokens > 1:  # those after the first came evenly, as far as is known
+            each_s = (total_s - (self.first_byte_s or 0.0)) / (num_tokens - 1)
+            metrics.observe(each_s, "inter_token_seconds", self._model)
 
     def _count_pulled(self, num_tokens: int) -> None:
         """Count the tokens that were fetched: a worker that reports fewer cached ones had to compute the rest."""

@@ -97,7 +97,7 @@ class Caches(Protocol):
         """Return the ranks of a worker, in order. It takes some 10 µs a rank."""
 
     def is_expecting(self, worker: str) -> bool:
-        """Return whether what the worker was given is all that is known of its cache."""
+        """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
 
     def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
         """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
@@ -240,7 +240,7 @@ class FleetIndex:
         return self._indexer is not None and bool(self._indexer.states(worker))
 
     def is_expecting(self, worker: str) -> bool:
-        """Return whether what the worker was given is all that is known of its cache."""
+        """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
         return self.radix is not None and _holder_of(worker) in self._expected and not self.has_reported(worker)
 
     def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:

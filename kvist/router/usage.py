@@ -69,7 +69,7 @@ class UsageReader:
         self._tail = b""
 
     def feed(self, piece: bytes) -> int:
-        """Take the next piece of the answer's body; return how many events of a stream end in it."""
+        """Add the next piece of the answer's body; return how many events of a stream end in it."""
         if self._is_event_stream:
             last = self._tail[-3:]
             seen = last + piece
