@@ -231,8 +231,12 @@ class KubernetesSource:
         return []
 
     def _ports(self, ports: Iterable[dict[str, Any]]) -> list[int]:
-        """Return the port that the URL asks for or, if it does not, the only one; a pod need not declare a number."""
-        numbers: dict[str, int] = {each.get("name") or "": each.get("port") or each["containerPort"] for each in ports}
+        """Return the port that the URL asks for or, if it does not, the only one; a pod need not declare a number.
+
+        A slice may have a port without a number, which stands for all of them.
+        """
+        named = ((each.get("name") or "", each.get("port") or each.get("containerPort")) for each in ports)
+        numbers: dict[str, int] = {name: number for name, number in named if number}
         wanted = self._url.options.get("port")
         if wanted is None:
             return list(numbers.values()) if len(numbers) == 1 else []

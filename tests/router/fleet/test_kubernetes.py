@@ -114,6 +114,7 @@ async def test_ready_endpoints_of_a_service_are_workers(use) -> None:
         use(cluster)
         cluster.put("a", **slice_of(endpoint("10.0.0.1"), endpoint("10.0.0.2", None), endpoint("10.0.0.3", False)))
         cluster.put("empty", addressType="IPv4", endpoints=None, ports=None)
+        cluster.put("open", **slice_of(endpoint("10.0.0.9")) | {"ports": [{"name": "http", "port": None}]})
         async with following(SERVICE) as heard:
             await heard.until_workers("10.0.0.1:8000", "10.0.0.2:8000")
             assert cluster.asked[0]["labelSelector"] == ["kubernetes.io/service-name=vllm"]
