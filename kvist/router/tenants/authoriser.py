@@ -57,7 +57,7 @@ class Authoriser(ComposedContext):
         await exits.enter_async_context(self._pool)
         await exits.enter_async_context(self._tasks)
 
-    def known(self, digest: bytes) -> Verdict | None:
+    def cached(self, digest: bytes) -> Verdict | None:
         """Return the cached answer for a key, None if the authoriser has to be asked."""
         until_s, verdict = self._tenants.get(digest) or self._refusals.get(digest) or (0.0, None)
         return verdict if self._now_s() < until_s else None

@@ -21,7 +21,7 @@ from kvist.router.tenants.tenant import DEFAULT, UNRESOLVED, Tenant, read_tenant
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """How often the file is checked for changes."""
 _REFUSALS = {
     HTTPStatus.UNAUTHORIZED: ("authorization: expected 'Bearer' and the API key", "invalid_api_key", None),
@@ -70,7 +70,7 @@ class Keys(ComposedContext):
         digest = sha256(key).digest() if key else b""
         tenant = DEFAULT if digest in self._own else self._listed.get(digest)
         if tenant is None and key and self._authoriser is not None:
-            return _admitted(self._authoriser.known(digest) or UNRESOLVED)
+            return _admitted(self._authoriser.cached(digest) or UNRESOLVED)
         return _admitted(tenant or HTTPStatus.UNAUTHORIZED)
 
     async def resolve_tenant(self, request: Request) -> Tenant:
@@ -82,7 +82,7 @@ class Keys(ComposedContext):
 
     async def _follow(self, path: Path) -> NoReturn:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if (stamp := file_stamp(path)) == self._stamp:
                 continue
             self._stamp = stamp

@@ -174,7 +174,7 @@ async def test_what_it_said_counts_for_a_time_so_that_keys_can_be_changed(author
     ):
 
         def tell(key: bytes) -> object:
-            return asked.known(sha256(key).digest())
+            return asked.cached(sha256(key).digest())
 
         assert await asked.ask(b"old") == Tenant(name="acme")
         assert await asked.ask(b"new") is HTTPStatus.UNAUTHORIZED
@@ -197,7 +197,7 @@ async def test_thousands_of_keys_drive_out_the_oldest_of_their_kind_alone(author
             assert await asked.ask(b"k%d" % number) == Tenant(name=f"t{number}")
         for number in range(2000):
             assert await asked.ask(b"made up %d" % number) is HTTPStatus.UNAUTHORIZED
-        known = [number for number in range(150) if asked.known(sha256(b"k%d" % number).digest())]
+        known = [number for number in range(150) if asked.cached(sha256(b"k%d" % number).digest())]
         assert known == [*range(50, 150)]
         assert (len(asked._tenants), len(asked._refusals), len(asked._asked)) == (100, 100, 0)
         says.gate.clear()

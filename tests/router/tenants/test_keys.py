@@ -91,7 +91,7 @@ async def test_a_tenant_gets_the_models_it_may_ask_for_by_whatever_name(worker, 
 async def test_a_file_is_followed_and_one_that_breaks_changes_nothing(
     worker, router, tenants, monkeypatch, caplog, until
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_S", 0.01)
+    monkeypatch.setattr(keys, "CHECK_INTERVAL_S", 0.01)
     path = tenants("a")
     async with worker() as one, router(one.url, tenants=path, admin_key="x", ready=False) as front:
         assert [await ask(front, key) for key in ("a", "b")] == [(200, None), (401, "invalid_api_key")]
