@@ -376,11 +376,10 @@ class FleetIndex:
 
     async def _open_state(self) -> None:
         if self._config.state_dir is not None:
-            from kvist.indexer.dumps.dumper import Dumper
             from kvist.indexer.dumps.keeper import StateKeeper
 
             folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
-            keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, Dumper(), self._now_s)
+            keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)
             self._keeper = await keeper.__aenter__()
 
 

@@ -38,33 +38,25 @@ class Namespaced(Protocol):
         """Return the URL as it was given for a stream that is followed."""
 
 
-class Dumper:
-    """Writes dumps, one at a time: while one is open, each index keeps the changed rows of its moment as well."""
+async def write_dump(indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:
+    """Pass all that the indexes hold to `write`, one dump of them at a time; raises what `write` raises.
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    @property
-    def is_busy(self) -> bool:
-        return self._turn.locked()
-
-    async def dump(self, indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Pass all that the indexes hold to `write`, after any dump that is under way; raises what `write` raises."""
-        async with self._turn:
-            writer = DumpWriter()
-            await write(writer.frame(DumpHead(VERSION)))
-            for each in [*indexes]:
-                await _wait_for_answers(each.indexer)
-                with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
-                    await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
-                    for rank, names in _names_of(each.indexer):
-                        await write(writer.names(rank, names))
-                        await asyncio.sleep(0)
-                    for held in snapshot:
-                        for start in range(0, len(held.hashes), ROWS_PER_FRAME):
-                            await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
-                        await asyncio.sleep(0)
-            await write(writer.end())
+    Meanwhile the index that is being written keeps the rows that change twice.
+    """
+    writer = DumpWriter()
+    await write(writer.frame(DumpHead(VERSION)))
+    for each in [*indexes]:
+        await _wait_for_answers(each.indexer)
+        with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
+            await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
+            for rank, names in _names_of(each.indexer):
+                await write(writer.names(rank, names))
+                await asyncio.sleep(0)
+            for held in snapshot:
+                for start in range(0, len(held.hashes), ROWS_PER_FRAME):
+                    await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
+                await asyncio.sleep(0)
+    await write(writer.end())
 
 
 async def _wait_for_answers(indexer: Indexer) -> None:

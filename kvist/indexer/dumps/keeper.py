@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvist.errors import MalformedMessageError
 from kvist.events.session import SourceState
 from kvist.files import AtomicFile, exclusive_folder, in_thread, set_aside
-from kvist.indexer.dumps.dumper import Dumper, Namespaced
+from kvist.indexer.dumps.dumper import Namespaced, write_dump
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
 from kvist.indexer.dumps.takeover import Destination, Takeover
 from kvist.indexer.source import Source
@@ -92,15 +92,18 @@ class StateKeeper:
         name: str,
         interval_s: float,
         indexes: Callable[[], Iterable[Namespaced]],
-        dumper: Dumper,
         now_s: Callable[[], float],
+        dump_lock: asyncio.Lock | None = None,
     ) -> None:
-        """Keep the indexes that `indexes` returns in the file `name`.state; save them every `interval_s` if changed."""
+        """Keep the indexes that `indexes` returns in the file `name`.state; save them every `interval_s` if changed.
+
+        Others who dump the same indexes hold the `dump_lock` as well.
+        """
         self._folder = folder
         self._path = folder / f"{name}.state"
         self._interval_s = interval_s
         self._indexes = indexes
-        self._dumper = dumper
+        self._dump_lock = asyncio.Lock() if dump_lock is None else dump_lock
         self._now_s = now_s
         self._exits = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -253,7 +256,8 @@ class StateKeeper:
     async def _write(self) -> int:
         file = AtomicFile(self._path)
         try:
-            await self._dumper.dump(self._indexes(), partial(in_thread, file.write))
+            async with self._dump_lock:
+                await write_dump(self._indexes(), partial(in_thread, file.write))
             await in_thread(file.commit)
         except BaseException:
             file.discard()

@@ -30,7 +30,7 @@ from kvist.events.transports import public_url
 from kvist.http import Request, Responder, ServerStatistics
 from kvist.indexer import Indexer, SourceStatistics
 from kvist.indexer.compiled.hashing import block_hashes
-from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.dumper import write_dump
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.service.bodies import (
@@ -77,7 +77,7 @@ class Api:
         counters: RequestCounters,
         metrics: MetricsPage,
         config: IndexConfig,
-        dumper: Dumper,
+        dump_lock: asyncio.Lock,
         keeper: StateKeeper | None,
     ) -> None:
         self._registry = registry
@@ -85,7 +85,7 @@ class Api:
         self._counters = counters
         self._page = metrics
         self._api_key, self._admin_key = config.api_key, config.admin_key
-        self._dumper = dumper
+        self._dump_lock = dump_lock
         self._keeper = keeper
         self.cold_start_s = 0.0
         """Seconds from the start until the index joined; set when it has."""
@@ -192,7 +192,7 @@ class Api:
 
     async def _dump(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
-        await send_dump(self._dumper, self._registry, responder)
+        await send_dump(self._dump_lock, self._registry, responder)
 
     async def _health(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
@@ -215,13 +215,13 @@ class Api:
             raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key")
 
 
-async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Responder) -> None:
+async def send_dump(dump_lock: asyncio.Lock, members: Iterable[Member], responder: Responder) -> None:
     """Send every index as of one moment, at the client's pace; raises ApiError (503) while another dump is sent."""
-    if dumper.is_busy:
+    if dump_lock.locked():
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "another dump is under way; try again")
-    async with asyncio.timeout(DUMP_TIMEOUT_S):
+    async with asyncio.timeout(DUMP_TIMEOUT_S), dump_lock:
         responder.start(HTTPStatus.OK, [(b"content-type", b"application/octet-stream")])
-        await dumper.dump(members, responder.write)
+        await write_dump(members, responder.write)
         responder.end()
 
 
@@ -286,11 +286,11 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
     registry = Registry(new_indexer, max_blocks=config.max_blocks or default_max_blocks(), is_held=is_held)
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(registry)
-        dumper = Dumper()
+        dump_lock = asyncio.Lock()
         keeper = None
         if config.state_dir is not None:
             folder, interval_s = Path(config.state_dir), config.state_interval_s
-            keeper = StateKeeper(folder, "index", interval_s, lambda: registry, dumper, monotonic)
+            keeper = StateKeeper(folder, "index", interval_s, lambda: registry, monotonic, dump_lock)
             await exits.enter_async_context(keeper)
             exits.push_async_callback(keeper.stop)
         for worker in config.parsed_workers():
@@ -308,4 +308,4 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
         registry.release()
         counters = RequestCounters()
         page = MetricsPage(partial(collect, registry, server, keeper), counters.registry)
-        yield Api(registry, rules, counters, page, config, dumper, keeper)
+        yield Api(registry, rules, counters, page, config, dump_lock, keeper)

@@ -13,7 +13,7 @@ from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.indexer import Indexer
 from kvist.indexer.canonical import CanonicalFollower
-from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.dumper import write_dump
 from kvist.indexer.dumps.format import DumpReader
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.dumps.takeover import Takeover
@@ -50,7 +50,7 @@ class Router:
         if peer is not None:
             await self._take_over(peer)
         if self._folder is not None:
-            keeper = StateKeeper(self._folder, "index", self._interval_s, lambda: self._registry, Dumper(), self._now_s)
+            keeper = StateKeeper(self._folder, "index", self._interval_s, lambda: self._registry, self._now_s)
             self._keeper = await keeper.__aenter__()
             if peer is None:
                 await keeper.load(self._registrations)
@@ -82,7 +82,7 @@ class Router:
                 takeover.load_frame(frame)
                 await asyncio.sleep(0)
 
-        await Dumper().dump([*peer._registry], take)
+        await write_dump([*peer._registry], take)
         reader.close()
 
     @property

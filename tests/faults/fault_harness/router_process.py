@@ -15,7 +15,6 @@ from pathlib import Path
 from fault_harness.engine import BLOCK_SIZE
 from kvist.events import WorkerRank
 from kvist.indexer import Indexer
-from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.radix import RadixIndex
 from kvist.router.index import FleetState
@@ -29,7 +28,7 @@ async def main(folder: str, urls: list[str]) -> None:
         indexer = await exits.enter_async_context(Indexer(index, block_size=BLOCK_SIZE))
         if folder != "-":
             fleet = FleetState(index, indexer)
-            keeper = StateKeeper(Path(folder), "router", SAVE_INTERVAL_S, lambda: [fleet], Dumper(), time.monotonic)
+            keeper = StateKeeper(Path(folder), "router", SAVE_INTERVAL_S, lambda: [fleet], time.monotonic)
             await exits.enter_async_context(keeper)
             await keeper.load(fleet)
             keeper.start()

@@ -12,7 +12,6 @@ import pytest
 
 from kvist.events import WorkerRank
 from kvist.indexer import Indexer
-from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.radix import RadixIndex
 from kvist.router.index import FleetState
@@ -47,7 +46,7 @@ def start_kept(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Kept
         index = RadixIndex()
         async with Indexer(index, block_size=block_size) as indexer:
             fleet = FleetState(index, indexer)
-            keeper = StateKeeper(tmp_path, "router", interval_s, lambda: [fleet], Dumper(), time.monotonic)
+            keeper = StateKeeper(tmp_path, "router", interval_s, lambda: [fleet], time.monotonic)
             async with keeper:
                 await keeper.load(fleet)
                 keeper.start()

@@ -407,7 +407,6 @@ from pathlib import Path
 import numpy as np
 from kvist.events import Tier, WorkerRank
 from kvist.indexer import Indexer
-from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.canonical import CanonicalProgress, RankProgress
 from kvist.radix import RadixIndex
@@ -417,7 +416,7 @@ async def main():
     index = RadixIndex()
     async with Indexer(index, block_size=4) as indexer:
         fleet = FleetState(index, indexer)
-        async with StateKeeper(Path(sys.argv[1]), "router", 3600, lambda: [fleet], Dumper(), time.monotonic) as keeper:
+        async with StateKeeper(Path(sys.argv[1]), "router", 3600, lambda: [fleet], time.monotonic) as keeper:
             await keeper.load(fleet)
             index.store(WorkerRank("w", 0), Tier.GPU, None, np.arange(1, 50_001, dtype=np.uint64))
             indexer.park("w", "tcp://127.0.0.1:1", 0, CanonicalProgress((RankProgress(0, 7, 3, True),)), 4)

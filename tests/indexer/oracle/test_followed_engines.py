@@ -26,7 +26,7 @@ from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message, ReplayRequest
-from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.dumper import write_dump
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead, StreamState
 from kvist.indexer.dumps.takeover import Takeover
 from kvist.indexer.source import Source
@@ -165,7 +165,7 @@ class OneIndex:
         async def write(part: bytes) -> None:
             parts.append(part)
 
-        asyncio.run(Dumper().dump([self], write))
+        asyncio.run(write_dump([self], write))
         return b"".join(parts)
 
     def take_over(self, dump: bytes, now_s: float, *, is_old: bool) -> None:

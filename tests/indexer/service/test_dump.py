@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Tier, WorkerRank
 from kvist.http import HttpServer
 from kvist.indexer import Indexer, engine_rank
-from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import Blocks, DumpReader, NamesFrame, names_of, residencies_of
 from kvist.indexer.service.api import send_dump
 from kvist.indexer.service.registry import Member, Namespace
@@ -37,12 +38,12 @@ class ChangingMeanwhile:
 @pytest.fixture
 async def served():
     """Return a server whose every request is answered with a dump of an index, which changes meanwhile."""
-    index, dumper = RadixIndex(), Dumper()
+    index, dump_lock = RadixIndex(), asyncio.Lock()
     member = Member(Namespace("m", "default"), BLOCK_SIZE, index, Indexer(index, block_size=BLOCK_SIZE))
 
     async def handle(_, responder):
         index.store(WorkerRank("1:0", 0), Tier.GPU, None, BLOCKS)
-        await send_dump(dumper, [member], ChangingMeanwhile(responder, index))
+        await send_dump(dump_lock, [member], ChangingMeanwhile(responder, index))
 
     async with HttpServer(handle) as server:
         yield server
