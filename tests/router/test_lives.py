@@ -710,7 +710,7 @@ class Life:
         accounts = [
             account
             for service in self.services
-            for (name, _), account in service._forwarder.accounts._accounts.items()
+            for (name, _), account in service._forwarder.accounts.items()
             if name == tenant
         ]
         num_requests = num_limited = num_cut = 0
