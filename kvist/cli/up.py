@@ -94,8 +94,8 @@ async def _up(args: argparse.Namespace) -> int:
         workers = await _start_workers(args, group, console)
         port = "0" if args.envoy else str(args.port)
         recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
-        route = _route(args, workers, "kv", args.host, port)
-        router = await group.start("router", *route, "--show-prompts", *recording)
+        command = _route_command(args, workers, "kv", args.host, port)
+        router = await group.start("router", *command, "--show-prompts", *recording)
         console.print(f"  {router.name}: {router.url}\nThe fleet, live: {router.url}/ui")
         front = await _start_envoy(args, group, console, workers) if args.envoy else router
         exit_code = 0 if args.no_demo else await _demo(args, group, console, workers, router.url, front.url)
@@ -109,8 +109,8 @@ async def _up(args: argparse.Namespace) -> int:
 
 async def _start_workers(args: argparse.Namespace, group: ProcessGroup, console: Console) -> list[str]:
     """Start the workers side by side and return their URLs."""
-    console.print(f"Starting {args.workers} workers with {_model(args)} …")
-    starting = (group.start(f"worker {index}", *_serve(args, index)) for index in range(args.workers))
+    console.print(f"Starting {args.workers} workers with {_model_path(args)} …")
+    starting = (group.start(f"worker {index}", *_serve_command(args, index)) for index in range(args.workers))
     workers = await asyncio.gather(*starting)
     for worker in workers:
         console.print(f"  {worker.name}: {worker.url}")
@@ -119,7 +119,7 @@ async def _start_workers(args: argparse.Namespace, group: ProcessGroup, console:
 
 async def _start_envoy(args: argparse.Namespace, group: ProcessGroup, console: Console, workers: list[str]) -> Child:
     """Start an endpoint picker, and Envoy as the gateway that asks it."""
-    picking = ("epp", "--worker-urls", *workers, "--model-path", _model(args), "--port", "0")
+    picking = ("epp", "--worker-urls", *workers, "--model-path", _model_path(args), "--port", "0")
     picker = await group.start("picker", *picking, "--shutdown-timeout-s", _SHUTDOWN_TIMEOUT_S)
     console.print(f"  {picker.name}: {picker.url}")
     envoy = await group.start_envoy(args.host, args.port, picker.url, workers)
@@ -127,30 +127,30 @@ async def _start_envoy(args: argparse.Namespace, group: ProcessGroup, console: C
     return envoy
 
 
-def _model(args: argparse.Namespace) -> str:
+def _model_path(args: argparse.Namespace) -> str:
     from kvist.engine import bundled_model_path
 
     return args.model or str(bundled_model_path())
 
 
-def _serve(args: argparse.Namespace, index: int) -> list[str]:
+def _serve_command(args: argparse.Namespace, index: int) -> list[str]:
     role = []
     if args.disaggregated:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
     name = [] if args.model else ["--served-model-name", _MODEL_NAME]
-    return ["serve", "--model", _model(args), "--port", "0", "--threads", "1", *name, *role, *_tracing(args)]
+    return ["serve", "--model", _model_path(args), "--port", "0", "--threads", "1", *name, *role, *_tracing_flags(args)]
 
 
-def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:
+def _route_command(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:
     handing_over = ["--max-local-prefill-tokens", LOCAL_TOKENS] if args.disaggregated else []
     return [
-        *("route", "--worker-urls", *worker_urls, "--model-path", _model(args), *handing_over),
+        *("route", "--worker-urls", *worker_urls, "--model-path", _model_path(args), *handing_over),
         *("--policy", policy, "--host", host, "--port", port, "--shutdown-timeout-s", _SHUTDOWN_TIMEOUT_S),
-        *_tracing(args),
+        *_tracing_flags(args),
     ]
 
 
-def _tracing(args: argparse.Namespace) -> list[str]:
+def _tracing_flags(args: argparse.Namespace) -> list[str]:
     return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
 
 
@@ -161,7 +161,7 @@ async def _demo(
     with console.status("Compiling the index, once on this machine …"):
         while json.loads(fetch(router_url, "/health"))["cold_start_s"] is None:  # noqa: ASYNC110 - another process
             await asyncio.sleep(_POLL_INTERVAL_S)
-    baseline = await group.start("baseline", *_route(args, workers, "round-robin", "127.0.0.1", "0"))
+    baseline = await group.start("baseline", *_route_command(args, workers, "round-robin", "127.0.0.1", "0"))
     with console.status("Sending conversations …") as status:
         show = lambda served: status.update(f"Served: {served.title}")  # noqa: E731
         routed, compared = await run_demo(front_url, router_url, baseline.url, workers, show)
