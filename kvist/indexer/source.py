@@ -149,18 +149,16 @@ class Source:
         if probe is None:
             self._num_silences, self._probe_at_s = 0, -math.inf
         elif now_s >= self._probe_at_s:
-            is_peer_heard = self.subscription is not None and self.subscription.is_caught_up
-            if probe is not _WHO_IS_THERE or is_peer_heard:
+            is_caught_up = self.subscription is not None and self.subscription.is_caught_up
+            if probe is not _WHO_IS_THERE or is_caught_up:
                 due.append(probe)
         return due
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Apply an answer, which may change the stream's form as live messages may."""
-        self.is_applying_answer = True
-        try:
-            yield from self._on_answer(question, messages, now_s)
-        finally:
-            self.is_applying_answer = False
+        self.is_applying_answer = True  # and stays so if this is cancelled halfway
+        yield from self._on_answer(question, messages, now_s)
+        self.is_applying_answer = False
 
     def _on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         request = question.request
