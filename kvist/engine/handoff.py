@@ -57,17 +57,17 @@ class FetchSpeed:
         self._tokens = self._seconds = self._at_s = 0.0
 
     def add(self, num_tokens: int, began_s: float, ended_s: float) -> None:
-        kept = self._kept(ended_s)
-        self._tokens = self._tokens * kept + num_tokens
-        self._seconds = self._seconds * kept + ended_s - began_s
+        decay = self._decay(ended_s)
+        self._tokens = self._tokens * decay + num_tokens
+        self._seconds = self._seconds * decay + ended_s - began_s
         self._at_s = ended_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        kept = self._kept(now_s)
-        tokens, seconds = self._tokens * kept + self._guess * _GUESS_S, self._seconds * kept + _GUESS_S
+        decay = self._decay(now_s)
+        tokens, seconds = self._tokens * decay + self._guess * _GUESS_S, self._seconds * decay + _GUESS_S
         return tokens / seconds
 
-    def _kept(self, now_s: float) -> float:
+    def _decay(self, now_s: float) -> float:
         return math.exp2((self._at_s - now_s) / _HALF_LIFE_S)
 
 

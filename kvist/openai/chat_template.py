@@ -93,18 +93,18 @@ class ChatTemplate:
         return "".join(char for char, _ in same)  # the template puts all items first
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
-        given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
         if (effort := request.reasoning_effort) is not None:
-            given["enable_thinking"] = effort != "none"
-        given |= (request.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
-        given["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
+            variables["enable_thinking"] = effort != "none"
+        variables |= (request.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
+        variables["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
         if request.tools is not None:
-            given["tools"] = [_tool(tool) for tool in request.tools]
+            variables["tools"] = [_tool(tool) for tool in request.tools]
         if request.documents is not None:
-            given["documents"] = request.documents
+            variables["documents"] = request.documents
         try:
-            given["messages"] = self._messages(request, is_marked)
-            text = self._template.render(given)
+            variables["messages"] = self._messages(request, is_marked)
+            text = self._template.render(variables)
         except _REFUSALS as error:
             problem = f"the chat template refused them: {error}"
             raise invalid_field("messages", problem, code="template_refused") from None
@@ -159,21 +159,21 @@ class ChatTemplate:
             raise invalid_field("messages", f"got content {content!r:.100}, expected text or parts")
         known: Message = {"role": role}
         texts: list[str] = []
-        shown: list[dict[str, str]] = []
+        shown_parts: list[dict[str, str]] = []
         for part in parts:
             text = part if isinstance(part, str) else part["text"] if is_text_part(part) else None
             if text is None:
-                shown.append({"type": "text", "text": _CUT})
+                shown_parts.append({"type": "text", "text": _CUT})
                 if is_marked and isinstance(part, dict):
-                    shown.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
+                    shown_parts.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
             elif role != "system" or (text := without_billing_header(text)) is not None:
-                shown.append({"type": "text", "text": text})
+                shown_parts.append({"type": "text", "text": text})
                 texts.append(text)
         if self._takes_parts and role != "tool":
-            known["content"] = shown
+            known["content"] = shown_parts
         else:
             joined = "\n".join(texts if self._takes_parts else filter(None, texts))
-            known["content"] = joined if len(shown) == len(texts) else _CUT + joined
+            known["content"] = joined if len(shown_parts) == len(texts) else _CUT + joined
         if role == "assistant":
             if message.get("tool_calls"):
                 known["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
@@ -200,11 +200,9 @@ def without_billing_header(text: str) -> str | None:
 
 def has_items(request: ChatCompletionRequest) -> bool:
     """Return whether some part of a message is not text, but for example an image."""
-    for message in request.messages:
-        for part in content if isinstance(content := message.get("content"), list) else ():
-            if not isinstance(part, str) and not is_text_part(part):
-                return True
-    return False
+    contents = [message.get("content") for message in request.messages]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return not all(isinstance(part, str) or is_text_part(part) for part in parts)
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:

@@ -99,9 +99,9 @@ def dequantize(name: str, parts: Parts, quantization: dict[str, Any]) -> torch.T
 
 
 def _block_size(quantization: dict[str, Any]) -> tuple[int, int] | None:
-    said = msgspec.convert(quantization, _Sizes)
-    of_groups = [each.weights.block_structure for each in (said.config_groups or {}).values() if each.weights]
-    return next((size for size in (said.weight_block_size, *of_groups) if size), None)
+    sizes = msgspec.convert(quantization, _Sizes)
+    of_groups = [each.weights.block_structure for each in (sizes.config_groups or {}).values() if each.weights]
+    return next((size for size in (sizes.weight_block_size, *of_groups) if size), None)
 
 
 def _scale(parts: Parts, block_size: Sequence[int] | None) -> torch.Tensor:

@@ -242,18 +242,23 @@ class _Server:
         return _json({"prompt": self._intake.read_detokenize(await read_body(request, self._max_body_bytes))})
 
     async def models(self, _: Request) -> Response:
-        return _json({"data": [self._about(name) for name in self._model.names], "object": "list"})
+        return _json({"data": [self._model_body(name) for name in self._model.names], "object": "list"})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._model.names:
             message = f"model: got {name!r:.100}, expected one of {list(self._model.names)}"
             raise RequestError(404, message, param="model", code="model_not_found")
-        return _json(self._about(name))
+        return _json(self._model_body(name))
 
-    def _about(self, name: str) -> dict[str, Any]:
-        about = {"created": self._created, "owned_by": "kvist", "max_model_len": self._model.max_model_len}
-        return {"id": name, **about, "object": "model"}
+    def _model_body(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "created": self._created,
+            "owned_by": "kvist",
+            "max_model_len": self._model.max_model_len,
+            "object": "model",
+        }
 
     async def health(self, _: Request) -> Response:
         if not self._engine.is_alive:

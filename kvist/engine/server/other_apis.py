@@ -52,8 +52,8 @@ class MessagesShape(TypedShape):
             yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
         if output.is_last:
             yield from self._close_block()
-            spent = {"output_tokens": counter.usage()["completion_tokens"]}
-            yield {"type": "message_delta", "delta": self._stop(output), "usage": spent}
+            usage = {"output_tokens": counter.usage()["completion_tokens"]}
+            yield {"type": "message_delta", "delta": self._stop(output), "usage": usage}
             yield {"type": "message_stop"}
 
     def _open_block(self, block: str, content: Body) -> Iterator[Body]:
@@ -71,9 +71,9 @@ class MessagesShape(TypedShape):
 
     def _message(self, usage: Body) -> Body:
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        spent = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
-        about = {"id": self._heading.id, "type": "message", "role": "assistant", "model": self._heading.model}
-        return about | {"content": [], "usage": spent | {"output_tokens": usage["completion_tokens"]}}
+        input_counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        message = {"id": self._heading.id, "type": "message", "role": "assistant", "model": self._heading.model}
+        return message | {"content": [], "usage": input_counts | {"output_tokens": usage["completion_tokens"]}}
 
     def _stop(self, output: RequestOutput) -> Body:
         reason = self._reason(0, output)
@@ -121,9 +121,9 @@ class ResponsesShape(TypedShape):
         if text or (output.is_last and not calls and not self._items and self._block is None):
             if self._block != "text":
                 yield from self._open_block("text", self._text_item("") | {"content": [], "status": "in_progress"})
-                yield self._of_text("response.content_part.added") | {"part": _text_part("")}
+                yield self._text_event("response.content_part.added") | {"part": _text_part("")}
             self._texts.append(text)
-            yield self._of_text("response.output_text.delta") | {"delta": text, "logprobs": []}
+            yield self._text_event("response.output_text.delta") | {"delta": text, "logprobs": []}
         for call in calls:
             if "id" in call:
                 empty = {"name": call["function"]["name"], "arguments": ""}
@@ -133,7 +133,7 @@ class ResponsesShape(TypedShape):
                 self._call = call | {"function": empty}
             arguments = call["function"]["arguments"]
             self._call["function"]["arguments"] += arguments
-            yield self._of_call("response.function_call_arguments.delta") | {"delta": arguments}
+            yield self._call_event("response.function_call_arguments.delta") | {"delta": arguments}
         if output.is_last:
             yield from self._close_block()
             status = self._status(output)
@@ -151,17 +151,17 @@ class ResponsesShape(TypedShape):
         if self._block == "text":
             text = "".join(self._texts)
             item = self._text_item(text)
-            yield self._of_text("response.output_text.done") | {"text": text, "logprobs": []}
-            yield self._of_text("response.content_part.done") | {"part": _text_part(text)}
+            yield self._text_event("response.output_text.done") | {"text": text, "logprobs": []}
+            yield self._text_event("response.content_part.done") | {"part": _text_part(text)}
         else:
             item = _call_item(self._call)
-            said = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._of_call("response.function_call_arguments.done") | said
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._call_event("response.function_call_arguments.done") | call
         yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
         self._items.append(item)
         self._texts, self._block = [], None
 
-    def _of_text(self, kind: str) -> Body:
+    def _text_event(self, kind: str) -> Body:
         return {
             "type": kind,
             "item_id": f"msg_{self._heading.id}",
@@ -169,12 +169,12 @@ class ResponsesShape(TypedShape):
             "content_index": 0,
         }
 
-    def _of_call(self, kind: str) -> Body:
+    def _call_event(self, kind: str) -> Body:
         return {"type": kind, "item_id": self._call["id"], "output_index": len(self._items)}
 
     def _text_item(self, text: str) -> Body:
-        about = {"type": "message", "id": f"msg_{self._heading.id}", "role": "assistant", "status": "completed"}
-        return about | {"content": [_text_part(text)]}
+        item = {"type": "message", "id": f"msg_{self._heading.id}", "role": "assistant", "status": "completed"}
+        return item | {"content": [_text_part(text)]}
 
     def _status(self, output: RequestOutput) -> Body:
         if output.finish_reason == "length":
@@ -208,11 +208,11 @@ def _text_part(text: str) -> Body:
 
 
 def _call_item(call: Body) -> Body:
-    about = {"type": "function_call", "id": call["id"], "call_id": call["id"], "status": "completed"}
-    return {**about, **call["function"]}
+    item = {"type": "function_call", "id": call["id"], "call_id": call["id"], "status": "completed"}
+    return {**item, **call["function"]}
 
 
 def _usage(usage: Body) -> Body:
     details = {"input_tokens_details": usage["prompt_tokens_details"], "output_tokens_details": {"reasoning_tokens": 0}}
-    spent = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    return spent | {"total_tokens": usage["total_tokens"], **details}
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    return counts | {"total_tokens": usage["total_tokens"], **details}

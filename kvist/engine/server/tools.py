@@ -162,10 +162,10 @@ class Reader(ABC):
         """Return whether the model chose to make a call."""
         return self.num_calls > 0 and self._rules.name is None
 
-    def _body(self, name: str, arguments: str) -> Body:
+    def _new_call(self, name: str, arguments: str) -> Body:
         self.num_calls += 1
-        about = {"index": self.num_calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        return about | {"function": {"name": name, "arguments": arguments}}
+        call = {"index": self.num_calls - 1, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        return call | {"function": {"name": name, "arguments": arguments}}
 
 
 class HarmonyReader(Reader):
@@ -195,7 +195,7 @@ class HarmonyReader(Reader):
                 if not _is_json(body):
                     content += body
                 elif self._rules.is_parallel or not self.num_calls:
-                    calls.append(self._body(recipient[1], body.strip()))
+                    calls.append(self._new_call(recipient[1], body.strip()))
             elif "analysis" in self._header:
                 reasoning += body
             else:
@@ -250,7 +250,7 @@ class ToolReader(Reader):
     def _arguments(self, name: str, text: str) -> list[Body]:
         if self.num_calls:
             return [{"index": 0, "function": {"arguments": text}}] if text else []
-        return [self._body(name, text)]
+        return [self._new_call(name, text)]
 
     def _pop_calls(self, syntax: ToolSyntax) -> list[Body]:
         """Remove the complete calls from the held text, and return them."""
@@ -273,8 +273,8 @@ class ToolReader(Reader):
             self._held = rest[end:]
             arguments = found.get("arguments", found.get("parameters", {}))
             if self._rules.is_parallel or not self.num_calls:
-                spelt = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                calls.append(self._body(found["name"], spelt))
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append(self._new_call(found["name"], text))
         return calls
 
 
