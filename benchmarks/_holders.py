@@ -19,7 +19,7 @@ from kvist.events import Tier
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.publisher import KvEventPublisher
-from kvist.publisher.filter import WindowFilter
+from kvist.publisher.filter import FilterState
 from kvist.publisher.residency import Residency
 from kvist.publisher.stream import RankState, Streams
 
@@ -50,7 +50,7 @@ def made_residency(worker_idx: int, num_blocks: int) -> Residency:
         block: (blocks[idx - 1] if idx % CHAIN_BLOCKS else 0) << 36 | idx % CHAIN_BLOCKS << 4 | 1 << Tier.GPU
         for idx, block in enumerate(blocks)
     }
-    return Residency.of({Tier.GPU: {block ^ 1: block for block in blocks}}, places, {})
+    return Residency.of({Tier.GPU: {block ^ 1: block for block in blocks}}, {}, places, {})
 
 
 class _Publication:
@@ -86,7 +86,7 @@ class _Worker:
     def put_back(self, num_blocks: int) -> Held:
         """Hold blocks as after a restart: nobody can have heard of them but from a snapshot."""
         residency = made_residency(self._worker_idx, num_blocks)
-        self._publisher.resume({0: RankState(WindowFilter(0, None).state, residency)})
+        self._publisher.resume({0: RankState(FilterState(), residency)})
         return self.held()
 
     def store(self, num_blocks: int) -> Held:

@@ -70,7 +70,7 @@ class Index(FleetIndex):
 
     def ranks(self, worker: str) -> list[RankStatus]:
         target = WorkerRank(worker, 0)
-        return [self._status(self.radix, target, SourceState.LIVE, target)]
+        return [self._status(target, SourceState.LIVE, target)]
 
 
 FRAMES = """(lastsMs) => new Promise((done) => {
