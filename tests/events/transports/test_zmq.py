@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import select
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -361,3 +362,14 @@ async def test_who_says_on_and_on_what_is_no_answer_is_left_before_that_takes_me
         await has_left.wait()
     assert num_said < 64 << 20
     server.close()
+
+
+async def test_an_answer_over_a_local_socket_is_read_to_its_end_after_the_publisher_has_closed_it():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    ours.setblocking(False)
+    theirs.sendall(wire.frame(b"an answer"))
+    theirs.close()
+    with ours:
+        router = replay._Router(ours, 1.0)
+        await router.read()
+        assert list(router.messages()) == [[b"an answer"]]

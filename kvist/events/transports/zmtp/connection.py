@@ -41,7 +41,7 @@ class Inbox:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing, not even part of a message."""
-        return self.end == 0
+        return self.num_messages == 0 and self.begin == self.end
 
     @property
     def is_full(self) -> bool:

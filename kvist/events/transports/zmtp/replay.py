@@ -70,8 +70,9 @@ class _Router:
     async def read(self) -> None:
         """Send what is unsent and wait for more bytes; raises OSError at the connection's end, or after silence."""
         unsent, self._unsent = bytes(self._unsent), bytearray()
-        async with asyncio.timeout(self._timeout_s):
-            await asyncio.get_running_loop().sock_sendall(self._sock, unsent)
+        if unsent:  # a local socket whose peer has closed fails even to send nothing, though it has more to read
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.get_running_loop().sock_sendall(self._sock, unsent)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 await self._wait_readable()
