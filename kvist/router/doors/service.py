@@ -299,7 +299,7 @@ class RouterService(ComposedContext):
         await self._answer_operator(request, responder, name)
 
     def _check_watcher(self, request: Request) -> None:
-        """Raise RequestError unless the request may receive the events of the live page, or no longer may."""
+        """Raise RequestError unless the request may receive the events of the live page now."""
         require_administrator(request, self._config.admin_key)
         if self._is_draining:
             raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the router is shutting down", code="shutting_down")

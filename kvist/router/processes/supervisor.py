@@ -1,7 +1,7 @@
 """Starts the processes of a router and restarts those that die, until a signal stops it.
 
 It holds what outlives them: the port, which nobody else can take meanwhile, and the board. It has no event loop and no
-threads, and reads no input, so that nothing can kill it.
+threads, and reads no input, so that it does nothing that could fail.
 """
 
 from __future__ import annotations

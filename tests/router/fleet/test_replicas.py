@@ -95,7 +95,7 @@ class Client:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_fronts", [1, 2])
 def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int) -> None:
-    """SummaryBuilder of changes alone, now and then of all, some of them lost; ranks have other columns everywhere."""
+    """Summaries are of changes alone, now and then of all, and some are lost; ranks have other columns everywhere."""
     rng = random.Random(seed)
     routers = [Router(num_fronts, ranks=rng.sample(RANKS, len(RANKS))) for _ in range(3)]
     oracle = Router(3 * num_fronts)
