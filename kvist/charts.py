@@ -32,24 +32,24 @@ def svg_document(*charts: Chart) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure((_WIDTH_INCHES, _HEIGHT_INCHES * len(charts)), layout="constrained")
-    for axes, chart in zip(figure.subplots(len(charts), squeeze=False).flat, charts, strict=True):
-        for idx, (name, points) in enumerate(chart.series.items()):
-            marker = "o" if len(points) <= _MOST_DOTS else ""
-            colour, dash = _COLOURS[idx % 4], (0, _DASHES[(idx + idx // 4) % 4])
-            line = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4}
-            axes.plot(*zip(*points, strict=True), label=name, **line)
-        axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-        axes.set(**{"xscale": "log"} if chart.log_x else {"xlim": (0, None)})
-        axes.set(**{"yscale": "log"} if chart.log_y else {"ylim": (0, None)})
-        for axis, is_log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
-            if is_log:
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,.12g}")
-            axis.set_minor_formatter(NullFormatter())
-        axes.legend(fontsize="small")
     svg = StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvist", "text.parse_math": False}):
+        figure = Figure((_WIDTH_INCHES, _HEIGHT_INCHES * len(charts)), layout="constrained")
+        for axes, chart in zip(figure.subplots(len(charts), squeeze=False).flat, charts, strict=True):
+            for idx, (name, points) in enumerate(chart.series.items()):
+                marker = "o" if len(points) <= _MOST_DOTS else ""
+                colour, dash = _COLOURS[idx % 4], (0, _DASHES[(idx + idx // 4) % 4])
+                line = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4}
+                axes.plot(*zip(*points, strict=True), label=name, **line)
+            axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+            axes.set(**{"xscale": "log"} if chart.log_x else {"xlim": (0, None)})
+            axes.set(**{"yscale": "log"} if chart.log_y else {"ylim": (0, None)})
+            for axis, is_log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
+                if is_log:
+                    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter("{x:,.12g}")
+                axis.set_minor_formatter(NullFormatter())
+            axes.legend(fontsize="small")
         figure.savefig(svg, format="svg", metadata={"Date": None})
     text = svg.getvalue()
     return text[text.index("<svg") :]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from kvist.errors import InvalidValueError
 
@@ -26,21 +26,21 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Begin an empty file."""
+        """Only name the file: it is opened, which may block, by the first `write` or `commit`."""
         self._path = path
         self._temporary = path.with_name(f"{path.name}.new")
-        self._file = self._temporary.open("wb")
+        self._file: BinaryIO | None = None
         self.size_bytes = 0
 
     def write(self, piece: bytes) -> None:
         """Append a piece."""
-        self.size_bytes += self._file.write(piece)
+        self.size_bytes += self._open().write(piece)
 
     def commit(self) -> None:
         """Make the file appear, with all its pieces."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        with self._open() as file:
+            file.flush()
+            os.fsync(file.fileno())
         self._temporary.replace(self._path)
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -50,10 +50,17 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Remove what was written, if the disk allows; raises nothing."""
+        if self._file is None:
+            return
         with suppress(OSError):
             self._file.close()  # which may write buffered pieces, and fail again
         with suppress(OSError):
             self._temporary.unlink()
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._temporary.open("wb")
+        return self._file
 
 
 def write_atomically(path: Path, data: bytes) -> int:

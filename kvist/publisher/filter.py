@@ -62,20 +62,14 @@ class WindowFilter:
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
         """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
-        if isinstance(event, EngineCreated):
-            self._on_created(event)
-            return ()
-        if not isinstance(event, EngineCleared) and event.window is STATE:
+        # Frequent types first: to tell that a struct is of a type takes 0.03 µs, that it is not 0.08.
+        if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
+            return self._admit_rare(event)
+        if event.window is STATE:
             self.num_filtered += 1
             return ()
         if self._state.is_created_phase:
-            self._state.is_created_phase = False
-            self._state.is_learning = self._window is None
-        if isinstance(event, EngineCleared):
-            if event.tier is None:
-                self._state.has_published = self._state.has_published_unknown = False
-            self.num_passed += 1
-            return (event,)
+            self._end_created_phase()
         self._record_group(event.group, event.window)
         must_clear = self._learn_window(event) or self._has_become_ambiguous()
         passes = self._passes_without_window(event) if event.window is UNKNOWN else self._passes_with_window(event)
@@ -99,6 +93,21 @@ class WindowFilter:
     @property
     def _window(self) -> KnownWindow | None:
         return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
+
+    def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
+        if isinstance(event, EngineCreated):
+            self._on_created(event)
+            return ()
+        if self._state.is_created_phase:
+            self._end_created_phase()
+        if event.tier is None:
+            self._state.has_published = self._state.has_published_unknown = False
+        self.num_passed += 1
+        return (event,)
+
+    def _end_created_phase(self) -> None:
+        self._state.is_created_phase = False
+        self._state.is_learning = self._window is None
 
     def _on_created(self, event: EngineCreated) -> None:
         if not self._state.is_created_phase:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part
+from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, snapshot_id
@@ -175,7 +175,7 @@ class SentBuffer:
         """Keep a message unless its number was used; return whether to send it: subscribers ask for snapshot parts."""
         envelope = read_envelope(message.payload)
         if envelope is None:
-            return True
+            return not is_snapshot_part(message.payload)
         with self._lock:
             if isinstance(envelope, SnapshotPart):
                 if (recorded := self._snapshots.add(message, envelope.worker)) is not None:

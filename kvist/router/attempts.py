@@ -294,6 +294,8 @@ class AnswerAttempt(_Attempt):
         self._end(self.status)
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
+        if self.status == OK:
+            self._count_output()
         handover = owner.handover
         if handover is None and usage is not None:
             router.metrics.reported(decision, usage)
@@ -301,7 +303,6 @@ class AnswerAttempt(_Attempt):
             block_hashes = partial(router.routing.block_hashes, owner.parsed, decision.chosen.target.worker)
             router.healer.on_answer(decision, usage, block_hashes)
         if self.status == OK:
-            self._count_output()
             if handover is not None and owner.pull is not None:
                 self._count_pulled(handover.handoff.num_tokens)
             owner.routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, usage)

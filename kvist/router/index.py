@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
 
@@ -342,6 +343,7 @@ class FleetIndex:
         if self.radix is None:
             await self._join()
         assert self.radix is not None
+        await asyncio.to_thread(import_module, "kvist.indexer.indexer")  # for some 50 ms, while requests are served
         from kvist.indexer import Indexer
 
         async with Indexer(

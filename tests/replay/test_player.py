@@ -252,8 +252,11 @@ class Unheard(MemoryPublication):
     def __init__(self, num_unanswered):
         self.is_heard = False
         self._num_unanswered = num_unanswered
-        wire = lambda message: (message,) if self.is_heard else ()  # noqa: E731
-        super().__init__(Endpoint.parse(f"memory://replay-{next(_names)}"), wire)
+        super().__init__(Endpoint.parse(f"memory://replay-{next(_names)}"))
+
+    def send(self, message):
+        if self.is_heard:
+            super().send(message)
 
     def replay(self, request):
         if self.is_heard and self._num_unanswered > 0:

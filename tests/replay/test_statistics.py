@@ -193,7 +193,7 @@ def test_nothing_recorded_is_told_too():
 
 def test_the_svg_is_well_formed_and_escapes_its_title():
     spans = [Span(n * 0.5, float(n), n) for n in range(10)]
-    root = ElementTree.fromstring(svg_document(*charts(spans, "a <b> & c")))
-    assert "a <b> & c" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    root = ElementTree.fromstring(svg_document(*charts(spans, "a <b> & c$\\frac$")))
+    assert "a <b> & c$\\frac$" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     curves = [group for group in root.iter("{http://www.w3.org/2000/svg}g") if group.get("id", "").startswith("axes_")]
     assert len(curves) == 2

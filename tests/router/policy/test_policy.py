@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.events import WorkerRank
-from kvist.router.policy.baselines import BASELINES, decide, least_loaded, power_of_two
+from kvist.router.policy.baselines import BASELINES, decide
 from kvist.router.policy.decision import Candidate, Load, Prompt, usable_blocks
 
 TEN_BLOCKS = Prompt(num_tokens=160, block_size=16)
@@ -32,13 +32,13 @@ def test_least_loaded_breaks_ties_by_queued_then_recent_prefill() -> None:
         candidate("c", running_requests=1, prefill_tokens=6),
         candidate("d", running_requests=2),
     ]
-    assert least_loaded(fleet, 0).probabilities == [0, 1, 0, 0]
+    assert BASELINES["least-loaded"](fleet, 0).probabilities == [0, 1, 0, 0]
 
 
 def test_power_of_two_gives_the_chances_of_winning_a_random_pair() -> None:
     fleet = [candidate(running_requests=count) for count in (0, 1, 1, 5)]
-    assert power_of_two(fleet, 0).probabilities == pytest.approx([1 / 2, 1 / 4, 1 / 4, 0])
-    assert power_of_two(fleet[:1], 0).probabilities == [1]
+    assert BASELINES["power-of-two"](fleet, 0).probabilities == pytest.approx([1 / 2, 1 / 4, 1 / 4, 0])
+    assert BASELINES["power-of-two"](fleet[:1], 0).probabilities == [1]
 
 
 def test_round_robin_counts_with_the_turn_it_is_given() -> None:
