@@ -7,8 +7,13 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
+from kvist.cli._worker_metrics import TransferCollector
+from kvist.transfer.agents import AgentStatistics
+from kvist.transfer.bounce import BounceStatistics
 from kvist.transfer.messages import RefusalReason
+from kvist.transfer.service import TransferStatistics
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "disaggregation.md").read_text(encoding="utf-8")
@@ -47,11 +52,12 @@ def test_every_reason_of_a_refusal_is_explained() -> None:
 
 
 def test_every_metric_named_is_there() -> None:
-    known = set()
-    for path, prefix in (("cli/_worker_metrics.py", "kvist_"), ("engine/server/app.py", "kvist_engine_")):
-        source = (ROOT / "kvist" / path).read_text(encoding="utf-8")
-        known |= {f"{prefix}{name}_total" for name in re.findall(r'_counter\(\s*"(\w+)"', source)}
-        known |= {f"{prefix}{name}" for name in re.findall(r'_gauge\(\s*"(\w+)"', source)}
+    nothing = TransferStatistics(0, AgentStatistics(), BounceStatistics(), 0, 0, 0.0, 0.0, 0, 0)
+    metrics = TransferCollector(SimpleNamespace(statistics=lambda: nothing)).collect()
+    known = {sample.name for metric in metrics for sample in metric.samples}
+    source = (ROOT / "kvist" / "engine" / "server" / "app.py").read_text(encoding="utf-8")
+    known |= {f"kvist_engine_{name}_total" for name in re.findall(r'_counter\(\s*"(\w+)"', source)}
+    known |= {f"kvist_engine_{name}" for name in re.findall(r'_gauge\(\s*"(\w+)"', source)}
     spans = (ROOT / "kvist" / "engine" / "server" / "spans.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'"(kvist_engine_\w+)"', spans))
     named = set(re.findall(r"`(kvist_(?:transfer|engine)_\w+)`", DOCUMENT))
