@@ -126,6 +126,8 @@ async def test_both_are_asked_at_once_and_the_decode_workers_answer_is_relayed(p
         assert (answer.headers["x-kvist-worker"], answer.headers["x-kvist-prefill-worker"]) == (d.url, p.url)
         chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         assert (await front.client.post("/v1/chat/completions", json=chat)).json()["choices"] == [{"text": "abcd"}]
+        explained = (await front.client.post("/route", json=chat | {"echo": True})).json()
+        assert (explained["worker"], explained["prefill"]["worker"]) == (d.url, p.url)
         answer = await front.complete([SHORT, SHORT], n=2)
         assert answer.json()["choices"] == [{"text": "abcd", "index": idx} for idx in range(4)]
         told = {each.headers["x-request-id"]: json.loads(each.body) for each in d.completions}
