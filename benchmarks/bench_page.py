@@ -171,7 +171,9 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
     recorder = journal.Journal(models, state.add, shows_prompts=False)
     seen = [request() for _ in range(100)]
     for each in range(4000):  # two minutes of regret
-        sampled = Routed("m", URLS[each % NUM_WORKERS], 2000, held=1600, routed=1500, reported=1500)
+        sampled = Routed(
+            "m", URLS[each % NUM_WORKERS], 2000, held_tokens=1600, routed_tokens=1500, reported_tokens=1500
+        )
         regret.add(each * 0.03, [sampled], num_blocks)
     numbers = iter(range(1, 1 << 62))
 

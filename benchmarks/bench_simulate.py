@@ -109,7 +109,7 @@ def figures(lines: Sequence[TraceLine]) -> dict[str, float]:
     """Return what clients saw."""
     ttfts = sorted(line.first_byte_s or 0.0 for line in lines)
     ends = sorted(line.total_s or 0.0 for line in lines)
-    cached = sum(line.overlap_reported or 0 for line in lines) / sum(line.input_length or 0 for line in lines)
+    cached = sum(line.cached_tokens or 0 for line in lines) / sum(line.input_length or 0 for line in lines)
     at = [int(share * len(lines)) for share in (0.5, 0.9, 0.99)]
     return {
         "ttft_mean_s": fmean(ttfts),
@@ -177,7 +177,7 @@ def replayed(path: Path, speedup: float, mode: str, num_workers: int) -> list[Tr
             worker=str(each["decode_worker_idx"]),
             first_byte_s=each["ttft_ms"] / 1e3,
             total_s=each["e2e_latency_ms"] / 1e3,
-            overlap_reported=each["reused_input_tokens"],
+            cached_tokens=each["reused_input_tokens"],
         )
         for each in requests
     ]

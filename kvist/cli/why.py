@@ -16,19 +16,28 @@ if TYPE_CHECKING:
     from kvist.router.regret import Routed
     from kvist.simulate.trace import TraceLine
 
-HELP = "say where the hits went: what caches could have spared, and why they did not"
+HELP = "explain lost cache hits: what caches could have saved, and why they did not"
 
 _CACHE_TOKENS = 400_000
-LOSSES = ("tokens lost", "share", "why", "what to do")
+LOSSES = ("lost tokens", "share", "cause", "remedy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", metavar="URL|RECORDING", help="a router, or what `kvist route --record-requests` wrote")
-    add("--window", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default 10m)")
+    add("source", metavar="URL|RECORDING", help="a router, or the folder or a file of `kvist route --record-requests`")
+    add(
+        "--window",
+        metavar="TIME",
+        help="with a router: how far back to look, as 90s, 10m or 1h, which is the most (default 10m)",
+    )
     add_admin_key(parser)
-    add("--cache-tokens", type=int, metavar="N", help="of a recording: what each worker caches (default 400000)")
-    add("--json", action="store_true", help="print all there is, as one line of JSON")
+    add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="with a recording: tokens that each worker can cache (default 400000)",
+    )
+    add("--json", action="store_true", help="print the whole report as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +66,9 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     from kvist.router.regret import Regret
     from kvist.simulate.trace import read_lines
 
-    lines = sorted((line.began + (line.timestamp or 0.0) / 1e3, place, line) for place, line in read_lines(path))
+    lines = sorted(
+        (line.recording_started_at + (line.timestamp or 0.0) / 1e3, place, line) for place, line in read_lines(path)
+    )
     if not lines:
         raise InvalidValueError("recording", str(path), "a line for each request")
     num_workers = len({line.worker for _, _, line in lines})
@@ -73,19 +84,19 @@ def _parse_routed(line: TraceLine) -> Routed:
 
     from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
 
-    predicted, hashes = line.overlap_predicted or 0, np.array(line.hash_ids or (), np.uint64)
+    predicted, hashes = line.predicted_cached_tokens or 0, np.array(line.hash_ids or (), np.uint64)
     return Routed(
         line.model or "",
         line.worker or "",
         line.input_length or 0,
-        held=predicted if line.overlap_held is None else line.overlap_held,
-        routed=predicted + line.overlap_in_flight,
-        in_flight=line.overlap_in_flight,
-        under_way=line.overlap_under_way,
-        reported=line.overlap_reported,
+        held_tokens=predicted if line.held_tokens is None else line.held_tokens,
+        routed_tokens=predicted + line.in_flight_tokens,
+        in_flight_tokens=line.in_flight_tokens,
+        held_or_in_flight_tokens=line.held_or_in_flight_tokens,
+        reported_tokens=line.cached_tokens,
         is_read=bool(line.hash_ids) or (line.input_length or 0) < line.block_size,
-        is_exact=line.exact,
-        alike=line.alike,
+        is_exact=line.exact_cache,
+        identically_rendered_tokens=line.identically_rendered_tokens,
         block_size=line.block_size,
         sampled=sample_of(hashes, hashes),
         tenant=line.tenant or DEFAULT_TENANT,
@@ -99,16 +110,16 @@ def _print_report(report: dict[str, Any]) -> None:
     prompt = max(1, total["prompt_tokens"])
     error = f"± {2 * sample['standard_error']:.1%}, from a sample of {sample['blocks']:,} blocks"
     steps = (
-        ("one_cache", f"one cache as large as all would have held ({error})"),
-        ("held", "some worker held"),
-        ("routed", f"the chosen worker held, {total['in_flight']:,} of them still being computed"),
-        ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
+        ("pooled_cache_tokens", f"one cache as large as all together would have held ({error})"),
+        ("held_tokens", "some worker held"),
+        ("routed_tokens", f"the chosen worker held, {total['in_flight_tokens']:,} of them still being computed"),
+        ("reported_tokens", f"engines found, of the {total['prompt_tokens_with_report']:,} for which they report it"),
     )
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
-    wholes = {"reported": total["told_tokens"]}
+    wholes = {"reported_tokens": total["prompt_tokens_with_report"]}
     tokens = [(f"{total[name]:,}", percent(total[name], wholes.get(name, prompt)), means) for name, means in steps]
     costliest = [
-        (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
+        (f"{each['lost_tokens']:,}", f"{each['requests']:,}", f"{each['length_tokens']:,}", each["prefix"])
         for each in report["costliest_prefixes"]
     ]
     columns = ("requests", "prompt tokens", "held", "routed", "lost")
@@ -116,18 +127,21 @@ def _print_report(report: dict[str, Any]) -> None:
         (("tokens", "share", "which"), tokens),
         (LOSSES, [loss_row(loss, prompt) for loss in report["losses"]]),
         ((*columns, "tenant"), [(*_summary_cells(row), row["tenant"]) for row in by_tenant]),
-        ((*columns, "model", "worker"), [(*_summary_cells(row), row["model"], row["worker"]) for row in report["by"]]),
-        (("tokens lost", "times", "length", "costliest prefixes"), costliest),
+        (
+            (*columns, "model", "worker"),
+            [(*_summary_cells(row), row["model"], row["worker"]) for row in report["by_worker"]],
+        ),
+        (("lost tokens", "requests", "length", "costliest prefixes"), costliest),
     ]
     spans = (
-        ("reuse_distance_blocks", "Between two uses of a block up to {:,} others were used in half of all cases"),
-        ("stay_needed_s", "Evicted blocks would have had to stay up to {:,} s in half of all cases"),
+        ("reuse_distance_blocks", "Reuse distance: up to {:,} other blocks in half of all reuses"),
+        ("retention_needed_s", "Evicted blocks were used again: within {:,} s in half of all cases"),
     )
     display(
         f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which",
         *(make_table(columns, rows) for columns, rows in tables if rows),
         *(
-            f"{text.format(quantile(counts, 0.5))}, {quantile(counts, 0.9):,} in nine of ten."
+            f"{text.format(quantile(counts, 0.5))}, {quantile(counts, 0.9):,} in 90 %."
             for name, text in spans
             if (counts := report[name])
         ),
@@ -135,13 +149,13 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _summary_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    prompt, lost = row["prompt_tokens"], sum(row["lost"].values())
-    held, routed = percent(row["held"], prompt), percent(row["routed"], prompt)
+    prompt, lost = row["prompt_tokens"], sum(row["lost_tokens"].values())
+    held, routed = percent(row["held_tokens"], prompt), percent(row["routed_tokens"], prompt)
     return f"{row['requests']:,}", f"{prompt:,}", held, routed, f"{lost:,}"
 
 
 def loss_row(loss: dict[str, Any], num_tokens: int) -> tuple[str, ...]:
-    return f"{loss['tokens']:,}", percent(loss["tokens"], num_tokens), loss["cause"], loss["do"]
+    return f"{loss['tokens']:,}", percent(loss["tokens"], num_tokens), loss["cause"], loss["remedy"]
 
 
 def percent(part: int, whole: int) -> str:

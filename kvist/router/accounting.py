@@ -63,8 +63,8 @@ def log(request: Forwarding, error: Exception | None) -> None:
         "queue_s": 0.0 if request.place is None else round(request.place.waited_s, 6),
         "first_byte_s": None if attempt is None else attempt.first_byte_s,
         "total_s": round(ended_s - request.started_s, 6),
-        "overlap_predicted": None if decision is None or num_tokens is None else decision.overlap_tokens,
-        "overlap_reported": None if usage is None else usage.cached_tokens,
+        "predicted_cached_tokens": None if decision is None or num_tokens is None else decision.overlap_tokens,
+        "cached_tokens": None if usage is None else usage.cached_tokens,
     }
     if router.access_log is not None:
         cause = "the worker answered so" if status >= HTTPStatus.BAD_REQUEST else None
@@ -81,11 +81,13 @@ def log(request: Forwarding, error: Exception | None) -> None:
     if router.recorder is not None and (parsed is None or parsed.num_tokens):  # some requests are about earlier answers
         hashes, num_blocks, fields["block_size"] = router.routing.recorded_blocks(parsed, request.prefix)
         fields["status"], fields["streamed"] = status, attempt is not None and attempt.is_event_stream
-        if fields["overlap_predicted"] is not None and decision is not None:
-            fields["overlap_held"] = request.prefix.held_tokens(decision.prompt)
+        if fields["predicted_cached_tokens"] is not None and decision is not None:
+            fields["held_tokens"] = request.prefix.held_tokens(decision.prompt)
         if (routed := request.routed) is not None:
-            fields["overlap_in_flight"], fields["overlap_under_way"] = routed.in_flight, routed.under_way
-            fields["exact"], fields["alike"] = routed.is_exact, routed.alike
+            fields["in_flight_tokens"] = routed.in_flight_tokens
+            fields["held_or_in_flight_tokens"] = routed.held_or_in_flight_tokens
+            fields["exact_cache"] = routed.is_exact
+            fields["identically_rendered_tokens"] = routed.identically_rendered_tokens
         fields["model"] = None if parsed is None else router.fleet.label_of(parsed.model)
         fields["input_length"] = (usage and usage.prompt_tokens) or (parsed and parsed.num_tokens)
         fields["output_length"] = 0 if attempt is None else attempt.num_output_tokens

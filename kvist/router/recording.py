@@ -102,7 +102,8 @@ class RequestRecorder(LineWriter[Recorded]):
     def _rows(self, lines: list[Recorded]) -> Iterator[dict[str, object]]:
         secret, began_s = self._beginning.secret, self._beginning.at_s
         for line in lines:
-            fields = {"timestamp": round(1e3 * (line.arrived_s - began_s)), **line.fields, "began": self._beginning.at}
+            fields = {"timestamp": round(1e3 * (line.arrived_s - began_s)), **line.fields}
+            fields["recording_started_at"] = self._beginning.at
             fields["hash_ids"] = _keyed(secret[:16], line.hashes())
             if line.session is not None:
                 fields["session"] = session = blake2b(line.session, key=secret[16:], digest_size=8).hexdigest()

@@ -360,20 +360,21 @@ class Routing:
         if adapter is not None or parsed.cache_salt is not None:
             plain_hashes = _compiled_hashing()(parsed.token_ids, block_size=block_size)
             variant = crc32(repr((adapter, parsed.cache_salt)).encode())  # the same in every process
-        routed = under_way = decision.overlap_tokens
+        routed_tokens = held_or_in_flight_tokens = decision.overlap_tokens
         if prices is not None:
-            routed, under_way = int(prices.cached_tokens[decision.chosen_idx]), int(prices.cached_tokens.max())
+            routed_tokens = int(prices.cached_tokens[decision.chosen_idx])
+            held_or_in_flight_tokens = int(prices.cached_tokens.max())
         return Routed(
             model,
             target.worker,
             prompt.num_tokens,
-            held=prefix.held_tokens(prompt),
-            routed=routed,
-            in_flight=routed - decision.overlap_tokens,
-            under_way=under_way,
-            reported=None if usage is None else usage.cached_tokens,
+            held_tokens=prefix.held_tokens(prompt),
+            routed_tokens=routed_tokens,
+            in_flight_tokens=routed_tokens - decision.overlap_tokens,
+            held_or_in_flight_tokens=held_or_in_flight_tokens,
+            reported_tokens=None if usage is None else usage.cached_tokens,
             is_exact=decision.chosen.is_exact,
-            alike=self._fleet.renderings.limits(parsed.chat, parsed.fields).get(target.worker),
+            identically_rendered_tokens=self._fleet.renderings.limits(parsed.chat, parsed.fields).get(target.worker),
             block_size=block_size,
             sampled=sample_of(plain_hashes, prefix.block_hashes),
             variant=variant,

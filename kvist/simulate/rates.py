@@ -67,7 +67,7 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
     num_tokens, num_output = (
         np.array([(each.input_length or 1, each.output_length or 1) for each in answers])[order]
     ).T
-    overlaps = (each.overlap_predicted if each.overlap_reported is None else each.overlap_reported for each in answers)
+    overlaps = (each.predicted_cached_tokens if each.cached_tokens is None else each.cached_tokens for each in answers)
     cached = np.minimum(np.array([num or 0 for num in overlaps])[order], num_tokens - 1)
     computed, steps = num_tokens - cached, -(-(num_tokens - cached) // MAX_STEP_TOKENS)
     work = np.stack([steps, computed, computed * (cached + computed / 2)], 1)
@@ -102,7 +102,7 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
 
 def _times_s(answer: TraceLine) -> tuple[float, float, float]:
     """Return when a request was sent to its worker, had its first token, and its last."""
-    arrived_s = answer.began + (answer.timestamp or 0.0) / 1e3
+    arrived_s = answer.recording_started_at + (answer.timestamp or 0.0) / 1e3
     return arrived_s + answer.queue_s, arrived_s + (answer.first_byte_s or 0.0), arrived_s + (answer.total_s or 0.0)
 
 

@@ -162,7 +162,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """A line of a trace. Times are in seconds, but for `timestamp`, which is in milliseconds."""
+    """A line of a trace. Times are in seconds, but for `timestamp`: milliseconds since the recording started."""
 
     timestamp: float | None = None
     input_length: NumTokens | None = None
@@ -170,7 +170,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     hash_ids: list[int] | None = None
     # Fields that `kvist route --record-requests` adds.
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
-    began: float = 0.0
+    recording_started_at: float = 0.0
     status: int = 200
     model: str | None = None
     worker: str | None = None
@@ -178,13 +178,13 @@ class TraceLine(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     first_byte_s: float | None = None
     total_s: float | None = None
-    overlap_predicted: int | None = None
-    overlap_reported: int | None = None
-    overlap_held: int | None = None
-    overlap_in_flight: int = 0
-    overlap_under_way: int = 0
-    exact: bool = True
-    alike: int | None = None
+    predicted_cached_tokens: int | None = None
+    cached_tokens: int | None = None
+    held_tokens: int | None = None
+    in_flight_tokens: int = 0
+    held_or_in_flight_tokens: int = 0
+    exact_cache: bool = True
+    identically_rendered_tokens: int | None = None
     session: str | None = None
     pause_s: float | None = None
     tenant: str | None = None
@@ -255,7 +255,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parse_requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
     """Yield a line's request, or one for each turn."""
-    at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
+    at_s = default_at_s if line.timestamp is None else line.recording_started_at + line.timestamp / 1e3
     if line.hash_ids is not None and line.timestamp is not None and line.input_length:
         blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
         request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)

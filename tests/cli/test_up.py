@@ -55,7 +55,7 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin(tmp_path: Path) -> None
     recorded = [json.loads(line) for line in gzip.decompress(part.read_bytes()).splitlines()]
     assert [line["status"] for line in recorded] == [200] * facts["requests"]
     assert sum(line["input_length"] for line in recorded) == facts["prompt_tokens"]
-    assert sum(line["overlap_reported"] for line in recorded) == facts["cached_tokens"]
+    assert sum(line["cached_tokens"] for line in recorded) == facts["cached_tokens"]
     assert main(["simulate", str(tmp_path), "--policy", "kv,round-robin", "--workers", "2", "--seeds", "1"]) == 0
 
 

@@ -23,12 +23,13 @@ def lines_of(num_blocks: int) -> list[dict[str, Any]]:
     first, second = ([name * 10**9 + idx for idx in range(num_blocks)] for name in (1, 2))
     size = num_blocks * 16
     return [
-        asked | {"timestamp": 0, "hash_ids": first, "overlap_predicted": 0, "overlap_held": 0},
-        asked | {"timestamp": 10_000, "hash_ids": second, "overlap_predicted": 0, "overlap_held": 0},
+        asked | {"timestamp": 0, "hash_ids": first, "predicted_cached_tokens": 0, "held_tokens": 0},
+        asked | {"timestamp": 10_000, "hash_ids": second, "predicted_cached_tokens": 0, "held_tokens": 0},
         asked
-        | {"timestamp": 20_000, "hash_ids": first, "overlap_predicted": size, "overlap_held": size}
-        | {"overlap_reported": size - 160},
-        asked | {"timestamp": 70_000, "hash_ids": second, "overlap_predicted": 0, "overlap_held": 320, "status": 200},
+        | {"timestamp": 20_000, "hash_ids": first, "predicted_cached_tokens": size, "held_tokens": size}
+        | {"cached_tokens": size - 160},
+        asked
+        | {"timestamp": 70_000, "hash_ids": second, "predicted_cached_tokens": 0, "held_tokens": 320, "status": 200},
         asked | {"timestamp": 70_001, "hash_ids": second, "status": 503},
     ]
 
@@ -38,50 +39,50 @@ def test_a_recording_says_what_was_lost_and_why(tmp_path: Path, capsys: pytest.C
     assert main(["why", path, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["total"]["requests"] == 4
-    lost = report["total"]["lost"]
+    lost = report["total"]["lost_tokens"]
     assert lost["predicted, but not found by the engine"] == 160
-    assert lost["held elsewhere, where it would have cost more"] == 320
+    assert lost["held by another worker, where the request would have cost more"] == 320
     assert lost["evicted before reuse"] == pytest.approx(size - 320, rel=0.3)
-    assert report["stay_needed_s"].keys() == {"64"}
+    assert report["retention_needed_s"].keys() == {"64"}
     assert main(["why", path]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"evicted before reuse.*more cache", shown)
-    assert "Evicted blocks would have had to stay up to 64 s" in shown
+    assert re.search(r"evicted before reuse.*larger KV cache", shown)
+    assert "Evicted blocks were used again: within 64 s in half" in shown
 
 
 def test_a_recording_tells_the_causes_that_its_router_knew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked, _, again, *_ = lines_of(3200)
     size = 3200 * 16
-    again |= {"overlap_predicted": 0, "overlap_held": 0, "overlap_reported": 0}
+    again |= {"predicted_cached_tokens": 0, "held_tokens": 0, "cached_tokens": 0}
     path = recorded(
         tmp_path / "requests.jsonl",
         [
-            asked | {"exact": False},
-            again | {"timestamp": 1_000, "alike": size // 2},
-            again | {"timestamp": 2_000, "overlap_held": size // 4},
-            again | {"timestamp": 3_000, "overlap_in_flight": 160, "overlap_under_way": size},
+            asked | {"exact_cache": False},
+            again | {"timestamp": 1_000, "identically_rendered_tokens": size // 2},
+            again | {"timestamp": 2_000, "held_tokens": size // 4},
+            again | {"timestamp": 3_000, "in_flight_tokens": 160, "held_or_in_flight_tokens": size},
             {"timestamp": 4_000, "input_length": 700, "hash_ids": [], "block_size": 16, "worker": "w"},
             {"timestamp": 4_000, "input_length": 7, "hash_ids": [], "block_size": 16, "worker": "w"},
         ],
     )
     assert main(["why", path, "--json"]) == 0
     total = json.loads(capsys.readouterr().out)["total"]
-    assert total["one_cache"] == pytest.approx(3 * size, rel=0.2)
-    assert total["lost"] == {
-        "held, when last used, by a rank that is not known exactly": pytest.approx(size, rel=0.2),
-        "rendered otherwise by the worker that had it last": pytest.approx(size / 2, rel=0.2),
+    assert total["pooled_cache_tokens"] == pytest.approx(3 * size, rel=0.2)
+    assert total["lost_tokens"] == {
+        "last used on a rank whose cache is not known exactly": pytest.approx(size, rel=0.2),
+        "rendered differently by the worker that used it last": pytest.approx(size / 2, rel=0.2),
         "evicted before reuse": pytest.approx(size / 4, rel=0.3),
-        "held elsewhere, where it would have cost more": size // 4,
-        "just being computed elsewhere, where it would have cost more": size - 160,
+        "held by another worker, where the request would have cost more": size // 4,
+        "being computed by another worker, where the request would have cost more": size - 160,
         "predicted, but not found by the engine": 160,
-        "not readable, so that nothing was looked for": 700,
+        "in prompts that could not be tokenised": 700,
     }
 
 
 def test_a_smaller_cache_would_not_have_held_it_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "requests.jsonl", lines_of(3200))
     assert main(["why", path, "--json", "--cache-tokens", "16000"]) == 0
-    assert "evicted before reuse" not in json.loads(capsys.readouterr().out)["total"]["lost"]
+    assert "evicted before reuse" not in json.loads(capsys.readouterr().out)["total"]["lost_tokens"]
 
 
 def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,7 @@ async def test_each_request_has_its_line(worker, router, http_bytes, until, tmp_
     whole, wrong, cut, unknown, malformed, unauthorized, left = lines_of(path)
     assert began < datetime.fromisoformat(whole["time"]) < datetime.now(UTC) + timedelta(seconds=1)
     assert 0 < whole["first_byte_s"] <= whole["total_s"]
-    told = {"input_tokens": 64, "output_tokens": 1, "overlap_predicted": 48, "overlap_reported": 32}
+    told = {"input_tokens": 64, "output_tokens": 1, "predicted_cached_tokens": 48, "cached_tokens": 32}
     told |= {"status": 200, "model": "m", "worker": one.url, "num_attempts": 1, "queue_s": 0.0, "error": None}
     told |= {"method": "POST", "path": "/v1/completions"}
     assert told.items() <= whole.items()

@@ -77,7 +77,7 @@ def test_a_line_says_what_is_known_in_the_form_of_a_trace(tmp_path: Path) -> Non
         "output_length": 7,
         "worker": "w",
         "status": 200,
-        "began": beginning.at,
+        "recording_started_at": beginning.at,
     }
     assert (len(set(hash_ids)), all(0 <= each < 2**53 for each in hash_ids)) == (6, True)
     assert bare["hash_ids"] == []
@@ -263,8 +263,8 @@ async def test_whatever_becomes_of_a_request_is_recorded(worker, router, http_by
         assert (await front.metrics())["kvist_router_recording_dropped_total"] == 0
     whole, again, wrong, cut, unknown, malformed, left = lines_of(tmp_path)
     said = {"input_length": 64, "output_length": 1, "block_size": 16, "model": "m", "worker": one.url, "status": 200}
-    said |= {"streamed": False, "num_attempts": 1, "queue_s": 0.0, "overlap_predicted": 48, "overlap_reported": 32}
-    said |= {"overlap_held": 48, "overlap_in_flight": 0, "overlap_under_way": 48, "exact": False}
+    said |= {"streamed": False, "num_attempts": 1, "queue_s": 0.0, "predicted_cached_tokens": 48, "cached_tokens": 32}
+    said |= {"held_tokens": 48, "in_flight_tokens": 0, "held_or_in_flight_tokens": 48, "exact_cache": False}
     assert said.items() <= whole.items()
     assert 0 < whole["first_byte_s"] <= whole["total_s"]
     assert whole["hash_ids"] == again["hash_ids"] == unknown["hash_ids"]
@@ -343,7 +343,10 @@ async def test_events_and_requests_are_recorded_together_by_one_clock(worker, ro
             following.cancel()
             await asyncio.wait([following])
     (line,) = lines_of(tmp_path)
-    asked_at_s, within_s = line["began"] + line["timestamp"] / 1e3, apart_s + 1e-3  # a timestamp is a millisecond's
+    asked_at_s, within_s = (
+        line["recording_started_at"] + line["timestamp"] / 1e3,
+        apart_s + 1e-3,
+    )  # a timestamp is a millisecond's
     assert before_s - within_s < stored_at_s()[-1] < between_s + within_s
     assert between_s - within_s < asked_at_s < after_s + within_s
-    assert line["overlap_predicted"] == 64
+    assert line["predicted_cached_tokens"] == 64

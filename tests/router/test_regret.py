@@ -20,10 +20,10 @@ def routed(hashes: np.ndarray | None = None, **fields: Any) -> Routed:
         "model": "m",
         "worker": "http://w",
         "num_tokens": 0 if hashes is None else len(hashes) * BLOCK + 1,
-        "held": 0,
-        "routed": 0,
-        "in_flight": 0,
-        "reported": None,
+        "held_tokens": 0,
+        "routed_tokens": 0,
+        "in_flight_tokens": 0,
+        "reported_tokens": None,
         "is_read": True,
         "is_exact": True,
         "block_size": BLOCK,
@@ -41,7 +41,7 @@ def chain(random: np.random.Generator, num_blocks: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("capacity", [2_000, 20_000, 60_000])
-def test_what_one_cache_would_have_held_is_what_an_exact_one_holds(capacity: int) -> None:
+def test_a_pooled_cache_is_estimated_to_hold_what_an_exact_one_holds(capacity: int) -> None:
     numpy_random, random = np.random.default_rng(1), Random(1)
     prompts = [chain(numpy_random, 1 + int(random.expovariate(1 / 200))) for _ in range(1000)]
     regret, cache, num_hits = Regret(), OrderedDict[int, None](), 0
@@ -57,12 +57,12 @@ def test_what_one_cache_would_have_held_is_what_an_exact_one_holds(capacity: int
                     cache.popitem(last=False)
         regret.add(turn / 100, [routed(prompt)], capacity)
     report = regret.report(60.0, 600.0)
-    exact, estimate = num_hits * BLOCK, report["total"]["one_cache"]
+    exact, estimate = num_hits * BLOCK, report["total"]["pooled_cache_tokens"]
     error = 4 * report["sample"]["standard_error"] * report["total"]["prompt_tokens"]
     assert abs(estimate - exact) < max(error, 0.02 * report["total"]["prompt_tokens"])
-    evicted = report["total"]["lost"][Cause.EVICTED]  # no rank held any of it
+    evicted = report["total"]["lost_tokens"][Cause.EVICTED]  # no rank held any of it
     assert abs(evicted - exact) < 0.05 * report["total"]["prompt_tokens"]
-    assert sum(report["stay_needed_s"].values()) <= sum(report["reuse_distance_blocks"].values())
+    assert sum(report["retention_needed_s"].values()) <= sum(report["reuse_distance_blocks"].values())
 
 
 def test_few_prefixes_that_most_prompts_begin_with_are_counted_whatever_is_sampled_of_them() -> None:
@@ -72,9 +72,9 @@ def test_few_prefixes_that_most_prompts_begin_with_are_counted_whatever_is_sampl
         prefixes = [chain(numpy_random, 30) for _ in range(3)]
         for turn in range(2000):
             prompt = np.concatenate([random.choice(prefixes), chain(numpy_random, 30)])
-            regret.add(turn / 100, [routed(prompt, held=30 * BLOCK)], 10**6)
+            regret.add(turn / 100, [routed(prompt, held_tokens=30 * BLOCK)], 10**6)
         report = regret.report(20.0, 600.0)
-        assert report["total"]["one_cache"] == pytest.approx(report["total"]["held"], rel=0.05)
+        assert report["total"]["pooled_cache_tokens"] == pytest.approx(report["total"]["held_tokens"], rel=0.05)
         assert 0.0 < report["sample"]["standard_error"] < 0.03
 
 
@@ -85,12 +85,12 @@ def test_the_sample_is_bounded_and_keeps_the_order_of_uses() -> None:
         reuse.use(block, 0, now, Cause.EVICTED)
     described = reuse.described()
     assert MAX_SAMPLED / 2 - 200 < described["blocks"] <= MAX_SAMPLED
-    kept = [block for block in blocks if block in reuse._used]
+    kept = [block for block in blocks if block in reuse._last_uses]
     for back in (1, 10, 1000):
         found = reuse.use(kept[-back], 0, 1e6, Cause.EVICTED)
         assert found is not None
-        assert found[0] == pytest.approx((back - 1) / described["share"], abs=3 / described["share"])
-        assert found[1].at_s == blocks.index(kept[-back])
+        assert found[0] == pytest.approx((back - 1) / described["sampling_rate"], abs=3 / described["sampling_rate"])
+        assert found[1].used_at_s == blocks.index(kept[-back])
 
 
 def test_causes_are_told_apart() -> None:
@@ -98,28 +98,38 @@ def test_causes_are_told_apart() -> None:
     prompt = chain(random, 6400)
     size = len(prompt) * BLOCK
     regret.add(0.0, [routed(prompt)], 10**6)
-    assert total(regret)["lost"] == {}
-    regret.add(1.0, [routed(prompt, held=size, routed=size - 160, in_flight=16, reported=size - 480)], 10**6)
-    assert total(regret)["lost"] == {Cause.ELSEWHERE: 160, Cause.ENGINE: 320}
+    assert total(regret)["lost_tokens"] == {}
+    regret.add(
+        1.0,
+        [routed(prompt, held_tokens=size, routed_tokens=size - 160, in_flight_tokens=16, reported_tokens=size - 480)],
+        10**6,
+    )
+    assert total(regret)["lost_tokens"] == {Cause.ELSEWHERE: 160, Cause.ENGINE: 320}
     regret.add(2.0, [routed(prompt, variant=7)], 10**6)
-    assert total(regret)["lost"][Cause.VARIANT] == pytest.approx(size, rel=0.2)
-    regret.add(3.0, [routed(prompt, variant=7, is_exact=False, reported=size)], 10**6)
-    assert total(regret)["lost"][Cause.EVICTED] == pytest.approx(size, rel=0.2)
+    assert total(regret)["lost_tokens"][Cause.VARIANT] == pytest.approx(size, rel=0.2)
+    regret.add(3.0, [routed(prompt, variant=7, is_exact=False, reported_tokens=size)], 10**6)
+    assert total(regret)["lost_tokens"][Cause.EVICTED] == pytest.approx(size, rel=0.2)
     regret.add(4.0, [routed(prompt, variant=7)], 10**6)
-    assert total(regret)["lost"][Cause.UNKNOWN] == pytest.approx(size, rel=0.2)
+    assert total(regret)["lost_tokens"][Cause.UNKNOWN] == pytest.approx(size, rel=0.2)
     regret.add(5.0, [routed(num_tokens=900, is_read=False)], 10**6)
     told = total(regret)
-    assert told["lost"][Cause.UNREAD] == 900
-    assert (told["requests"], told["in_flight"], told["unpredicted_as_not_known_exactly"]) == (6, 16, size)
-    was_evicted, was_told = told["lost"][Cause.EVICTED], sum(regret.report(5.0, 600.0)["stay_needed_s"].values())
-    regret.add(6.0, [routed(prompt, variant=7, under_way=size, alike=size // 2)], 10**6)
-    assert total(regret)["lost"][Cause.IN_FLIGHT] == size
-    regret.add(7.0, [routed(prompt, variant=7, held=size // 4)], 10**6)
+    assert told["lost_tokens"][Cause.UNREAD] == 900
+    assert (told["requests"], told["in_flight_tokens"], told["unpredicted_tokens_inexact_cache"]) == (6, 16, size)
+    was_evicted, was_told = (
+        told["lost_tokens"][Cause.EVICTED],
+        sum(regret.report(5.0, 600.0)["retention_needed_s"].values()),
+    )
+    regret.add(
+        6.0, [routed(prompt, variant=7, held_or_in_flight_tokens=size, identically_rendered_tokens=size // 2)], 10**6
+    )
+    assert total(regret)["lost_tokens"][Cause.IN_FLIGHT] == size
+    regret.add(7.0, [routed(prompt, variant=7, held_tokens=size // 4)], 10**6)
     told = total(regret)
-    assert told["lost"][Cause.RENDERED] == pytest.approx(size / 2, rel=0.2)
-    assert told["lost"][Cause.EVICTED] - was_evicted == pytest.approx(size / 4, rel=0.3)
-    assert 0 < sum(regret.report(7.0, 600.0)["stay_needed_s"].values()) - was_told < 100
-    assert (told["told_tokens"], told["predicted"], told["reported"]) == (2 * size + 2, size - 160, 2 * size - 480)
+    assert told["lost_tokens"][Cause.RENDERED] == pytest.approx(size / 2, rel=0.2)
+    assert told["lost_tokens"][Cause.EVICTED] - was_evicted == pytest.approx(size / 4, rel=0.3)
+    assert 0 < sum(regret.report(7.0, 600.0)["retention_needed_s"].values()) - was_told < 100
+    assert told["prompt_tokens_with_report"] == 2 * size + 2
+    assert (told["predicted_tokens"], told["reported_tokens"]) == (size - 160, 2 * size - 480)
 
 
 def test_the_window_ends_and_costliest_prefixes_are_named_by_a_secret() -> None:
@@ -132,10 +142,10 @@ def test_the_window_ends_and_costliest_prefixes_are_named_by_a_secret() -> None:
     assert regret.report(1000.0, 3600.0)["total"]["requests"] == 60
     costliest = report["costliest_prefixes"]
     assert len(costliest) == 10
-    assert [each["tokens_lost"] for each in costliest] == sorted(
-        (each["tokens_lost"] for each in costliest), reverse=True
+    assert [each["lost_tokens"] for each in costliest] == sorted(
+        (each["lost_tokens"] for each in costliest), reverse=True
     )
-    assert costliest[0]["length"] > 10 * 64 * BLOCK
+    assert costliest[0]["length_tokens"] > 10 * 64 * BLOCK
     names = {each["prefix"] for each in costliest}
     other = Regret()
     for now_s in (0.0, 1000.0):
@@ -151,7 +161,7 @@ def test_rows_and_prefixes_are_bounded() -> None:
         ]
         regret.add(turn, requests, 10**9)
     report = regret.report(2.0, 600.0)
-    assert len(report["by"]) <= 4097
+    assert len(report["by_worker"]) <= 4097
     assert report["total"]["requests"] == 12000
     assert len(regret._buckets[0].prefixes) <= 512
     assert random is not None
@@ -170,10 +180,11 @@ async def test_a_router_says_where_hits_went(worker, router, http_bytes) -> None
         await front.complete("text that nobody can read here")
         report = (await front.client.get("/regret?window=1m")).json()
         told = report["total"]
-        assert (told["requests"], told["held"], told["routed"], told["reported"]) == (2, 768, 768, 512)
-        assert told["lost"][Cause.ENGINE] == 256
-        assert told["lost"][Cause.UNREAD] > 0
-        assert {row["worker"] for row in report["by"]} <= {a.url, b.url}
+        assert told["requests"] == 2
+        assert (told["held_tokens"], told["routed_tokens"], told["reported_tokens"]) == (768, 768, 512)
+        assert told["lost_tokens"][Cause.ENGINE] == 256
+        assert told["lost_tokens"][Cause.UNREAD] > 0
+        assert {row["worker"] for row in report["by_worker"]} <= {a.url, b.url}
         wrong = await front.client.get("/regret?window=soon")
         assert wrong.status_code == 400
         assert "window: got 'soon', expected a time of up to an hour" in wrong.json()["error"]["message"]
@@ -199,7 +210,7 @@ async def test_what_another_worker_was_just_computing_is_told_apart(worker, rout
         await front.until(is_late)
         await front.complete(tokens)
         told = (await front.client.get("/regret")).json()["total"]
-        assert told["lost"] == {Cause.IN_FLIGHT: 64 * 16}
+        assert told["lost_tokens"] == {Cause.IN_FLIGHT: 64 * 16}
         may_answer.set()
         await first
 
@@ -211,6 +222,6 @@ async def test_salts_are_told_apart_from_what_was_never_asked(worker, router) ->
 
         async def is_told() -> bool:  # once it is known how much the fleet's caches hold
             await front.complete(tokens, cache_salt=next(salts))
-            return (await front.client.get("/regret")).json()["total"]["lost"].keys() == {Cause.VARIANT}
+            return (await front.client.get("/regret")).json()["total"]["lost_tokens"].keys() == {Cause.VARIANT}
 
         await front.until(is_told)

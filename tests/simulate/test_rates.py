@@ -41,8 +41,8 @@ def recorded(machines: list[Machine], load: float) -> Iterator[TraceLine]:
             worker=f"w{workers[job.request_id]}",
             first_byte_s=job.answered_at_s - job.at_s + 0.25,
             total_s=job.done_at_s - job.at_s + 0.25,
-            overlap_predicted=10**6,  # what the worker says counts
-            overlap_reported=job.num_cached_tokens,
+            predicted_cached_tokens=10**6,  # what the worker says counts
+            cached_tokens=job.num_cached_tokens,
         )
 
 

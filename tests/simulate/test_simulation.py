@@ -435,11 +435,19 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
 
 def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> None:
     def line(began: float, timestamp: int, block_size: int = 16, **more: object) -> bytes:
-        told = {"timestamp": timestamp, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3], "began": began}
+        told = {
+            "timestamp": timestamp,
+            "input_length": 40,
+            "output_length": 3,
+            "hash_ids": [1, 2, 3],
+            "recording_started_at": began,
+        }
         return json.dumps(told | {"block_size": block_size} | more).encode() + b"\n"
 
     first = gzip.compress(line(1e9, 500) + line(1e9, 100) + line(1e9, 200, status=429))
-    second = gzip.compress(line(1e9 + 7, 0, status=200) + line(1e9 + 7, 10, hash_ids=[]) + b"x" * 1000)
+    second = gzip.compress(
+        line(1e9 + 7, 0, status=200) + line(1e9 + 7, 10, hash_ids=[]) + Random(1).randbytes(500).hex().encode()
+    )
     for name, data in (("b.jsonl.gz", first), ("a.jsonl.gz", second[:-16]), ("c.jsonl.gz", b"")):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "notes.txt").write_text("not a part")

@@ -76,7 +76,7 @@ async def ask(client: httpx.AsyncClient) -> Shown:
     num_tokens, num_cached = zip(*map(usage, answers), strict=True)
     assert num_cached[0] == 0 < num_cached[1]
     worker = next(each for each in (await told("/workers"))["workers"] if each["url"] == first)
-    assert worker["hits"]["reported"] == sum(num_cached)
+    assert worker["hits"]["reported_tokens"] == sum(num_cached)
     name, request_id = first.removeprefix("http://"), answers[1].headers["x-request-id"]
     reported, found = share(sum(num_cached), sum(num_tokens)), share(num_cached[1], num_tokens[1])
     return {

@@ -401,7 +401,7 @@ async def test_all_fronts_record_as_one_also_those_that_are_started_anew(fleet: 
     recorded = recorded_in(tmp_path)
     assert len(recorded) == 3
     assert len({tuple(line["hash_ids"]) for line in recorded}) == 1
-    assert len({line["began"] for line in recorded}) == 1
+    assert len({line["recording_started_at"] for line in recorded}) == 1
     assert all(0 <= line["timestamp"] < 120_000 for line in recorded)
 
 

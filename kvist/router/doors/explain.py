@@ -29,7 +29,7 @@ HITS_WINDOW_S = 120.0
 """A worker's hits are those of so many last seconds."""
 _COUNTERS = ("batches", "gaps", "restarts", "refused_batches", "refused_ranks", "malformed")
 _PROBLEM = ("url", "condition", "reason", "last_event_age_s")
-_HITS = ("prompt_tokens", "routed", "told_tokens", "predicted", "reported")
+_HITS = ("prompt_tokens", "routed_tokens", "prompt_tokens_with_report", "predicted_tokens", "reported_tokens")
 
 
 class Condition(StrEnum):

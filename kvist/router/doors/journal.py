@@ -98,7 +98,7 @@ class Journal:
             "error": None if error is None else str(error)[:MAX_CHARS],
             "num_attempts": len(request.tried),
             "prompt_tokens": None if parsed is None else parsed.num_tokens,
-            "reported": None if usage is None else usage.cached_tokens,
+            "cached_tokens": None if usage is None else usage.cached_tokens,
             "output_tokens": attempt.num_output_tokens if isinstance(attempt, AnswerAttempt | SplitAttempt) else None,
             "queue_s": round(queue_s, 4),
             "total_s": round(now_s - request.started_s, 4),

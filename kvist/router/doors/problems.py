@@ -7,7 +7,7 @@ from typing import Any
 
 from kvist.router.index import APPROXIMATE
 
-_MIN_TOLD_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
+_MIN_REPORT_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
 """A worker that finds a smaller share of the tokens predicted is a problem, once its reports cover so many tokens."""
 _KINDS = {"live": "good", "gone": "bad", "failed": "bad"}
 _STREAMS = ("live", "unheard", "partial", "resyncing", "gone", "failed")
@@ -62,10 +62,10 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
     rendering = worker["rendering"]
     if rendering is not None and rendering["state"] == "differs":
         yield _problem("makes other tokens of chats than the router", rendering["reason"], "engines")
-    if hits is not None and hits["told_tokens"] > _MIN_TOLD_TOKENS:
-        routed, reported = hits["predicted"], hits["reported"]
-        if reported < _MIN_FOUND_SHARE * routed:
-            why = f"its engine reports {reported:,} cached tokens where {routed:,} were predicted"
+    if hits is not None and hits["prompt_tokens_with_report"] > _MIN_REPORT_TOKENS:
+        predicted, reported = hits["predicted_tokens"], hits["reported_tokens"]
+        if reported < _MIN_FOUND_SHARE * predicted:
+            why = f"its engine reports {reported:,} cached tokens where {predicted:,} were predicted"
             yield _problem("finds less in its cache than was predicted", why, "why")
 
 

@@ -17,8 +17,8 @@ const COLUMNS = [
   { name: "Running", class: "number", value: (w) => w.running_requests, text: (w) => [number(w.running_requests), w.max_requests ? `of ${number(w.max_requests)}` : null] },
   { name: "To compute", class: "number", value: (w) => w.prefill_tokens, text: (w) => short(w.prefill_tokens) },
   { name: "Cached", class: "number", value: held, text: (w) => [short(held(w)), fillShare(w) === null ? null : share(fillShare(w), 1)], bar: (w) => [[["fill", fillShare(w) ?? 0]], 1] },
-  { name: "Predicted", class: "number", value: (w) => hit(w, "routed", "prompt_tokens"), text: (w) => share(w.hits?.routed, w.hits?.prompt_tokens) },
-  { name: "Reported", class: "number", value: (w) => hit(w, "reported", "told_tokens"), text: (w) => share(w.hits?.reported, w.hits?.told_tokens) },
+  { name: "Predicted", class: "number", value: (w) => hit(w, "routed_tokens", "prompt_tokens"), text: (w) => share(w.hits?.routed_tokens, w.hits?.prompt_tokens) },
+  { name: "Reported", class: "number", value: (w) => hit(w, "reported_tokens", "prompt_tokens_with_report"), text: (w) => share(w.hits?.reported_tokens, w.hits?.prompt_tokens_with_report) },
   { name: "Events", value: (w) => w.shown.events[0], text: (w) => w.shown.events },
   { name: "Tokens/s", class: "number", value: (w) => w.prompt_tokens_per_s ?? -1, text: (w) => short(w.prompt_tokens_per_s) },
   { name: "Circuit", value: (w) => w.circuit, text: (w) => [w.circuit.replace("_", " "), null, w.circuit === "closed" ? "" : "bad"] },
@@ -81,8 +81,8 @@ export default {
       tile("Requests a second", fleet.rate.toFixed(1)),
       tile("Running", number(fleet.running)),
       tile("Waiting", number(fleet.queued), "for a worker with room"),
-      tile("Cached, predicted", share(sum("routed"), sum("prompt_tokens")), "of prompts, last 2 min"),
-      tile("Cached, reported", share(sum("reported"), sum("told_tokens")), "by engines that say"),
+      tile("Cached, predicted", share(sum("routed_tokens"), sum("prompt_tokens")), "of prompts, last 2 min"),
+      tile("Cached, reported", share(sum("reported_tokens"), sum("prompt_tokens_with_report")), "by engines that report it"),
       tile("Blocks known", short(fleet.blocks), fleet.index ? `index ${fleet.index}` : "no index"),
     );
     const text = search.value.toLowerCase();

@@ -4,17 +4,17 @@ import { Chart } from "/ui/chart.js";
 import { Table, clock, duration, h, host, number, refill, share, short, tile } from "/ui/dom.js";
 
 const LINES = [
-  { name: "one cache", value: (row) => Math.min(row.prompt_tokens, Math.max(row.one_cache, row.held)) / row.prompt_tokens }, // estimated; held is not
-  { name: "held", value: (row) => row.held / row.prompt_tokens },
-  { name: "routed", value: (row) => row.routed / row.prompt_tokens },
-  { name: "reported", value: (row) => row.reported / row.told_tokens },
+  { name: "pooled cache", value: (row) => Math.min(row.prompt_tokens, Math.max(row.pooled_cache_tokens, row.held_tokens)) / row.prompt_tokens }, // estimated; held is not
+  { name: "held", value: (row) => row.held_tokens / row.prompt_tokens },
+  { name: "routed", value: (row) => row.routed_tokens / row.prompt_tokens },
+  { name: "reported", value: (row) => row.reported_tokens / row.prompt_tokens_with_report },
 ];
 
 const CAUSES = [
   { name: "Cause", text: (row) => row.cause },
   { name: "Tokens", class: "number", text: (row) => short(row.tokens) },
   { name: "Of prompts", class: "number", text: (row) => share(row.tokens, row.whole), bar: (row) => [[["loss", row.tokens]], row.whole] },
-  { name: "To do", class: "prose", text: (row) => row.do },
+  { name: "Remedy", class: "prose", text: (row) => row.remedy },
 ];
 const BY = [
   { name: "Worker", value: (row) => row.worker, text: (row) => host(row.worker) },
@@ -25,9 +25,9 @@ const BY = [
 ];
 const COSTLIEST = [
   { name: "Prefix", class: "mono", text: (row) => row.prefix },
-  { name: "Tokens lost", class: "number", text: (row) => short(row.tokens_lost) },
-  { name: "Length", class: "number", text: (row) => number(row.length) },
-  { name: "Times", class: "number", text: (row) => number(row.times) },
+  { name: "Lost tokens", class: "number", text: (row) => short(row.lost_tokens) },
+  { name: "Length", class: "number", text: (row) => number(row.length_tokens) },
+  { name: "Requests", class: "number", text: (row) => number(row.requests) },
 ];
 
 let tiles, chart, causes, by, costliest, note;
@@ -39,11 +39,11 @@ export default {
   build() {
     tiles = h("dl", { class: "tiles" });
     chart = new Chart("Shares of prompt tokens, minute by minute", (value) => `${value.toFixed(1)} %`, clock, { range: [0, 100] });
-    causes = new Table("Lost, by cause", CAUSES, (row) => row.cause, { nothing: "Nothing was lost." });
-    by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker", nothing: "No request yet." });
-    costliest = new Table("Prefixes that cost most", COSTLIEST, (row) => row.prefix, { link: (row) => `#prefixes/${row.prefix}`, nothing: "Nothing was lost." });
+    causes = new Table("Lost tokens by cause", CAUSES, (row) => row.cause, { nothing: "No tokens lost." });
+    by = new Table("By worker", BY, (row) => `${row.worker} ${row.model}`, { sort: "Worker", nothing: "No requests yet." });
+    costliest = new Table("Costliest prefixes", COSTLIEST, (row) => row.prefix, { link: (row) => `#prefixes/${row.prefix}`, nothing: "No tokens lost." });
     note = h("p", { class: "note" });
-    return [tiles, chart.element, note, ...[["Lost, by cause", causes], ["By worker", by], ["Prefixes that cost most", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
+    return [tiles, chart.element, note, ...[["Lost tokens by cause", causes], ["By worker", by], ["Costliest prefixes", costliest]].map(([title, table]) => [h("h2", {}, title), table.element]).flat()];
   },
   update({ regret, clock: at }) {
     if (!regret) return;
@@ -52,17 +52,17 @@ export default {
     refill(
       tiles,
       tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${duration(regret.window_s)}`),
-      tile("One cache", most, `would have held, ± ${(200 * sample.standard_error).toFixed(1)} points`),
+      tile("Pooled cache", most, `one as large as all together, ± ${(200 * sample.standard_error).toFixed(1)} points`),
       tile("Held", held, "by the worker that held most"),
-      tile("Routed", routed, "held where it was sent"),
-      tile("Reported", reported, "found, as engines say"),
+      tile("Routed", routed, "held by the chosen worker"),
+      tile("Reported", reported, "found cached, by engines that report it"),
     );
-    const minutes = regret.over_time, times = minutes.map((each) => at - each.ago_s);
+    const minutes = regret.by_minute, times = minutes.map((each) => at - each.ago_s);
     const lines = LINES.map((line) => [line.name, minutes.map((each) => (Number.isFinite(line.value(each)) ? 100 * line.value(each) : null))]);
     chart.update(times, lines, Math.min(at - 600, times[0] ?? at), at);
     causes.update(regret.losses.map((loss) => ({ ...loss, whole: total.prompt_tokens })));
-    by.update(regret.by);
+    by.update(regret.by_worker);
     costliest.update(regret.costliest_prefixes);
-    refill(note, `By the minute, as docs/why.md explains. One cache is estimated from ${number(sample.blocks)} blocks.`);
+    refill(note, `By the minute; see docs/why.md. The pooled cache is estimated from a sample of ${number(sample.blocks)} blocks.`);
   },
 };

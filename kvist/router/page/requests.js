@@ -26,8 +26,8 @@ const COLUMNS = [
   { name: "Ended", text: (r) => clock(r.at) },
   { name: "Worker", text: (r) => [host(worker(r)) || "none", r.prefill ? `prefilled by ${host(r.prefill.worker)}` : r.pull && fetched(r.pull)] },
   { name: "Prompt", class: "number", text: (r) => number(r.prompt_tokens) },
-  { name: "Held", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
-  { name: "Found", class: "number", text: (r) => share(r.reported ?? 0, r.reported === null ? 0 : r.prompt_tokens) },
+  { name: "Predicted", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
+  { name: "Reported", class: "number", text: (r) => share(r.cached_tokens ?? 0, r.cached_tokens === null ? 0 : r.prompt_tokens) },
   { name: "Took", class: "number", text: (r) => seconds(r.total_s) },
   { name: "Time line", class: "wide", text: () => "", bar: (r, longest) => [phases(r), longest, seconds] },
   { name: "Status", text: outcome },
@@ -35,7 +35,7 @@ const COLUMNS = [
 
 export function requestTable(caption) {
   const link = (request) => `#requests/${encodeURIComponent(request.id)}`;
-  return new Table(caption, COLUMNS, (request) => request.id, { link, scale: longest, nothing: "No request yet." });
+  return new Table(caption, COLUMNS, (request) => request.id, { link, scale: longest, nothing: "No requests yet." });
 }
 
 // The terms of a decision for each candidate: the same numbers as POST /route, stacked and in columns.
@@ -80,7 +80,7 @@ function details(request) {
     Outcome: outcome(request).slice(0, 2).filter(Boolean).join(": "),
     Attempts: number(request.num_attempts),
     Prompt: tokens(request.prompt_tokens),
-    "Found cached": request.reported === null ? "not told" : tokens(request.reported),
+    "Reported cached": request.cached_tokens === null ? "not reported" : tokens(request.cached_tokens),
     Answer: request.output_tokens === null ? "none" : tokens(request.output_tokens),
     ...Object.fromEntries(phases(request).filter(([, value]) => value > 0).map(([name, value]) => [name.replaceAll("-", " "), seconds(value)])),
   };

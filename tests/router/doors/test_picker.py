@@ -130,7 +130,7 @@ async def test_a_streamed_request_is_sent_where_its_prefix_is_and_counts_there(w
                 assert await call.read() == grpc.aio.EOF
                 await until(lambda: known.load.running_requests(one.url) == 0)
                 regret = known._regret.report(time.monotonic(), 60.0)["total"]
-                assert (regret["requests"], regret["held"], regret["routed"]) == (1, 64, 64)
+                assert (regret["requests"], regret["held_tokens"], regret["routed_tokens"]) == (1, 64, 64)
 
 
 async def test_a_buffered_request_gets_its_answer_with_the_body_which_is_as_the_worker_gets_it(worker) -> None:

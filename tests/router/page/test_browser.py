@@ -13,6 +13,7 @@ import pytest
 
 from kvist.events.hashing import block_hashes
 from kvist.router.doors.journal import JournalEntry
+from kvist.router.regret import CostlyPrefix
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed: pip install '.[test]'")
 pytestmark = pytest.mark.xdist_group("browser")
@@ -23,7 +24,7 @@ expect = playwright.expect
 
 SPOKEN = {"heading", "term", "link", "searchbox", "combobox", "button", "region", "columnheader", "rowheader"}
 
-REQUESTS = "columnheader: Id, Ended, Worker, Prompt, Held, Found, Took, Time line, Status\n"
+REQUESTS = "columnheader: Id, Ended, Worker, Prompt, Predicted, Reported, Took, Time line, Status\n"
 FLEET = f"""heading: Fleet
 term: Workers, Requests a second, Running, Waiting, Cached, predicted, Cached, reported, Blocks known
 searchbox: Filter
@@ -48,7 +49,7 @@ heading: #, Who answers
 region: Who answers: candidates
 columnheader: Candidate, Cached or in flight, Cost, Of what, {", ".join(TERMS)}
 rowheader: # chosen
-term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Found cached, Answer
+term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Reported cached, Answer
 region: Requests
 {REQUESTS}rowheader: …#, …#"""
 ASKED = "# tokens of #: asked for # {}, # % of them where it was held; last # s ago"
@@ -61,18 +62,18 @@ region: Prefixes
 columnheader: Prefix, Model, From, To token, Asked for, Held, Held by, Last asked for
 rowheader: #, #, #"""
 REGRET = """heading: Regret
-term: Requests, One cache, Held, Routed, Reported
-rowheader: Time :, one cache :, held :, routed :, reported :
-heading: Lost, by cause
-region: Lost, by cause
-columnheader: Cause, Tokens, Of prompts, To do
+term: Requests, Pooled cache, Held, Routed, Reported
+rowheader: Time :, pooled cache :, held :, routed :, reported :
+heading: Lost tokens by cause
+region: Lost tokens by cause
+columnheader: Cause, Tokens, Of prompts, Remedy
 heading: By worker
 region: By worker
-columnheader: Worker, Model, Requests, Prompt tokens, One cache, Held, Routed, Reported
+columnheader: Worker, Model, Requests, Prompt tokens, Pooled cache, Held, Routed, Reported
 rowheader: #
-heading: Prefixes that cost most
-region: Prefixes that cost most
-columnheader: Prefix, Tokens lost, Length, Times"""
+heading: Costliest prefixes
+region: Costliest prefixes
+columnheader: Prefix, Lost tokens, Length, Requests"""
 
 
 async def spoken(page: Any) -> str:
@@ -147,9 +148,9 @@ async def test_a_prefix_that_costs_much_leads_to_its_place_among_prefixes(worker
     async with worker() as one, router(one.url, block_size=16) as front, browsing() as page:
         await front.complete(TOKENS)
         regret = front.service.keeper._regret
-        regret._buckets[-1].prefixes[int(block_hashes(TOKENS, 16)[3])] = (5000.0, 64, 7)
+        regret._buckets[-1].prefixes[int(block_hashes(TOKENS, 16)[3])] = CostlyPrefix(5000.0, 64, 7)
         await page.goto(front.service.url + "/ui#regret")
-        costliest = page.get_by_role("region", name="Prefixes that cost most").get_by_role("link")
+        costliest = page.get_by_role("region", name="Costliest prefixes").get_by_role("link")
         name = await costliest.text_content()
         await costliest.click()
         found = page.get_by_role("region", name="Prefix", exact=True)

@@ -157,7 +157,7 @@ async def test_a_request_has_the_terms_of_its_decision(worker, router) -> None:
         answer = await front.complete(TOKENS)
         (told,) = (await state(front.client, "requests"))["requests"]
         assert told["id"] == answer.headers["x-request-id"]
-        assert (told["status"], told["prompt_tokens"], told["reported"]) == (200, 160, 96)
+        assert (told["status"], told["prompt_tokens"], told["cached_tokens"]) == (200, 160, 96)
         assert told["decision"]["worker"] == explained["worker"] == one.url
         assert 0 <= told["sent_s"] <= told["first_byte_s"] <= told["total_s"]
         for shown, route in zip(told["decision"]["candidates"], explained["candidates"], strict=True):
@@ -166,9 +166,9 @@ async def test_a_request_has_the_terms_of_its_decision(worker, router) -> None:
                 name: value for name, value in shown.items() if name != "seconds"
             }
         (row,) = [each for each in (await state(front.client))["workers"] if each["url"] == one.url]
-        assert (row["hits"]["routed"], row["hits"]["reported"], row["ended_requests"]) == (96, 96, 1)
-        over_time = (await state(front.client, "regret"))["regret"]["over_time"]
-        assert [each["routed"] for each in over_time] == [96]
+        assert (row["hits"]["routed_tokens"], row["hits"]["reported_tokens"], row["ended_requests"]) == (96, 96, 1)
+        by_minute = (await state(front.client, "regret"))["regret"]["by_minute"]
+        assert [each["routed_tokens"] for each in by_minute] == [96]
 
 
 async def test_a_refused_request_is_shown_with_its_error(worker, router) -> None:
@@ -278,7 +278,10 @@ async def test_a_prefix_that_costs_much_is_found_by_the_name_that_regret_has_for
     async with worker() as one, router(one.url, block_size=16, expected_cache_tokens=0) as front:
         known, routing = front.service.keeper, front.service._forwarder.routing
         known._capacity_blocks, known._sized_at_s = 10**6, math.inf  # one cache as large had held the prompt
-        outcome, lost = routing.outcome, {"routed": 0, "under_way": 0}  # as if it had been longer ago
+        outcome, lost = (
+            routing.outcome,
+            {"routed_tokens": 0, "held_or_in_flight_tokens": 0},
+        )  # as if it had been longer ago
         monkeypatch.setattr(routing, "outcome", lambda *of: msgspec.structs.replace(outcome(*of), **lost))
         for _ in range(2):
             await front.complete(tokens, cache_salt="salt")
@@ -294,7 +297,7 @@ async def test_a_prefix_that_costs_much_is_found_by_the_name_that_regret_has_for
             nodes = (await front.client.get("/ui/state?view=prefixes")).json()["prefixes"]
             assert [name for each in nodes for name in each["costly"]] == [costly["prefix"]]
             (found,) = [each for each in nodes if each["costly"]]
-            assert found["from_tokens"] < costly["length"] <= found["to_tokens"]
+            assert found["from_tokens"] < costly["length_tokens"] <= found["to_tokens"]
             return len(nodes) > 1
 
         await front.until(is_kept)

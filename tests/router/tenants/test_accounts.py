@@ -61,7 +61,7 @@ async def test_each_sees_its_own_and_administrators_all(worker, router, tenants,
             ("b", 2),
             ("default", 1),
         ]
-        assert sum(each["requests"] for each in report["by"]) == 5
+        assert sum(each["requests"] for each in report["by_worker"]) == 5
     told = [line.tenant for _, line in read_lines(tmp_path / "recorded")]
     assert told.count("a") == 2
 
