@@ -1,9 +1,10 @@
-"""Embed the publisher in an engine: report what the cache does, and watch an index follow it.
+"""Embed the publisher in an engine: report what the cache does, and follow it with an index.
 
     python examples/embedded_publisher.py
 
 An engine calls `created`, `stored`, `removed` and `cleared` from its own thread; no call waits or raises. Here the
-"engine" is a few lines, and the index runs in the same process; a router would be elsewhere, at the printed URL.
+"engine" is a few lines, and the index runs in the same process; a router would run elsewhere and connect to the
+printed URL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Let Kvist decide inside your own gateway: it follows the fleet, you carry the requests.
+"""Use Kvist's routing inside your own gateway: it follows the fleet, you send the requests.
 
     python examples/embedded_router.py http://127.0.0.1:8000 http://127.0.0.1:8001
 
-Sends one chat to the worker that would answer it at the least cost, and prints who that was and what it held.
+Sends one chat to the worker with the lowest cost, and prints which one that was and how much it had cached.
 """
 
 from __future__ import annotations

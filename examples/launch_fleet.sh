@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two bundled workers and a router, started as an operator would. A step that fails stops the script and what it
-# started: a router must never come up in front of workers whose caches were not cleared.
+# Start two bundled workers and a router. If a step fails, the script stops everything it started: a router must never
+# start in front of workers whose caches were not cleared.
 #   usage: examples/launch_fleet.sh MODEL_DIR [ROUTER_PORT]
 set -euo pipefail
 
@@ -12,7 +12,7 @@ start_timeout_s=120
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 0' INT TERM
 
-http() { # http METHOD URL: succeeds when the server says so
+http() { # http METHOD URL: succeeds if the status is 2xx
   python3 -c 'import sys, urllib.request as r; r.urlopen(r.Request(sys.argv[2], method=sys.argv[1]), timeout=5)' "$@" \
     2>/dev/null
 }
@@ -33,4 +33,4 @@ for url in "${worker_urls[@]}"; do
 done
 
 kvist route --worker-urls "${worker_urls[@]}" --model-path "$model" --port "$router_port" &
-wait -n # whichever process ends first ends the fleet
+wait -n # when one process ends, stop all

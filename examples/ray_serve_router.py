@@ -3,7 +3,7 @@
     pip install 'kvist[engine,ray]' httpx
     python examples/ray_serve_router.py
 
-Asks four questions about each of two documents, and prints which replica answered and how much it had cached.
+Asks four questions about each of two documents, and prints which replica answered and how much of it was cached.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ async def record(path: Path) -> None:
         recorder = Recorder([SourceSpec.parse(f"gpu-0={publisher.endpoint}")], writer)
         recording = asyncio.create_task(recorder.run())
         async with asyncio.timeout(30):
-            while writer.num_messages == 0:  # noqa: ASYNC110 - a heartbeat shows that the stream is heard
+            while writer.num_messages == 0:  # noqa: ASYNC110 - a heartbeat shows that the stream is received
                 await asyncio.sleep(0.01)
             publisher.stored([901, 902, 903, 904], PROMPT, window=FULL, group=0)
             publisher.removed([904], window=FULL, group=0)
-            num_heard = writer.num_messages
-            while writer.num_messages < num_heard + 2:  # noqa: ASYNC110 - the batch, and a heartbeat behind it
+            num_before = writer.num_messages
+            while writer.num_messages < num_before + 2:  # noqa: ASYNC110 - the batch, and a heartbeat behind it
                 await asyncio.sleep(0.01)
         recording.cancel()
         await asyncio.wait([recording])

@@ -3,8 +3,8 @@
     python examples/show_traces.py
     kvist up --disaggregated --otlp-traces-endpoint http://127.0.0.1:4318
 
-A trace is printed once nothing has been added to it for a while: each process sends what it has every five seconds,
-or as often as OTEL_BSP_SCHEDULE_DELAY says. For anything lasting use Jaeger, Tempo, or whatever else takes OTLP.
+A trace is printed once nothing has been added to it for a while: each process exports its spans every five seconds,
+or as often as OTEL_BSP_SCHEDULE_DELAY says. To keep traces, use Jaeger, Tempo or another collector that accepts OTLP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the dashboard for Grafana, and the alerts for Prometheus and for its Operator: `make dashboard`.
 
-With the URL of a Prometheus that scrapes a router it asks every query instead, and names those without an answer.
-Tests compare what lies in `deploy/` with what this makes, and what it asks for with what a router measures.
+With the URL of a Prometheus that scrapes a router, it sends every query instead, and names those without an answer.
+Tests compare the files in `deploy/` with what this makes, and the metrics in its queries with those of a router.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ def of(metric: str, labels: str = "") -> str:
 
 
 def rate(metric: str, by: str = "", labels: str = "") -> str:
-    """Return how much a counter of all chosen routers grows in a second, 0 where it has counted nothing yet."""
+    """Return the rate of a counter, a second, over all chosen routers; 0 if it has counted nothing yet."""
     name = metric if metric.endswith("_sum") else f"{metric}_total"
     grown = f"(rate({of(name, labels)}[$__rate_interval]))"
     return f"sum by ({by}) {grown}" if by else f"(sum {grown} or vector(0))"
 
 
 def rates(*metrics: str) -> dict[str, str]:
-    """Return how much each of some counters grows in a second."""
+    """Return the rate of each of some counters, a second."""
     return {metric.replace("_", " "): rate(metric) for metric in metrics}
 
 
 def ratio(part: str, whole: str, by: str = "") -> str:
-    """Return which part of what one counter counts another one does."""
+    """Return the rate of one counter divided by that of another."""
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def uncached(prompts: str, cached: str, by: str) -> str:
-    """Return how many tokens of prompts a second are not among those that are cached."""
+    """Return how many prompt tokens a second are not cached."""
     return f"{rate(prompts, by)} - {rate(cached, by)}"
 
 
 def quantile(part: float, histogram: str) -> str:
-    """Return below what so large a part of a histogram's observations is, of each model."""
+    """Return a quantile of a histogram, by model."""
     return f"histogram_quantile({part}, sum by (le, model) (rate({of(f'{histogram}_bucket')}[$__rate_interval])))"
 
 
 def quantiles(histogram: str) -> dict[str, str]:
-    """Return the median and the slow ones, of each model."""
+    """Return the median, p90 and p99, by model."""
     return {f"{{{{model}}}} p{100 * part:.0f}": quantile(part, histogram) for part in (0.5, 0.9, 0.99)}
 
 
 def now(metric: str, by: str, labels: str = "") -> str:
-    """Return what is true of the fleet now: every router that follows it says the same."""
+    """Return the value now of a gauge that every router of the fleet reports alike."""
     return f"max by ({by}) ({of(metric, labels)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph, or where `is_last` the last values: queries by the name of what they return."""
+    """A graph, or with `is_last` the last values; queries are keyed by the names of their series."""
 
     title: str
     means: str
@@ -83,7 +83,7 @@ class Panel:
     is_last: bool = False
 
     def described(self, panel_id: int, x: int, y: int, width: int) -> dict[str, Any]:
-        """Return it as Grafana has it."""
+        """Return the panel as Grafana's JSON."""
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0}
         if self.unit == "percentunit":
             defaults["max"] = 1
@@ -110,38 +110,38 @@ class Panel:
 
 
 def value(title: str, means: str, query: str, unit: str = "none") -> Panel:
-    """Return a panel with the value of now."""
+    """Return a panel with the current value."""
     return Panel(title, means, unit, {title.lower(): query}, is_last=True)
 
 
 def per(label: str, title: str, means: str, query: str, unit: str = "none", **others: str) -> Panel:
-    """Return a graph with a line for each value of a label, and others."""
+    """Return a graph with a line for each value of a label, and for each of `others`."""
     return Panel(f"{title}, by {label}", means, unit, {f"{{{{{label}}}}}": query} | others)
 
 
 ROWS = {
     "Fleet": (
-        value("Healthy workers", "Workers that are given requests", f"sum ({now('worker_state', 'worker', HEALTHY)})"),
+        value("Healthy workers", "Workers that get requests", f"sum ({now('worker_state', 'worker', HEALTHY)})"),
         value("Other workers", "Starting, unhealthy, draining", f"sum ({now('worker_state', 'worker', NOT_HEALTHY)})"),
-        value("Running", "Requests that have not ended", f"sum ({now('running_requests', 'worker')})"),
+        value("Running", "Requests in progress", f"sum ({now('running_requests', 'worker')})"),
         value("Requests", "Sent to workers, a second", rate("requests"), "reqps"),
-        value("Waiting", "Requests that no worker has room for", f"sum ({of('queued_requests')}) or vector(0)"),
-        value("Index", "Distinct blocks that the index knows of", f"max ({of('kvist_index_blocks')})", "short"),
+        value("Waiting", "Requests queued until a worker has room", f"sum ({of('queued_requests')}) or vector(0)"),
+        value("Index", "Distinct blocks in the index", f"max ({of('kvist_index_blocks')})", "short"),
     ),
     "Workers": (
-        per("worker", "Running", "Requests that have not ended", now("running_requests", "worker")),
-        per("worker", "To compute", "Uncached tokens of running prompts", now("prefill_tokens", "worker"), "short"),
+        per("worker", "Running", "Requests in progress", now("running_requests", "worker")),
+        per("worker", "To compute", "Uncached tokens of prompts in progress", now("prefill_tokens", "worker"), "short"),
         per("worker", "Cached", "Blocks that its ranks hold", now("worker_blocks", "worker"), "short"),
     ),
     "Requests and latencies": (
-        per("status", "Ends", "0: the worker failed; 499: the client left", rate("requests", "status"), "reqps"),
-        Panel("Refused, retried, late", "A second", "reqps", rates("refusals", "retries", "http_timeouts")),
+        per("status", "Answers", "0: the worker failed; 499: the client left", rate("requests", "status"), "reqps"),
+        Panel("Refusals, retries, timeouts", "A second", "reqps", rates("refusals", "retries", "http_timeouts")),
         Panel("Time to first byte", "From arrival", "s", quantiles("time_to_first_byte_seconds")),
-        Panel("Time to the end", "Of whole answers", "s", quantiles("request_seconds")),
-        Panel("Between two tokens", "Each stream's mean", "s", quantiles("inter_token_seconds")),
+        Panel("Time to last byte", "Of complete answers", "s", quantiles("request_seconds")),
+        Panel("Time between tokens", "Each stream's mean", "s", quantiles("inter_token_seconds")),
         Panel(
             "Tokens",
-            "Of prompts, of those that were fetched instead of computed, and of whole answers",
+            "In prompts, fetched instead of computed, and in complete answers",
             "short",
             rates("prompt_tokens", "pulled_tokens", "output_tokens"),
         ),
@@ -149,21 +149,29 @@ ROWS = {
     "Cache hits": (
         Panel(
             "Hit rate",
-            "Prompt tokens that were cached: as the router predicted, and as engines report",
+            "Share of prompt tokens that were cached: predicted by the router, and reported by engines",
             "percentunit",
             {
                 "predicted": ratio("overlap_tokens", "prompt_tokens"),
                 "reported": ratio("tenant_cached_tokens", "tenant_prompt_tokens"),
             },
         ),
-        per("worker", "Predicted", "Of its prompts", ratio("overlap_tokens", "prompt_tokens", "worker"), "percentunit"),
+        per(
+            "worker",
+            "Predicted",
+            "Share of its prompt tokens",
+            ratio("overlap_tokens", "prompt_tokens", "worker"),
+            "percentunit",
+        ),
         per("worker", "Computed", "Not cached", uncached("prompt_tokens", "overlap_tokens", "worker"), "short"),
     ),
     "Losses": (
-        per("sign", "Wrongly predicted", "Tokens", rate("overlap_error_tokens_sum", "sign", NOT_EXACT), "short"),
+        per(
+            "sign", "Wrongly predicted", "Tokens a second", rate("overlap_error_tokens_sum", "sign", NOT_EXACT), "short"
+        ),
         Panel(
             "Prompts not read",
-            "Requests of which not all tokens were known, by what was in the way",
+            "Requests of which the router did not know all tokens, by reason",
             "reqps",
             {
                 "not read": rate("readings", labels='outcome!="tokens"'),
@@ -171,15 +179,15 @@ ROWS = {
             },
         ),
         Panel(
-            "Handed over, and not",
-            "Answers begun with another worker's prefill; what came to nothing; prompts that stay",
+            "Prefill handed over",
+            "Answers begun with another worker's prefill; hand-overs that failed; prompts kept on one worker",
             "reqps",
             rates("disaggregated", "disaggregation_fallbacks", "local_prefills"),
         ),
         per(
             "outcome",
             "Prefixes fetched",
-            "That a worker was to fetch from another instead of computing them, by what came of it",
+            "From another worker instead of computing them, by outcome",
             rate("pulls", "outcome"),
             "reqps",
             all=rate("pulls"),
@@ -189,27 +197,27 @@ ROWS = {
         per(
             "model",
             "Waiting",
-            "Requests that no worker has room for",
+            "Requests queued until a worker has room",
             f"sum by (model) ({of('queued_requests')})",
             all=f"sum ({of('queued_requests')}) or vector(0)",
         ),
         Panel(
-            "Waited",
-            "Of those that waited and then had a worker; all that was waited, a second",
+            "Queue time",
+            "Of requests that waited and then got a worker; total seconds waited, a second",
             "s",
             {"{{model}} p90": quantile(0.9, "queue_seconds"), "all": rate("queue_seconds_sum")},
         ),
         per(
             "cause",
-            "In vain",
-            "Requests that no worker had room for, by why they wait no longer",
+            "Rejected",
+            "Requests that no worker had room for, by cause",
             rate("rejections", "cause"),
             "reqps",
             all=rate("rejections"),
         ),
     ),
     "Tenants": (
-        per("tenant", "Requests", "Whose answers began", rate("tenant_requests", "tenant"), "reqps"),
+        per("tenant", "Requests", "With an answer that began", rate("tenant_requests", "tenant"), "reqps"),
         per(
             "tenant",
             "Computed",
@@ -217,33 +225,38 @@ ROWS = {
             uncached("tenant_prompt_tokens", "tenant_cached_tokens", "tenant"),
             "short",
         ),
-        per("tenant", "Output tokens", "Of whole answers", rate("tenant_output_tokens", "tenant"), "short"),
-        per("tenant", "Limited", "Refused: more than is allowed", rate("tenant_limited", "tenant"), "reqps"),
+        per("tenant", "Output tokens", "Of complete answers", rate("tenant_output_tokens", "tenant"), "short"),
+        per("tenant", "Limited", "Refused for exceeding a limit", rate("tenant_limited", "tenant"), "reqps"),
     ),
     "Event streams": (
         per("state", "Ranks", "Only live is exact", f"sum by (state) ({now('ranks', 'worker, state')})"),
-        per("worker", "Last event", "An idle worker says nothing", now("event_age_seconds", "worker"), "s"),
+        per("worker", "Age of the last event", "An idle worker sends none", now("event_age_seconds", "worker"), "s"),
         Panel("Gaps and restarts", "Of event streams", "short", rates("event_gaps", "event_restarts")),
-        Panel("Refused", "Messages, batches and ranks that are of no use", "short", rates(*EVENTS_REFUSED)),
+        Panel(
+            "Refused",
+            "Malformed messages, batches of another block size, ranks beyond the limit",
+            "short",
+            rates(*EVENTS_REFUSED),
+        ),
     ),
     "Process": (
         per("instance", "CPU", "Cores in use", f"rate({of('process_cpu_seconds_total')}[$__rate_interval])"),
         Panel(
             "Memory",
-            "Resident, and of it the index",
+            "Resident, and the index's part of it",
             "bytes",
             {"{{instance}}": of("process_resident_memory_bytes"), "{{instance}}: index": of("kvist_index_bytes")},
         ),
         per(
             "instance",
             "Event loop",
-            "Share of time in which nobody was served",
+            "Share of time in which the loop was blocked",
             f"rate({of('loop_late_seconds_total')}[$__rate_interval])",
             "percentunit",
         ),
         Panel(
             "Clients",
-            "Open connections, and descriptors",
+            "Open connections, and file descriptors",
             "none",
             {"{{instance}}": of("connections"), "{{instance}}: descriptors": of("process_open_fds")},
         ),
@@ -253,7 +266,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """What is wrong while an expression has values, for so long; its runbook is a heading of its name."""
+    """Fires when an expression has had values for `lasts`; its runbook is the heading of its name."""
 
     name: str
     wrong: str
@@ -262,7 +275,7 @@ class Alert:
     severity: str = "warning"
 
     def described(self) -> dict[str, Any]:
-        """Return it as a rule of Prometheus."""
+        """Return the alert as a Prometheus rule."""
         runbook = f"{RUNBOOKS}#{self.name.lower()}"
         return {
             "alert": self.name,
@@ -274,23 +287,27 @@ class Alert:
 
 
 def grown(metric: str, by: str) -> str:
-    """Return how much counters grow in a second, of these labels."""
+    """Return the rate of a counter, a second, by these labels."""
     return f"sum by ({by}) (rate(kvist_router_{metric}[5m]))"
 
 
 def share(part: str, whole: str, by: str, most: float) -> str:
-    """Return what holds while a counter's growth is more than such a share of another's."""
+    """Return whether a counter's rate is more than a share `most` of another's."""
     return f"{grown(part, by)} / {grown(whole, by)} > {most}"
 
 
 def slow(histogram: str, part: float) -> str:
-    """Return below what so large a part of a histogram's observations is, of each model."""
+    """Return a quantile of a histogram, by model."""
     return f"histogram_quantile({part}, sum by (job, model, le) (rate(kvist_router_{histogram}_bucket[5m])))"
 
 
 ALERTS = (
     Alert(
-        "KvistRouterDown", "{{ $labels.instance }} is not reached", 'up{job=~".*kvist-router.*"} == 0', "1m", "critical"
+        "KvistRouterDown",
+        "{{ $labels.instance }} cannot be reached",
+        'up{job=~".*kvist-router.*"} == 0',
+        "1m",
+        "critical",
     ),
     Alert(
         "KvistNoHealthyWorker",
@@ -301,64 +318,64 @@ ALERTS = (
     ),
     Alert(
         "KvistWorkerUnhealthy",
-        "{{ $labels.worker }} is given no requests",
+        "{{ $labels.worker }} gets no requests",
         'max by (job, worker) (kvist_router_worker_state{state="unhealthy"})'
         ' + max by (job, worker) (kvist_router_circuit_state{state="open"}) > 0',
         "5m",
     ),
     Alert(
         "KvistRequestsFail",
-        "{{ $value | humanizePercentage }} of what workers were sent has failed",
+        "{{ $value | humanizePercentage }} of the requests sent to workers fail",
         share('requests_total{status=~"0|5.."}', "requests_total", "job", 0.05),
         "5m",
         "critical",
     ),
     Alert(
         "KvistRequestsRejected",
-        "Requests are turned away: {{ $labels.cause }}",
+        "Requests are rejected: {{ $labels.cause }}",
         f"{grown('rejections_total', 'job, cause')} > 0",
         "5m",
         "critical",
     ),
     Alert(
         "KvistQueueSlow",
-        "One in ten requests for {{ $labels.model }} that wait does so for {{ $value | humanizeDuration }}",
+        "One in ten queued requests for {{ $labels.model }} waits {{ $value | humanizeDuration }} or more",
         f"{slow('queue_seconds', 0.9)} > 10",
         "10m",
     ),
     Alert(
         "KvistFirstByteSlow",
-        "One in twenty answers of {{ $labels.model }} begins after {{ $value | humanizeDuration }}",
+        "One in twenty answers of {{ $labels.model }} begins after {{ $value | humanizeDuration }} or more",
         f"{slow('time_to_first_byte_seconds', 0.95)} > 10",
         "10m",
     ),
     Alert(
         "KvistCacheNotKnown",
-        "What {{ $labels.worker }} has cached is not known exactly",
+        "The cache of {{ $labels.worker }} is not known exactly",
         'max by (job, worker) (kvist_router_ranks{state=~"partial|resyncing"}) > 0',
         "15m",
     ),
     Alert(
         "KvistEventsRefused",
-        "Events of {{ $labels.worker }} are of no use",
+        "Events of {{ $labels.worker }} are refused",
         " + ".join(grown(f"{name}_total", "job, worker") for name in EVENTS_REFUSED) + " > 0",
         "10m",
     ),
     Alert(
         "KvistHitsNotFound",
-        "{{ $labels.worker }} lacks {{ $value | humanizePercentage }} of the tokens that it should have cached",
+        "{{ $labels.worker }} lacks {{ $value | humanizePercentage }} of the tokens that were predicted to be cached",
         share('overlap_error_tokens_sum{sign="over"}', "overlap_tokens_total", "job, worker", 0.2),
         "15m",
     ),
     Alert(
         "KvistPromptsNotRead",
-        "{{ $value | humanizePercentage }} of the prompts cannot be read whole",
+        "{{ $value | humanizePercentage }} of the prompts are not fully tokenised by the router",
         share('readings_total{outcome!="tokens"}', "readings_total", "job", 0.2),
         "15m",
     ),
     Alert(
         "KvistRouterLate",
-        "{{ $labels.instance }} serves nobody for {{ $value | humanizePercentage }} of the time",
+        "The event loop of {{ $labels.instance }} is blocked for {{ $value | humanizePercentage }} of the time",
         f"{grown('loop_late_seconds_total', 'job, instance')} > 0.2",
         "10m",
     ),
@@ -366,7 +383,7 @@ ALERTS = (
 
 
 def panels() -> Iterator[dict[str, Any]]:
-    """Yield rows, and below each its panels from left to right, as many side by side as fill the width."""
+    """Yield each row, then its panels from left to right, as many side by side as fill the width."""
     ids, y = count(1), 0
     for title, row in ROWS.items():
         at = {"h": 1, "w": NUM_COLUMNS, "x": 0, "y": y}
@@ -436,12 +453,12 @@ def made() -> dict[Path, str]:
 
 
 def filled(query: str, interval: str) -> str:
-    """Return a query of the dashboard as Grafana sends it, for all routers."""
+    """Return a query of the dashboard as Grafana sends it for all routers."""
     return query.replace('"$job"', '".*"').replace('"$instance"', '".*"').replace("$__rate_interval", interval)
 
 
 def unanswered(prometheus_url: str, interval: str = "1m") -> list[str]:
-    """Return the queries that Prometheus has no number for, with their panels; raises HTTPError for one it refuses."""
+    """Return the queries without a value in Prometheus, with their panels; raises HTTPError for one it refuses."""
     names = []
     for panel in panels():
         for target in panel.get("targets", ()):

@@ -2,9 +2,9 @@
 
     python examples/train_tiny_model --out /tmp/tiny --minutes 30 --seed 0
 
-The text is what the running interpreter ships: docstrings and the language reference. A part of it is read as it
-stands; the rest becomes conversations, some with a long reference in the system turn, so that answers come to an end
-and look back beyond the sliding window. A usable model is saved every three minutes. It loads with transformers.
+The text comes with the running interpreter: docstrings and the language reference. Part of it is used unchanged; the
+rest becomes conversations, some with a long reference in the system turn, so that the model learns to end its answers
+and to attend beyond the sliding window. The model is saved every three minutes, and loads with transformers.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the model reads: every documented name of the running interpreter, and Python's language reference."""
+"""The training text: every documented name of the running interpreter, and Python's language reference."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ BUILTIN_OWNERS = ("builtins", "math", "itertools", "time", "sys", "collections",
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One documented name: what a question calls it, and what its documentation says."""
+    """One documented name, as a question asks for it, and its documentation."""
 
     name: str
     title: str

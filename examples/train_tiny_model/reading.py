@@ -1,4 +1,4 @@
-"""How the model reads: a tokenizer, a chat template, and a stream of documents and conversations."""
+"""The model's input: a tokenizer, a chat template, and a stream of documents and conversations."""
 
 import random
 

@@ -24,11 +24,11 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).parents[2]
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 WITHOUT_ANSWER = {
-    "Between two tokens",
-    "In vain, by cause",
-    "Last event, by worker",
+    "Age of the last event, by worker",
     "Prefixes fetched, by outcome",
-    "Waited",
+    "Queue time",
+    "Rejected, by cause",
+    "Time between tokens",
     "Waiting, by model",
     "Wrongly predicted, by sign",
 }
