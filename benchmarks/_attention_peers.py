@@ -1,4 +1,4 @@
-"""Other attention over the same keys, each as a function to time, or the reason why it cannot be had here."""
+"""Other attention implementations over the same keys, each as a function to time, or the reason why it is missing."""
 
 from __future__ import annotations
 

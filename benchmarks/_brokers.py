@@ -1,4 +1,4 @@
-"""Brokers as processes of their own on free ports, for as long as a benchmark needs them."""
+"""Brokers as child processes on free ports, for the duration of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that send chats to a router and read no more of the answers than where they end."""
+"""Clients that send chats to a router and parse no more of the answers than where they end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fleets of stand-in workers that answer chats at once, and the routers in front of them, as processes.
 
-A fleet is four workers in two processes: one answers from prepared bytes; the other caches the prompts' blocks, least
-recently used dropped, and publishes what changed as vLLM does.
+A fleet is four workers in two processes: one answers from prepared bytes; the other caches the prompts' blocks in an
+LRU and publishes the changes as vLLM does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chats whose tokens are known without reading them: text of Python's own library, in pieces of 25 tokens each.
+"""Chats whose tokens are known without tokenising them: text of Python's own library, in pieces of 25 tokens each.
 
-A byte-level BPE is trained on that text. It reads words apart, so that a chat of pieces is tokenised by looking them
-up: workers can say what they cached, and generators make a chat of 8,000 tokens in some 0.2 ms.
+A byte-level BPE is trained on that text. It tokenises words separately, so a chat of pieces is tokenised by looking
+them up: workers can report what they cached, and generators make a chat of 8,000 tokens in some 0.2 ms.
 """
 
 from __future__ import annotations

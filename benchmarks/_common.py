@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table, then one last JSON line with the device, versions and commit it was run on."""
+"""What every benchmark prints: a table, then a last line of JSON with the device, versions and commit it ran on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Python files of real engines, imported without their engines: what those import beside is played by stand-ins.
+"""The Python files of real engines, imported without the rest of the engines: stand-ins replace their other imports.
 
-`make engines` runs this file: it fetches the wheels once and keeps their Python files in `.engines/`, and beside them
-the baseline's indexer.
+`make engines` runs this file: it downloads the wheels once and keeps their Python files in `.engines/`, with the
+baseline's indexer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who hears an engine's events and is asked about its cache: `kvist index`, also behind a sidecar, and the baseline.
+"""The indexes that follow an engine's events: `kvist index`, directly and behind a sidecar, and the baseline.
 
 Each index is one service for all scenarios: a scenario's engines are registered as a model of its own.
 """

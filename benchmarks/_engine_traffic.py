@@ -1,4 +1,4 @@
-"""What is asked of an engine whose cache is watched: conversations that share beginnings, and probes about them."""
+"""The requests to an engine whose cache is compared: conversations that share beginnings, and prompts to query."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engines that both indexers hear: conversations in vLLM's events, or as Kvist's publisher would send them.
+"""The engines that both indexers follow: conversations as vLLM's events, or as Kvist's publisher would send them.
 
-`Conversations` is engine and oracle at once: it says what a step stores and removes, and knows what is held after it;
-`Encoder` makes messages of steps.
+`Conversations` is engine and oracle: it says what a step stores and removes, and knows what is held afterwards.
+`Encoder` encodes steps as messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fleet of engines and both index services that hear it, made larger step by step and looked at from all sides."""
+"""A fleet of engines and both index services that follow it, grown step by step and measured at each size."""
 
 from __future__ import annotations
 

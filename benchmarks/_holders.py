@@ -1,6 +1,6 @@
-"""Workers that hold blocks already, each a process with a `KvEventPublisher` of its own, for an index to learn from.
+"""Workers that already hold blocks, each a process with its own `KvEventPublisher`, for an index to learn from.
 
-They hold them the way a restarted sidecar does, which puts back what it held, or have stored them one by one.
+They hold them like a restarted sidecar, which restored them, or have stored them one by one.
 """
 
 from __future__ import annotations

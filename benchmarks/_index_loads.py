@@ -1,4 +1,4 @@
-"""What an index and the peer's RadixTree are told and asked in the same run, and how the two are compared."""
+"""The updates and queries that an index and Dynamo's RadixTree get in the same run, and how the two are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of an index of ten million blocks, and of the peer's tree: what is filled in, and how it is measured."""
+"""Memory of an index of ten million blocks, and of Dynamo's tree: what is stored in it, and how it is measured."""
 
 from __future__ import annotations
 

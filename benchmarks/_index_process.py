@@ -1,4 +1,4 @@
-"""A `kvist index` in a process of its own, watched from its first moment until it holds exactly what it should."""
+"""A `kvist index` in its own process, observed from its start until it holds exactly the expected blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two index services in processes of their own, asked over one kept-alive connection and watched from outside.
+"""Two index services in their own processes, queried over one kept-alive connection and observed from outside.
 
 `peer` is `dynamo.indexer` of ai-dynamo-runtime, `kvist` is `kvist index`; both get the same flags.
 """

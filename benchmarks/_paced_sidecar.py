@@ -1,4 +1,4 @@
-"""A whole sidecar between real sockets: an emulated vLLM in another process sends at a given pace, or all at once."""
+"""A whole sidecar between real sockets: an emulated vLLM in another process sends at a given rate, or all at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SGLang's own radix cache and event publisher, with a scheduler's loop around them; see verify_engines.py.
 
-What is cached and what is told of it is decided by SGLang's files, but for one hash that it compiles: `chained_hash`
-stands in for it. Tensors of slots are NumPy's where torch is not installed. With HiCache, its unified cache decides, on
-its tree in Python; `_Copier` stands in for the controller that copies between device and host.
+SGLang's files decide what is cached and reported, except for one hash that SGLang compiles: `chained_hash` replaces it.
+Tensors of slots are NumPy's where torch is not installed. With HiCache, SGLang's unified cache decides, on its tree in
+Python; `_Copier` replaces the controller that copies between device and host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The streams that both indexers are fed, published from a process of its own.
+"""The streams that both indexers follow, published from a separate process.
 
-`Publisher` is the handle on a process with one ZMQ socket a stream and side, which makes messages ahead of time and
-then sends them.
+`Publisher` is the handle on a process with one ZMQ socket for each stream and indexer, which prepares messages and then
+sends them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's own KV cache manager, hashing and event publisher, with a scheduler's loop around it; see verify_engines.py.
 
-What is cached, under which hash, and what is told of it is decided by vLLM's files. The loop is that of its scheduler
-in short: running requests first, prompts in chunks, whoever came last is preempted when blocks run out.
+vLLM's files decide what is cached, under which hash, and what is reported. The loop is a short form of its scheduler:
+running requests first, prompts in chunks, and the latest request is preempted when blocks run out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What vLLM's events alone tell of its cache: copies counted, and the rule by which its groups agree on a hit.
+"""What vLLM's events alone say about its cache: copies counted, and the rule by which its groups agree on a hit.
 
-It takes the engine's own hashes, and is plain and slow: a reference for what an index can know.
+It uses the engine's own hashes, and is plain and slow: a reference for what an index can know.
 """
 
 from __future__ import annotations

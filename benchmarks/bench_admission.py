@@ -1,11 +1,11 @@
-"""Do the router's learnt bounds make a fleet slower than a router that bounds nothing?
+"""Do the router's learnt bounds make a fleet slower than a router without bounds?
 
 Two workers, as processes, run a batch each as engines do: at most so many requests at a time, a step per token that
-takes longer with more of them, prompts first, and the rest waiting; /metrics says how many run and wait, by vLLM's
-names. Clients keep a number of requests open, each as soon as its last was answered. What is measured is how many
-answers a second the fleet gives and the time to the first byte, with the router's defaults and with
-`--max-worker-requests` out of reach; both routers run the same work in turn. What bounds it is the workers' steps: the
-two may differ by what the bound costs, and by the machine's noise, which the spread over rounds shows.
+takes longer with more of them, prompts first, and the rest waiting; /metrics reports how many run and wait, by vLLM's
+names. Clients keep a number of requests open, and send the next one when one is answered. Measured are the fleet's
+answers a second and the time to the first byte, with the router's defaults and with `--max-worker-requests` out of
+reach; both routers run the same work in turn. The workers' steps are the bottleneck: the two may differ by the cost of
+the bound, and by the machine's noise, which the spread over rounds shows.
 
     python benchmarks/bench_admission.py [--quick] [--save]
 """

@@ -1,18 +1,18 @@
-"""What do clients see when prompts are computed apart from answers: the first token sooner, or the others more evenly?
+"""What do clients gain when prompts are computed apart from answers: a sooner first token, or more even later ones?
 
 Two workers in either arm, one thread each, behind a router of their own, with the same open load of long prompts that
-share nothing: `together` both workers do everything, `apart` one prefills and the other decodes, and each prompt's KV
-goes from one into the other's memory. All run all the time, and the arms take the same arrivals in turns. Bound by the
-model's own steps: a prompt takes tens of decode steps, and holds up every answer of the worker that computes it. With
-`apart` only one worker prefills, so prompts queue for one where they otherwise have two: `load` is the share of time in
-which that one computes. The baseline is `together` itself, with the same steps of at most 2048 tokens; ratios of
-wall-clock times in one run, no figures across runs.
+share nothing. With `together` both workers do everything; with `apart` one prefills and the other decodes, and each
+prompt's KV is copied from one to the other. All run all the time, and the arms take the same arrivals in turns. The
+model's own steps are the bottleneck: a prompt takes tens of decode steps, and delays every answer of the worker that
+computes it. With `apart` only one worker prefills, so prompts queue for one instead of two: `load` is the share of time
+in which that one computes. The baseline is `together`, with the same steps of at most 2048 tokens; figures are ratios
+of wall-clock times within one run.
 
-The second table is of one request at a time, by the length of its prompt: the time to the first token, and what of it
-comes after the prefill worker's last chunk. That wait is measured twice, with the decode worker asked as soon as the
-first chunk is computed (`streamed`), as the router does, and with it asked when the prompt is (`at the end`). All share
-two cores: an idle worker costs nothing, so this table is as on hosts of their own but for the network, while under load
-the arms compete for the same cores, and `apart` for no more than `together`.
+The second table is of one request at a time, by the length of its prompt: the time to the first token, and the part of
+it after the prefill worker's last chunk. That wait is measured twice: with the decode worker asked as soon as the first
+chunk is computed (`streamed`), as the router does, and with it asked when the whole prompt is (`at the end`). All share
+two cores. An idle worker costs nothing, so this table is as on separate hosts but for the network; under load the arms
+compete for the same cores, `apart` no more than `together`.
 
     python benchmarks/bench_disaggregation.py [--quick] [--save]
 """

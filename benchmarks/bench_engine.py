@@ -1,10 +1,10 @@
 """What does paged, continuously batched serving gain or cost against transformers' own `generate`, on one CPU core?
 
-The bundled model is so small that few requests are bound by how many operations a step is, the same on both sides but
-for attention over the cache, sampling and scheduling; many, by matrix products. The baseline is transformers with its
-dynamic cache and SDPA, one batch of equally long prompts, so that it wastes nothing on padding. "shared" prompts have
-all but their last 16 tokens in common: transformers has no use for that. CPU seconds, best of some runs in turns, after
-a warm-up.
+The bundled model is so small that with few requests the number of operations in a step is the bottleneck; it is the
+same on both sides except for attention over the cache, sampling and scheduling. With many requests it is matrix
+products. The baseline is transformers with its dynamic cache and SDPA, one batch of equally long prompts, so that no
+padding is wasted. "shared" prompts have all but their last 16 tokens in common, which transformers cannot use. CPU
+seconds, best of some runs in turns, after a warm-up.
 
     python benchmarks/bench_engine.py [--quick] [--save]
 """

@@ -1,15 +1,15 @@
-"""What is lost where engines stream no events, and the router expects them to hold what it gave them?
+"""How much is lost if engines stream no events, and the router assumes that they cache what it sent them?
 
-Two bundled engines behind a router, the same requests with their events on, with `--kv-events none`, and round robin:
-the conversations of `kvist up`, and with `--trace` the last requests of a trace, its lengths divided by 32, so that its
-blocks of 512 tokens are of 16, in caches that hold a sixth of its blocks each. Four clients send what comes next as
-soon as they have an answer. `cached` is what the engines say they found, of all prompt tokens; `predicted` what the
-router said they would. The best there is are the rows with events, and what they vary by from round to round bounds
-what can be told. Predicted: one point between them, as both know of each prompt when its answer begins; the difference
-is in answers, which take room that nobody expects, and in what is freed late.
+Two bundled engines behind a router get the same requests with their events on, with `--kv-events none`, and by round
+robin: the conversations of `kvist up`, and with `--trace` the last requests of a trace, its lengths divided by 32, so
+that its blocks of 512 tokens are of 16, in caches that hold a sixth of its blocks each. Four clients send the next
+request as soon as they have an answer. `cached` is the share of prompt tokens that the engines report as cached;
+`predicted` the share that the router expected. The rows with events are the best possible, and their variation from
+round to round limits what can be concluded. Predicted: one point between them, as both know each prompt when its answer
+begins; they differ in answers, whose blocks are not expected, and in what is freed late.
 
-The same is simulated at full length, for fleets that real engines on this machine cannot stand for, and for capacities
-that are wrong (`kvist/simulate/worker.py` describes the workers).
+The same is simulated at full length, for fleets that this machine cannot run, and for wrong capacities
+(`kvist/simulate/worker.py` describes the workers).
 
     python benchmarks/bench_expected.py [--quick] [--save] [--trace TRACE.jsonl]
 """

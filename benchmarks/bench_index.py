@@ -1,12 +1,12 @@
-"""How fast, how small and how even is the index, beside the RadixTree of ai-dynamo-runtime in the same run?
+"""How fast, how small and how even is the index, compared with the RadixTree of ai-dynamo-runtime in the same run?
 
-Bounds: a hot match by instructions per block and by the call from Python, a cold one by how many cache misses the
-processor has under way at once; applying by the encoding of events when they are short, by cache misses, page faults
-and growth when they are long; memory by rows of 16 bytes in segments at most 0.72 full. The peer is compiled Rust,
-called as its Python API has it: a list of ints to match, one event as JSON bytes to apply. Its scores can only be read
-as a dict, so a match is timed with its answer read on both sides (ours: the arrays a policy reads), and once more
-without; answers are checked to be equal. Repetitions alternate; CPU time counts the peer's own thread too, and does not
-depend on what else the machine runs.
+Bottlenecks: of a hot match instructions per block and the call from Python, of a cold one how many cache misses the
+processor can have in flight at once; of applying the encoding of events when they are short, cache misses, page faults
+and growth when they are long; of memory rows of 16 bytes in segments at most 0.72 full. The baseline is compiled Rust,
+called through its Python API: a list of ints to match, one event as JSON bytes to apply. Its scores can only be read as
+a dict, so a match is timed with its answer read on both sides (ours: the arrays that a policy reads), and once more
+without. Answers are checked to be equal. Repetitions alternate. CPU time includes the baseline's own thread, and does
+not depend on what else the machine runs.
 
     python benchmarks/bench_index.py [--quick] [--save]
 """

@@ -1,14 +1,14 @@
-"""How soon does an index service answer after its start, and what do its figures become as the fleet grows?
+"""How soon does an index service answer after its start, and how do its figures change as the fleet grows?
 
-Start is bound by compiling when the cache is cold, and by importing when it is warm. Growth: CPU a message should not
-depend on size but for the processor's caches; memory a block is bound by the table's rows and, for engines' own
-streams, by the map from engine hashes to blocks; a dump by reading the table in passes, a restore by applying it.
-Baseline: `dynamo.indexer` of ai-dynamo-runtime 1.6.1.
+The start is bound by compiling with a cold cache, and by importing with a warm one. With growth, CPU a message should
+not change except by the processor's caches. Memory a block is bound by the table's rows and, for engines' own streams,
+by the map from engine hashes to blocks; a dump by reading the table in passes, a restore by applying it. Baseline:
+`dynamo.indexer` of ai-dynamo-runtime 1.6.1.
 
-Every worker has its own stream of vLLM events, 8 new blocks of 16 tokens a message, sent as fast as they are taken;
-"canonical" is `kvist index` once more, on what Kvist's publisher makes of the same, 8 messages a batch. Then prompts of
-2,048 tokens are asked, each once, single events are awaited, a dump is read, and another service started from one.
-Memory is what the process has grown by since it answered queries; of a dump, what it takes beside that.
+Every worker has its own stream of vLLM events, 8 new blocks of 16 tokens a message, sent as fast as they are received.
+"canonical" is `kvist index` again, on what Kvist's publisher makes of the same events, 8 messages a batch. Then prompts
+of 2,048 tokens are queried, each once, single events are waited for, a dump is read, and another service started from
+one. Memory is the process's growth since it answered queries; for a dump, its additional memory.
 
     python benchmarks/bench_index_service.py [--quick] [--save] [--only start growth large]
 """

@@ -1,13 +1,13 @@
-"""What does it cost an index service to hear an engine's KV events, and how soon are they visible?
+"""What does it cost an index service to receive an engine's KV events, and how soon are they visible?
 
-Bound by the receive path: a ZMQ message is some 2 µs of system calls and framing for whoever uses libzmq, while reading
+The receive path is the bottleneck: a ZMQ message is some 2 µs of system calls and framing with libzmq, while reading
 tokens, hashing and applying 8 blocks is 1 to 2 µs of compiled code. Baseline: `dynamo.indexer` of ai-dynamo-runtime
 1.6.1, compiled Rust, with its default of 4 threads; 1 and 2 threads took the same CPU.
 
-One ZMQ publisher sends each the same vLLM events, in turns and in chunks. CPU is that of the whole process, user and
-system, from the kernel's clock. A chunk is over when its last block is visible over HTTP. Messages are made beforehand.
-"Canonical" is what Kvist's publisher would send for the same engine, while the peer hears the engine's own stream.
-At the end of each case some hundred prompts are asked of both: answers must be the engine's blocks, and equal.
+One ZMQ publisher sends both the same vLLM events, in turns and in chunks. CPU is that of the whole process, user and
+system, from the kernel's clock. A chunk ends when its last block is visible over HTTP. Messages are made beforehand.
+"Canonical" is what Kvist's publisher would send for the same engine, while the baseline follows the engine's own
+stream. At the end of each case both get some hundred queries: answers must be the engine's blocks, and equal.
 
     python benchmarks/bench_ingest.py [--quick] [--save] [--only SECTION ...]
 """

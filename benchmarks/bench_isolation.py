@@ -1,8 +1,8 @@
-"""Can one tenant tell by the time of an answer what another has asked?
+"""Can a tenant tell from the time of an answer what another tenant has requested?
 
-A tenant asks a prompt of 1,000 tokens; then another asks the same one and one that nobody asked, in random order, a
-token each, of one bundled engine behind a router. An attacker who took the quicker of two for the one that is cached
-would be right in `told apart` of all pairs: 50 % is chance. What bounds it is what an engine saves by its cache.
+A tenant requests a prompt of 1,000 tokens. Then another requests the same one and a new one, in random order, for one
+token each, from one bundled engine behind a router. An attacker who takes the quicker of two for the cached one would
+be right in `told apart` of all pairs: 50 % is chance. The limit is how much time an engine saves by its cache.
 
     python benchmarks/bench_isolation.py [--quick] [--save]
 """

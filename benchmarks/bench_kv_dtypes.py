@@ -1,11 +1,11 @@
-"""What does a KV cache of eight bits cost in quality, beside one of 16?
+"""How much quality does an eight-bit KV cache cost, compared with a 16-bit one?
 
 At every position of some texts: how far the next token's distribution is from that of bfloat16 (KL divergence in nats)
 and how often the likeliest token is another one. Of greedy answers: how many are the same, and how many tokens come
-before the first other one. The yardstick is float32, which is as far from bfloat16 as rounding to 16 bits takes it.
+before the first different one. For comparison there is float32, which differs from bfloat16 by rounding to 16 bits.
 Scales are 1, or calibrated: each layer's largest key and value becomes the format's largest number. Texts are this
-repository's documents for the bundled model, and noise for a random one of 40 million parameters, plain and once more
-with keys and values 2,048 times as large, which its other weights make up for. Nothing is timed.
+repository's documents for the bundled model, and noise for a random one of 40 million parameters, plain and again
+with keys and values 2,048 times as large, which its other weights compensate. Nothing is timed.
 
     python benchmarks/bench_kv_dtypes.py [--quick] [--save]
 """

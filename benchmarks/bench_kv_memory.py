@@ -1,8 +1,8 @@
-"""What do windows save: KV bytes of a sequence, slots at the peak of a prefill, and sequences at equal memory?
+"""What do windows save: KV bytes of a sequence, slots at the peak of a prefill, and sequences in the same memory?
 
 Nothing is timed: every figure is counted on the allocator that serves requests, after real prefills in chunks and real
-decode steps, for the shapes of published models in bfloat16. The baseline is what an engine without a window plan
-holds: every layer keeps every token ("whole"). Bound by the full-attention layers, which keep all on either side.
+decode steps, for the shapes of published models in bfloat16. The baseline is an engine without a window plan: every
+layer keeps every token ("whole"). The limit is the full-attention layers, which keep all tokens on either side.
 
     python benchmarks/bench_kv_memory.py [--quick] [--save]
 """

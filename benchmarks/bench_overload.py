@@ -1,12 +1,12 @@
-"""What becomes of thousands of chats that come at once, and of 1,000 a second beside thousands of idle connections?
+"""What happens to thousands of chats that arrive at once, and to 1,000 a second beside thousands of idle connections?
 
-Bursts of streaming chats of 2.7 kB, each on a connection of its own, over four workers that answer at once: what is
-not answered is the router's doing. Then idle connections are held, while chats of 100 tokens come at a fixed rate
-whether or not the last were answered; latency counts from when a chat was due. What bounds both is the router's CPU
-(see `bench_proxy.py`, whose workers and clients these are) and how many descriptors it may have: this process raises
-its limit to what the system lets it have, which the router inherits, and which stands below the table.
-Baseline: smg with its default policy cache_aware; both routers have all defaults, and start anew for each row. smg
-refuses by default what is more than 4,096 requests at once and 100 waiting.
+Bursts of streaming chats of 2.7 kB, each on its own connection, over four workers that answer at once, so that any chat
+without an answer is due to the router. Then idle connections are held, while chats of 100 tokens arrive at a fixed rate
+whether or not earlier ones were answered; latency counts from when a chat was due. Both are bound by the router's CPU
+(see `bench_proxy.py`, which has the same workers and clients) and by its number of descriptors: this process raises its
+limit to the maximum, which the router inherits, and which stands below the table. Baseline: smg with its default policy
+cache_aware. Both routers have all defaults, and are restarted for each row. By default smg refuses what exceeds 4,096
+requests at once and 100 waiting.
 
     pip install smg uvloop
     python benchmarks/bench_overload.py [--quick] [--save]

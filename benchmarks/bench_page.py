@@ -1,10 +1,11 @@
 """What does the live page cost a router of 256 workers, 10 M blocks and 2,000 requests a second, and a browser?
 
-Bounds: of requests, all but 20 a second cost a comparison; those 20 the terms of their decision over 256 candidates.
-What is shown costs a look at each worker and its encoding, whoever watches, and is made no sooner than 79 times as long
-after. Load, index, regret and policy are a router's own; of event streams only the counters are made, as the indexer
-makes them. Who watches is told each 0.25 s, every worker having changed. CPU time of one thread; shares are of a core.
-Then Chromium watches, which draws 60 frames a second at best: how many it does, and how long one kept it at most.
+Bounds: all but 20 requests a second cost a comparison; those 20 cost the terms of their decision over 256 candidates.
+The page's data cost reading and encoding each worker, once for all viewers; if that took t, it is done again no sooner
+than 79 t later. Load, index, regret and policy are a router's own; of event streams only the counters are made,
+as the indexer makes them. Viewers get an update every 0.25 s, in which every worker has changed. CPU time of one
+thread; shares are of a core. Then Chromium shows the page, at 60 frames a second at best: how many it draws, and the
+longest time one took.
 
     python benchmarks/bench_page.py [--quick] [--save]
 """

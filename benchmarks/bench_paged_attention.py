@@ -1,13 +1,13 @@
-"""Does decode cost what its window holds, and how close do the kernels come to what the device can do?
+"""Does a decode step cost only what its window holds, and how close do the kernels come to the device's limits?
 
 On any machine: the pages that one decode step, and one chunk of 256 tokens, read of each of four growing sequences, and
-the CPU time of the torch references, with a window of 1024 and without. The tables hold no other page, so no other can
-be read. Bound by memory traffic; the baseline is the same op over the whole sequence. CPU seconds, best of several
+the CPU time of the torch references, with a window of 1024 and without. The tables hold no other pages, so no others
+can be read. Bound by memory traffic; the baseline is the same op over the whole sequence. CPU seconds, best of several
 rounds over all lengths.
 
-On a GPU: decode, and suffixes of up to 128 tokens behind a long history, as a fraction of the bandwidth of a device
-copy, longer prefills as a fraction of a bf16 matrix product of 8192 cubed, all measured in the same run, beside SDPA,
-FlexAttention and FlashInfer where they can be had (`_attention_peers.py` says on what terms). Medians of triton's
+On a GPU: decode, and suffixes of up to 128 tokens after a long history, as a fraction of the bandwidth of a device
+copy; longer prefills as a fraction of a bf16 matrix product of 8192 cubed; all measured in the same run, beside SDPA,
+FlexAttention and FlashInfer where available (`_attention_peers.py` says how they are called). Medians of triton's
 do_bench, which flushes L2. Without a CUDA device this half says "not run".
 
     python benchmarks/bench_paged_attention.py [--quick] [--save]

@@ -1,15 +1,15 @@
-"""How many chats does a second of the router's CPU route by prefix, and what does it add to their latency?
+"""How many chats can a second of the router's CPU route by prefix, and how much latency does it add?
 
 The whole router is measured: `kvist route` with a tokenizer of 32,000 words, KV events from four workers over ZeroMQ,
-metrics and all defaults. What bounds it is its own work: the workers answer from prepared bytes and the clients read
-nothing but endings, in processes of their own. CPU is that of the router and the processes it started, user and system.
+metrics and all defaults. Its own work is the bottleneck: workers answer from prepared bytes and clients parse only the
+ends of answers, in processes of their own. CPU is that of the router and the processes it started, user and system.
 Baseline: smg, the successor of sglang-router, with its default policy cache_aware (an approximate tree over the text:
-over HTTP it hears no events), which must route the same chats as well, and with round robin; logging off in both.
+over HTTP it gets no events), which must route the same chats as well, and with round robin; logging off in both.
 
-Each router has a fleet of its own; they take turns within each work, and medians of the rounds are shown. Latency is
-what is added to the same chats sent directly to a worker. At 64 clients everything is busy, and a router's latency is
-little else than its share of the cores. `cached`, the share of the prompts' tokens that the workers had, tells whether
-it routed by prefix, and `chats a connection` how often a connection to a worker was used again.
+Each router has its own fleet. They take turns within each kind of work, and medians of the rounds are shown. Latency is
+the time added to the same chats sent directly to a worker. At 64 clients the machine is saturated, and a router's
+latency mostly reflects its share of the cores. `cached`, the share of prompt tokens that the workers had, shows whether
+it routed by prefix, and `chats a connection` how often a connection to a worker was reused.
 
     pip install smg py-spy uvloop
     python benchmarks/bench_proxy.py [--quick] [--save] [--profile]

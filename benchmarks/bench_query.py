@@ -1,12 +1,13 @@
 """How long does a router wait for "who holds this prompt", and what does a query cost the index service?
 
-Bound by reading integers out of JSON (a token is 4 to 7 bytes, 6 ns in compiled code), then hashing (20 ns a
-block's token chain link), the loopback's copies and, at small sizes, the fixed cost of an event loop's turn. Baseline:
-`dynamo.indexer` of ai-dynamo-runtime 1.6.1, compiled Rust, with its default of 4 threads.
+Bound by reading integers from JSON (a token is 4 to 7 bytes, 6 ns in compiled code), then hashing (20 ns a block for
+its link in the chain), the loopback's copies and, at small sizes, the fixed cost of an event loop's iteration.
+Baseline: `dynamo.indexer` of ai-dynamo-runtime 1.6.1, compiled Rust, with its default of 4 threads.
 
-One kept-alive connection a service, bodies encoded beforehand, a client that only reads the length of the answer; both
-are asked in turns. Worker w holds (w mod 8 + 1) eighths of each prompt. Under load the service also hears 8 new blocks
-a message with as many removals, evenly or as fast as it takes them; the loader runs beside it on the same machine.
+One kept-alive connection for each service, bodies encoded beforehand, a client that only reads the length of the
+answer; the services are queried in turns. Worker w holds (w mod 8 + 1) eighths of each prompt. Under load the service
+also receives 8 new blocks a message with as many removals, evenly or as fast as it can; the sender runs beside it on
+the same machine.
 
     python benchmarks/bench_query.py [--quick] [--save] [--only SECTION ...]
 """

@@ -1,19 +1,19 @@
-"""How long after its start is an index exact, if it has lost everything and the engines go on as if nothing was?
+"""How long after its start is an index exact, if it has lost everything while the engines continue?
 
 Bound, at a million blocks, by starting Python, and by the second until a publisher's next heartbeat where blocks from a
 file have to be proven; at ten million by the one thread that puts blocks into the index. Baseline: `dynamo.indexer` of
 ai-dynamo-runtime 1.6.1, which can start from another one's dump; from engines it gets what their replay buffers have.
 
-16 workers hold the blocks already, each a `KvEventPublisher` in a process of its own; all of them and the index share
-this machine's cores. They hold them as a restarted sidecar does, so that there is no shorter way than a snapshot;
-"range" is of workers that stored it all a moment ago and still keep those batches. `kvist index` is started, and
-*exact* is every rank live with its publisher's number of blocks; afterwards a dump is read, and each rank's digest must
-be its publisher's. Meanwhile one client asks a prompt of 2,048 tokens again and again: "longest query" is the longest
-stall of the service's loop once it answers. Memory is the process's peak.
+16 workers already hold the blocks, each a `KvEventPublisher` in its own process; all of them and the index share this
+machine's cores. They hold them like a restarted sidecar, so that only a snapshot can bring them; in "range" the workers
+stored everything a moment ago and still keep those batches. `kvist index` is started, and it is *exact* when every rank
+is live with its publisher's number of blocks; afterwards a dump is read, and each rank's digest must be its
+publisher's. Meanwhile one client queries a prompt of 2,048 tokens again and again: "longest query" is the longest stall
+of the service's loop once it answers. Memory is the process's peak.
 
-The baseline hears engines' own streams of as many blocks from as many workers, and so does Kvist beside it; each is
-started from a dump of its like. Stall: one worker stores 50,000 blocks/s, and for 5 s the index is stopped (SIGSTOP),
-or all that the worker sends is lost, which is a stall that outlasts every queue on the way.
+The baseline follows engines' own streams of as many blocks from as many workers, and so does Kvist for comparison; each
+is started from a dump of its own kind. Stall: one worker stores 50,000 blocks/s, and for 5 s the index is stopped
+(SIGSTOP), or all that the worker sends is lost, which is a stall that outlasts every queue on the way.
 
     python benchmarks/bench_recovery.py [--quick] [--save] [--only ways peer stall]
 """

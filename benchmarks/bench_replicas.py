@@ -2,10 +2,10 @@
 
     python benchmarks/bench_replicas.py [--requests 1500] [--seeds 10] [--first 1] [--jobs 1] [--json FILE]
 
-Each replica has a board of its own and decides by it; summaries of what it has in flight go to the others every 10 ms,
-as `kvist route --replicas` sends them. A load balancer hands requests out at random. Where they are `silent`, none go.
-The ratio is that of the means over all seeds, which are the same for each number of replicas; behind it the standard
-error of that of single seeds.
+Each replica has its own board and decides by it; summaries of its load in flight go to the others every 10 ms, as
+`kvist route --replicas` sends them. A load balancer distributes requests at random. With `silent`, no summaries are
+sent. The ratio is that of the means over all seeds, which are the same for each number of replicas; after it the
+standard error of the ratios of single seeds.
 """
 
 from __future__ import annotations

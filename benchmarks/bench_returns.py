@@ -1,15 +1,15 @@
-"""What is it worth to route by which sessions will return?
+"""What is gained by routing with knowledge of which sessions will return?
 
 Made-up tool agents in a closed loop on eight simulated workers, by `kv` and by variants of it that know, or guess,
-which sessions come back from a tool: the best there could be is a variant that knows. Each cell is the mean time to
-first token and the cached share of prompt tokens, medians of seeds.
+which sessions come back from a tool: a variant that knows is the best possible. Each cell is the mean time to first
+token and the cached share of prompt tokens, medians of seeds.
 
-    sticky          a session's turns go where the one before went, whatever that costs
-    evictions       blocks of sessions that return count where a worker would evict them, at the price of computing them
-    context 0.01    tokens of sessions that return count as those of running requests do (there 0.05), at a fifth
-    context 0.05    ..., as much; "first turns": for the choice of a new session's worker alone
+    sticky          a session's turns go to the worker of the one before, whatever that costs
+    evictions       blocks of returning sessions count where a worker would evict them, at the price of computing them
+    context 0.01    tokens of returning sessions count like those of running requests (0.05 there), at a fifth
+    context 0.05    ..., in full; "first turns": only for the choice of a new session's worker
 
-"known" variants know who returns; the others take it that everybody does, for a minute.
+"known" variants know which sessions return; the others assume that all do, for a minute.
 
     python benchmarks/bench_returns.py [--quick] [--save]
 """

@@ -1,14 +1,15 @@
-"""How far is a simulation from what engines do, and from another simulator?
+"""How far is a simulation from real engines, and from another simulator?
 
-Two bundled engines behind `kvist route --record-requests`, on flushed caches and behind a new router each time: first
-requests one behind the other, from whose recording `kvist simulate fit` takes their rates; then tool agents that arrive
-at random, a quarter as long as the simulator's own, at some load. What was recorded then is simulated, with the same
-arrivals by the same policy: what a client waits for its first token, and what is found in caches, as measured, as
-simulated with the rates of before, and with rates fitted to that very run. Engines, router and client share this
-machine's cores with whatever else runs, and the rates include that: what differs between the two is the machine.
+Two bundled engines run behind `kvist route --record-requests`, with flushed caches and a new router each time. First
+come requests one after the other, from whose recording `kvist simulate fit` takes the engines' rates; then tool agents
+that arrive at random, a quarter as long as the simulator's own, at some load. The recorded requests are then simulated,
+with the same arrivals by the same policy. Compared are time to first token and cached share: as measured, as simulated
+with the earlier rates, and as simulated with rates fitted to that very run. Engines, router and client share this
+machine's cores with other work, which the rates include: the difference between the two is the machine's.
 
 Dynamo's own replay (`run_mocker_trace_replay` of ai-dynamo-runtime, with its own timing model and its real router) gets
-a trace, too; what it did with one worker is fitted, and our simulation by our copy of its rule is put beside it.
+a trace, too. Rates are fitted to its result with one worker, and our simulation with our copy of its rule is compared
+with it.
 
     python benchmarks/bench_simulate.py [--quick] [--save] [--trace TRACE.jsonl] [--load 0.5]
 """

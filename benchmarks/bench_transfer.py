@@ -1,14 +1,14 @@
-"""When does bouncing pay: gather, one write and scatter, against a write of every fragment as it is?
+"""When does bouncing pay: gather, one write and scatter, against a write for every fragment?
 
-Senders in processes of their own write to this one, both ways in turns and in a random order, for each agent, fragment
-size and number of fragments, which lie in random order at both ends. Last come the fragments of a model whose heads are
-split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both ways are timed from being asked until
+Senders in their own processes write to this one, both ways in turns and in a random order, for each agent, fragment
+size and number of fragments, which are in random order at both ends. Last come the fragments of a model whose heads are
+split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both ways are timed from the request until
 every byte is in its place.
 
 Moving the bytes of a bounce is bound by 1/(1/gather + 1/write + 1/scatter), each measured alone in the same turns. The
-baseline is the better way, and what a worker would choose (`Bounce.max_fragment_bytes`) is held against it. Fragments
-are written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
-longer by more than that.
+baseline is the better way, with which a worker's choice (`Bounce.max_fragment_bytes`) is compared. Fragments are
+written twice a turn: the difference between the two is the noise, and a choice has lost if it takes longer by more than
+that.
 
     python benchmarks/bench_transfer.py [--quick] [--runs N] [--save]
 """

@@ -1,12 +1,12 @@
 """How long is it, over each transport, from an engine storing a block to the index holding it, at 50,000 blocks/s?
 
-Bound, coalesced, by the 5 ms that the publisher gathers events for: half of it in the median, all of it at the 99th
-percentile, is the least there can be. Message by message it is bound by the slowest client's cost of a message; the
-best-tuned baseline is `zmq`, which no broker's hop stands behind.
+Bound, coalesced, by the 5 ms for which the publisher gathers events: half of it in the median and all of it at the 99th
+percentile is the minimum. Message by message it is bound by the slowest client's cost of a message; the best baseline
+is `zmq`, which has no broker.
 
-An engine's loop stores 8 blocks every 160 µs in a process of its own; the index is fed by `Indexer` in this one, and is
-looked at after each step of its work. `memory` knows no processes: there the loop is a thread here, both share one
-interpreter, and either's CPU is that of both. "Coalesced" is `KvEventPublisher` as it is, from tokens; "message by
+An engine's loop stores 8 blocks every 160 µs in its own process; the index is fed by `Indexer` in this one, and is
+checked after each step of its work. `memory` works only within a process: there the loop is a thread here, both share
+one interpreter, and either's CPU is that of both. "Coalesced" is `KvEventPublisher` as it is, from tokens; "message by
 message" sends finished batches, one a step, through its outbox. Both clocks are the machine's monotonic one.
 
     python benchmarks/bench_transports.py [--quick] [--save] [--only TRANSPORT ...]

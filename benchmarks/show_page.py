@@ -1,4 +1,4 @@
-"""What does the live page look like? Writes what Chromium shows of `kvist up`, and of a recording of it, into docs/.
+"""What does the live page look like? Writes screenshots of `kvist up`, and of a recording of it, into docs/.
 
 python benchmarks/show_page.py      # docs/page-fleet.png, page-request.png, …
 """

@@ -1,19 +1,19 @@
-"""Does an index say what real engines would take from their caches, and if not, does it say that it does not know?
+"""Does an index say what real engines would reuse from their caches, and if not, does it say that it does not know?
 
 vLLM's own cache manager, hashing and publisher, and SGLang's own radix cache and publisher, run requests: prompts in
-chunks, answers token by token, shared beginnings, eviction, preemption, resets. No model and no GPU: what is stored,
-evicted and told is decided without. The events go over ZMQ to `kvist index`, to another one through a sidecar, and to
-`dynamo.indexer`. After every few steps all are asked the same prompts, and the engine itself says what is right:
-vLLM's `get_computed_blocks`, SGLang's `match_prefix`. An answer is *short* if the engine would take more from its
-cache, *long* if it would take less, and *blind* if it is not exact though nobody said that the rank is `partial`. A
-side is *deaf* if it did not show a block that it was told of; it is asked all the same. *Events* is what vLLM's events
-tell by themselves, had nobody lost any: copies counted, and a hit found by the rule that its groups follow.
+chunks, answers token by token, shared beginnings, eviction, preemption, resets. No model and no GPU is needed to decide
+what is stored, evicted and reported. The events go over ZMQ to `kvist index`, to another one through a sidecar, and to
+`dynamo.indexer`. After every few steps all get the same prompts, and the engine itself says what is right: vLLM's
+`get_computed_blocks`, SGLang's `match_prefix`. An answer is *short* if the engine would reuse more of its cache, *long*
+if it would reuse less, and *blind* if it is wrong although nothing said that the rank is `partial`. A side is *deaf* if
+it did not show a block that was reported to it; it is queried all the same. *Events* is what vLLM's events say by
+themselves if none was lost: copies counted, and a hit found by the rule that its groups follow.
 
-Requests to a rank of vLLM that an index knows in part ask it to report what it has, as Kvist's router has them ask, and
-an engine is given what it can run. Where events are lost for good, or came before anybody followed, no replay brings
-them, and a prompt's blocks are known once somebody asked for them: the second total is without these.
+Requests to a rank of vLLM that an index knows only in part ask for a full report, as Kvist's router has them ask, and
+an engine gets as many requests as it can run. Where events are lost for good, or came before anybody followed, no
+replay brings them, and a prompt's blocks become known when it is requested: the second total is without these.
 
-    make engines                    # once: fetches the engines' wheels, keeps their Python files
+    make engines                    # once: downloads the engines' wheels, keeps their Python files
     python benchmarks/verify_engines.py [--quick] [--save] [--only PART]
 """
 

@@ -1,8 +1,8 @@
 """Are our canonical hashes Dynamo's, bit for bit, and how do they compare in time?
 
-Bound by: making one bytes object and one integer a block, and the chain, which is serial; XXH3 of 64 bytes itself is
+Bound by making one bytes object and one integer a block, and by the chain, which is serial; XXH3 of 64 bytes itself is
 some 15 ns. Baseline: `compute_block_hash_for_seq` of ai-dynamo-runtime, compiled Rust, for the local hashes; it does
-not hand out chained ones, whose agreed values tests/events/test_hashing.py holds.
+not return chained ones, whose agreed values are in tests/events/test_hashing.py.
 
     python benchmarks/verify_hashing.py [--quick]
 """

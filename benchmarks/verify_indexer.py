@@ -1,6 +1,6 @@
-"""Do `kvist index` and `dynamo.indexer` answer alike, block for block, and where not, who is right?
+"""Do `kvist index` and `dynamo.indexer` give the same answers, block for block, and if not, which is right?
 
-Both hear the same events of the same simulated engines over ZMQ and are asked the same prompts; a dict of sets, which
+Both follow the same events of the same simulated engines over ZMQ and get the same queries; a dict of sets, which
 hashes nothing, says what the engines hold at that moment. Each scenario is one thing that engines do. An answer is
 *short* if it leaves out blocks that are held, and *long* if it counts blocks that are not.
 

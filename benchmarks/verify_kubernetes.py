@@ -1,9 +1,9 @@
-"""Does discovery tell what a real kube-apiserver holds, whatever ends, is forgotten or may not be read?
+"""Does discovery report what a real kube-apiserver holds, whatever ends, expires or may not be read?
 
-Starts kube-apiserver and etcd, whose paths are given, with no other part of a cluster: what kubelets and controllers
-would write is written here. A source of each kind follows them as `kvist route --discover` does, with no right beyond
-those in `deploy/kubernetes/base/discovery.yaml`. A release before 1.21 has slices as `v1beta1` only, of whose fields
-those that are read are the same: they are read there. Ends with an error at the first thing that is not so.
+Starts kube-apiserver and etcd, whose paths are given, with no other part of a cluster: this script writes what kubelets
+and controllers would write. A source of each kind follows them as `kvist route --discover` does, with only the
+permissions in `deploy/kubernetes/base/discovery.yaml`. A release before 1.21 has slices as `v1beta1` only, with the
+same fields: they are read there. Ends with an error at the first difference.
 
     python benchmarks/verify_kubernetes.py --kube-apiserver PATH --etcd PATH [--save]
 """

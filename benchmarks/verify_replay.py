@@ -1,12 +1,12 @@
-"""Do `kvist index` and `dynamo.indexer` answer alike when they are fed from a recording, and as the engines have it?
+"""Do `kvist index` and `dynamo.indexer` give the same, right answers when they are fed from a recording?
 
 Engines' streams are recorded by `kvist record` while they are sent; `kvist replay` then publishes the recording, and
-both indexers hear the very same sockets, as fast as it goes. Both are asked the same prompts: whole ones, cut within
-and between blocks, going on unknown, wrong in the middle. What the engines hold themselves says who is right.
+both indexers follow the very same sockets, at full speed. Both get the same prompts: whole ones, cut within and between
+blocks, continued with unknown tokens, wrong in the middle. The right answer is what the engines hold.
 
-The streams are vLLM's events as maps and as arrays, field for field as vLLM 0.33 writes them; the oldest conversations
-are evicted, leaves first, and nothing is stored again: what the baseline is right about too, and verify_indexer.py has
-the rest.
+The streams are vLLM's events as maps and as arrays, field for field as vLLM 0.33 writes them. The oldest conversations
+are evicted, leaves first, and nothing is stored again: cases in which the baseline is right, too. verify_indexer.py has
+the others.
 
     python benchmarks/verify_replay.py [--quick] [--save]
 """

@@ -2,9 +2,9 @@
 
     python benchmarks/write_traces.py FOLDER [--requests 2000]
 
-Documents asked about once (by Zipf), long agents, tenants with system prompts of their own, three system prompts of
-20,000 tokens, eight samples of a prompt at once, short chats beside long documents, prompts that share nothing, and
-chats whose turns are minutes apart.
+Documents used once (by Zipf), long agents, tenants with their own system prompts, three system prompts of 20,000
+tokens, eight samples of a prompt at once, short chats beside long documents, prompts that share nothing, and chats
+whose turns are minutes apart.
 """
 
 from __future__ import annotations
