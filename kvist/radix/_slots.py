@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 
 import numpy as np
 
@@ -18,6 +19,7 @@ class SlotTable:
         self._core = core
         self.table = core["slots"]
         self.by_rank: dict[WorkerRank, int] = {}
+        self.ranks_of: defaultdict[str, list[WorkerRank]] = defaultdict(list)
         self.num_clearings = 0
         """A number that grows whenever a rank comes or is cleared."""
         self._free: list[int] = []
@@ -38,6 +40,7 @@ class SlotTable:
                 raise InvalidValueError("ranks", slot + 1, f"at most {MAX_SLOTS} ranks, with those not yet swept")
             self.ranks.append(source)
         self.by_rank[source] = slot
+        self.ranks_of[source.worker].append(source)
         self.num_clearings += 1
         self.table[slot] = (0, 0, LIVE, 0, self.num_clearings)
         return slot
@@ -45,6 +48,9 @@ class SlotTable:
     def retire(self, source: WorkerRank) -> int | None:
         """Take the slot from a rank; return it if blocks still refer to it, so that a sweep must free it."""
         slot = self.by_rank.pop(source)
+        self.ranks_of[source.worker].remove(source)
+        if not self.ranks_of[source.worker]:
+            del self.ranks_of[source.worker]
         is_referenced = self.table[slot]["num_held"] > 0
         self.table[slot] = (0, 0, RETIRED, 0, 0)
         if self._core["rules"][slot]["role"]:

@@ -316,7 +316,7 @@ class RadixIndex:
         if rank is not None:
             source = WorkerRank(worker, rank)
             return [source] if source in self._slots.by_rank else []
-        return [source for source in self._slots.by_rank if source.worker == worker]
+        return [*self._slots.ranks_of.get(worker, ())]
 
     def _retire(self, source: WorkerRank) -> None:
         with self.writing:

@@ -125,6 +125,26 @@ def test_each_clearing_has_a_number_of_its_own_whatever_slot_it_leaves(index: Ra
     assert index.clearing_of(W0) is None
 
 
+def test_to_remove_a_worker_costs_nothing_for_the_others(index: RadixIndex) -> None:
+    num_compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    for number in range(100):
+        for rank in range(2):
+            index.store(WorkerRank(Name(f"w{number}"), rank), Tier.GPU, None, random_hashes(4, seed=rank))
+    num_compared = 0
+    index.remove_worker(Name("w7"))
+    assert num_compared < 10
+    assert index.statistics().num_ranks == 198
+
+
 def test_a_refused_chain_changes_nothing_that_is_held(index: RadixIndex, u64: U64) -> None:
     index.store(W0, Tier.GPU, None, u64(1, 2))
     index.store(W1, Tier.GPU, None, u64())
