@@ -48,7 +48,7 @@ MAX_NEEDED, MAX_STRIDE, MAX_KINDS = 1 << 20, 256, 4
 
 
 class GroupRule(NamedTuple):
-    """What a group of layers must hold for a hit: the last `num_needed` of its blocks, or 0 for all of them.
+    """What a group of layers must hold for a hit: the last `num_needed` of its blocks; 0 of the published group is all.
 
     A block of the group is as long as `stride` published ones, and has the name of the last of them. `num_ahead` more
     blocks are needed behind the hit, which the engine has but computes again.

@@ -102,7 +102,8 @@ class GroupSplitter:
             return False
         for group, rule in enumerate(self.rules, -1):
             names = event.block_hashes[rule.stride - 1 :: rule.stride]
-            if not self._holder.are_held(group, names[-max(0, rule.num_needed - rule.num_ahead) :]):
+            num_needed = len(names) if rule.num_needed == 0 and group < 0 else rule.num_needed - rule.num_ahead
+            if not self._holder.are_held(group, names[max(0, len(names) - num_needed) :]):
                 return False
         return True
 

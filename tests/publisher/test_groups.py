@@ -220,6 +220,17 @@ def test_a_group_that_shows_before_the_published_one_is_followed_by_its_own_rule
     assert stream.companion.num_blocks == 1
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_report_needs_none_of_a_group_that_looks_back_on_nothing(num_ahead):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True, num_ahead=num_ahead)
+    for is_report in (False, True):
+        stream.admit(EngineStored([1, 2], list(range(8)), SIZE, window=FULL, group=0, is_report=is_report))
+        stream.admit(EngineStored([2], [4, 5, 6, 7], SIZE, 1, window=1, group=1, is_report=is_report))
+    assert stream.residency.num_blocks == 2
+    stream.admit(EngineRemoved([1, 2], group=0))
+    assert stream.residency.num_blocks == 0
+
+
 def test_what_leaves_a_group_before_the_published_one_shows_is_gone():
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=STATE, group=0))
