@@ -114,7 +114,7 @@ def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) ->
     try:
         for source, url in zip(sources, _urls(urls, sources), strict=True):
             publications[source] = open_publication(url, source.name if _needs_worker(url) else None)
-    except InvalidValueError:
+    except BaseException:
         close_publications(publications)
         raise
     return publications

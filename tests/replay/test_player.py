@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication, open_subscription
 from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
-from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
+from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter, player
 from kvist.replay.player import Player, open_publications
 from kvist.replay.script import Moment, Pace, Script, Selection
 
@@ -218,10 +218,20 @@ def test_urls_that_do_not_suffice_are_refused_with_the_sources_names():
         open_publications(["tcp://127.0.0.1:5557"], sources)
 
 
-def test_when_one_publication_cannot_be_opened_the_others_are_closed():
+def test_when_one_publication_cannot_be_opened_the_others_are_closed(monkeypatch):
     name = f"memory://replay-{next(_names)}"
     with pytest.raises(InvalidValueError, match="a name that no publication uses"):
         open_publications([name, name], [RecordedSource(name, "") for name in "ab"])
+    open_publication(name).close()
+
+    def open_one(url, worker):
+        if url == "tcp://127.0.0.1:0":
+            raise MissingExtraError("nats", "nats")
+        return open_publication(url, worker)
+
+    monkeypatch.setattr(player, "open_publication", open_one)
+    with pytest.raises(MissingExtraError):
+        open_publications([name, "tcp://127.0.0.1:0"], [RecordedSource(name, "") for name in "ab"])
     open_publication(name).close()
 
 
