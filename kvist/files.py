@@ -107,12 +107,9 @@ async def in_thread(write: Callable[..., object], *arguments: object) -> None:
             await asyncio.wait([writing])
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is None:
-        writing.result()
-    else:
-        with suppress(OSError):
-            writing.result()
-        raise cancelled
+    if cancelled is not None:
+        raise cancelled from writing.exception()
+    writing.result()
 
 
 @contextmanager

@@ -58,13 +58,15 @@ def test_a_file_that_is_given_up_leaves_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-async def test_writing_that_is_cancelled_again_and_again_ends_first():
+@pytest.mark.parametrize("error", [None, OSError("full"), ValueError("closed")], ids=repr)
+async def test_writing_that_is_cancelled_again_and_again_ends_first(error):
     may_end, has_ended = threading.Event(), threading.Event()
 
     def write():
         assert may_end.wait(60)
         has_ended.set()
-        raise OSError("full")
+        if error is not None:
+            raise error
 
     writing = asyncio.create_task(in_thread(write))
     for _ in range(3):
