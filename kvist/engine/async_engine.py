@@ -173,12 +173,13 @@ class AsyncEngine:
                 if self._is_stopped:
                     break
                 outputs = self._core.step()
-                if outputs:
+                if outputs and not self._is_stopped:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
-        finally:
+        except BaseException:
+            logger.critical("engine thread died")
             if not self._is_stopped:
-                logger.critical("engine thread died")
                 self._loop.call_soon_threadsafe(self._fail_open)
+            raise
 
     def _run_commands(self, is_waiting: bool) -> None:
         if is_waiting:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -148,6 +149,47 @@ async def test_a_flush_during_the_death_of_the_thread_is_told(make_core, monkeyp
     async with AsyncEngine(core, max_num_open=3) as engine:
         with pytest.raises(EngineStoppedError):
             await engine.flush_cache()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_that_the_thread_dies_in_its_last_step_is_logged(make_core, greedy, until, monkeypatch, caplog) -> None:
+    is_stepping, may_end = threading.Event(), threading.Event()
+
+    def bug(*_: object) -> None:
+        is_stepping.set()
+        may_end.wait(60)
+        raise AssertionError("our own bug")
+
+    monkeypatch.setattr(Runner, "forward", bug)
+    async with AsyncEngine(make_core("qwen3"), max_num_open=3) as engine:
+        engine.generate([SequenceInput(PROMPT, greedy(3))])
+        await until(is_stepping.is_set)
+        engine.stop()
+        may_end.set()
+    assert "engine thread died" in caplog.messages
+
+
+def test_a_step_that_outlasts_the_event_loop_ends_quietly(make_core, greedy, until, monkeypatch, caplog) -> None:
+    core, is_stepping, may_end = make_core("qwen3"), threading.Event(), threading.Event()
+    engine, step = AsyncEngine(core, max_num_open=3, close_timeout_s=0.0), core.step
+
+    def step_slowly() -> list[RequestOutput]:
+        outputs = step()
+        if outputs:
+            is_stepping.set()
+            may_end.wait(60)
+        return outputs
+
+    async def leave_during_the_step() -> None:
+        async with engine:
+            engine.generate([SequenceInput(PROMPT, greedy(3))])
+            await until(is_stepping.is_set)
+
+    monkeypatch.setattr(core, "step", step_slowly)
+    asyncio.run(leave_during_the_step())
+    may_end.set()
+    engine._thread.join(60)
+    assert caplog.messages == []
 
 
 async def test_a_prompt_held_for_a_client_that_left_while_it_was_computed_is_held_no_more(
