@@ -40,3 +40,8 @@ def error_body(error: RequestError) -> bytes:
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
     )
+
+
+def error_event(error: RequestError) -> bytes:
+    """Return the server-sent event that ends a stream with an error."""
+    return b"data: " + error_body(error) + b"\n\n"

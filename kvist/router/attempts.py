@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvist.http import Deadline, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
@@ -363,7 +363,7 @@ class AnswerAttempt(_Attempt):
         if not self.has_begun:
             return False
         if self._usage.is_between_events:
-            self.owner.responder.send(b"data: " + error_body(error) + b"\n\n")
+            self.owner.responder.send(error_event(error))
             self.owner.responder.end()
         else:
             self.owner.responder.cut()

@@ -13,7 +13,7 @@ from kvist.engine.async_engine import Generation
 from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
 from kvist.engine.server.tools import Reader, Reading, make_reader
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.openai.responses import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
@@ -277,7 +277,7 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
         if output.error is not None and not has_begun:
             raise RequestError(500, output.error)
         if output.error is not None:
-            yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
+            yield error_event(RequestError(500, output.error))
             break
         counter.add(index, output)
         for body in shape.events(index, output, counter):

@@ -15,7 +15,7 @@ import msgspec
 
 from kvist.events import WorkerRank
 from kvist.http import Headers, Responder
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import Fields, with_fields, without_field
 from kvist.openai.responses import DONE, encode_event
 from kvist.router.policy.decision import Decision
@@ -175,7 +175,7 @@ class SplitAttempt:
         """End a stream that has begun, with an event that says why unless one did, and return whether it had begun."""
         if self._has_begun:
             if not self._has_sent_error:
-                self._owner.responder.send(b"data: " + error_body(error) + b"\n\n")
+                self._owner.responder.send(error_event(error))
             self._owner.responder.end()
         return self._has_begun
 
