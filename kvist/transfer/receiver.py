@@ -81,7 +81,7 @@ class SenderConnections:
         self._poller = poller
         self._identity = identity
         self._senders: dict[str, SenderConnection] = {}
-        self._threads = ThreadPoolExecutor(_MAX_PROBES, "kvist-probe")
+        self.threads = ThreadPoolExecutor(_MAX_PROBES, "kvist-probe")
 
     def __iter__(self) -> Iterator[SenderConnection]:
         """Yield every sender; they may be dropped meanwhile."""
@@ -125,7 +125,7 @@ class SenderConnections:
         the process ended returns nothing, since its last reports may still be on their way.
         """
         if sender.probe is None:
-            sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
+            sender.probe = Probe(transfer_ids, self.threads.submit(has_process_ended, sender.endpoint))
         probe = sender.probe
         if not probe.has_ended.done():
             return ()

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,13 +120,14 @@ class KvTransferService:
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wakeup).atexit = False  # not before, as any thread may write to it
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
         if link is not None:
             self._poller.register(link.fileno(), zmq.POLLIN)
         self._sender = Sender(self._router, agent, hello, limits, report, bounce)
-        senders = SenderConnections(self._context, self._poller, hello.worker.encode())
-        self._receiver = Receiver(senders, hello, limits, report, bounce)
+        self._senders = SenderConnections(self._context, self._poller, hello.worker.encode())
+        self._receiver = Receiver(self._senders, hello, limits, report, bounce)
         self._commands: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
@@ -174,6 +176,7 @@ class KvTransferService:
                 self._report(commands.TransfersStopped())
             if self._link is not None:
                 self._link.close()
+            self._senders.threads.shutdown(wait=False)
             self._context.destroy(linger=0)
 
     def _serve(self) -> None:

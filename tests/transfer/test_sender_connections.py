@@ -42,7 +42,7 @@ def test_only_so_many_hosts_are_looked_at_at_once(
     senders: SenderConnections, monkeypatch: pytest.MonkeyPatch, until_true
 ) -> None:
     go_on, looked_at = threading.Event(), []
-    monkeypatch.setattr(senders, "_threads", ThreadPoolExecutor(1))
+    monkeypatch.setattr(senders, "threads", ThreadPoolExecutor(1))
     monkeypatch.setattr(module, "has_process_ended", lambda endpoint: looked_at.append(endpoint) or go_on.wait(60))
     first, second = (senders.connect(endpoint, (), 0.0) for endpoint in ENDPOINTS[:2])
     assert senders.find_lost(first, [1]) == senders.find_lost(second, [2]) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.commands import Computed, Offer
+from kvist.transfer.agents import SharedMemoryAgent
+from kvist.transfer.commands import Computed, Fetch, Offer, WithdrawOffer
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import GroupShape, PoolPlace, Refusal, RefusalReason, encode_message
-from kvist.transfer.service import make_hello
+from kvist.transfer.service import KvTransferService, make_hello
 
 TWO_HEADS = (GroupShape(None, 2, 8, "float32", 2, (0, 1)),)
 SIX_HEADS = (GroupShape(None, 6, 8, "float32", 2, (0, 1)),)
@@ -204,6 +206,26 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
     source.ranks[0].service._thread.join(60)
     assert not source.ranks[0].service._thread.is_alive()
     os.close(link.fd)
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_service_that_was_closed_leaves_no_thread_and_no_descriptor(
+    is_started: bool, open_worker: Any, make_prompt: Any, until_true: Any
+) -> None:
+    (rank,), prompt = open_worker(1, is_started=False).ranks, make_prompt()
+    before, reports = (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))), type(rank.reports)()
+    hello = rank.service._sender._hello
+    service = KvTransferService("tcp://127.0.0.1:*", SharedMemoryAgent("closed"), hello, reports)
+    if is_started:
+        service.start()
+        service.command(Fetch(prompt.name, ("tcp://127.0.0.1:1",), prompt.name, prompt.num_tokens, ((0,) * 8,) * 2))
+        reports.wait_for("failed", prompt.name, "rank 0 at tcp://127.0.0.1:1 is gone")  # a thread found out
+    service.close()
+    until_true(lambda: set(threading.enumerate()) == before[0])
+    service.command(WithdrawOffer("late"))  # writes to no other descriptor
+    del service
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before[1]
 
 
 def test_pools_that_are_not_what_the_groups_come_to_are_refused(shapes: Any, open_worker: Any) -> None:
