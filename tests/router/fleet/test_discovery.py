@@ -195,19 +195,19 @@ async def name_server() -> AsyncIterator[NameServer]:
     transport.close()
 
 
-async def test_workers_are_the_addresses_of_a_name_while_it_has_them(worker, router, monkeypatch) -> None:
+async def test_workers_are_the_addresses_of_a_name_while_it_has_them(worker, router, free_port, monkeypatch) -> None:
     monkeypatch.setattr(discovery, "DNS_TIMEOUT_S", 0.3)
     async with worker() as one, name_server() as server:
-        name = "vllm.test."
+        name, port = "vllm.test.", free_port()
         server.records = {(name, "A"): ["127.0.0.1"], (name, "AAAA"): ["::1"]}
         url = f"dns://{name}:{one.port}?role=decode&nameserver=127.0.0.1:{server.port}"
-        url += "&kv_event_source=tcp://{host}:5557"
+        url += f"&kv_event_source=tcp://{{host}}:{port}"
         v6 = f"http://[::1]:{one.port}"
         async with router(discover=(url,), ready=False) as front:
             await front.until_state(one.url, "healthy")
             workers = await front.workers()
             assert {url: each["role"] for url, each in workers.items()} == {one.url: "decode", v6: "decode"}
-            await front.until_sources(one.url, "tcp://127.0.0.1:5557")
+            await front.until_sources(one.url, f"tcp://127.0.0.1:{port}")
             del server.records[name, "AAAA"]
             await front.until_state(v6, "gone")
             server.failure = dns.rcode.SERVFAIL
