@@ -240,7 +240,7 @@ class Indexer:
                     num_connects=source.num_known_connects,
                 )
         except (InvalidValueError, MissingExtraError) as error:
-            source.fail(str(error))
+            source.fail(str(error), self._clock())
             _logger.error("source cannot be followed: %s worker=%s", error, source.worker)
 
     async def _sweep(self) -> None:

@@ -246,8 +246,10 @@ class Source:
         """Return the stream's follower if the stream is an engine's own; it maps the engine's hashes to blocks."""
         return self._follower if isinstance(self._follower, EngineFollower) else None
 
-    def fail(self, reason: str) -> None:
-        self._counters.failure = reason
+    def fail(self, reason: str, now_s: float) -> None:
+        """Record that the stream cannot be followed any more, and clear its blocks: an answer may be half applied."""
+        self._reset_follower(now_s)
+        self.is_applying_answer, self._counters.failure = False, reason
 
     def states(self) -> dict[int, SourceState]:
         return {} if self._follower is None else self._follower.states()
@@ -344,9 +346,7 @@ class Source:
         """Follow the stream anew in the form of this message, which is its first."""
         if self._follower is not None:
             _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.public_url)
-            self.clear()
-        self._previous = self._follower_statistics(now_s)
-        self._counters = SourceCounters()
+        self._reset_follower(now_s)
         if self._is_canonical_batch(message):
             self._follower = self._new_canonical_follower()
             self._canonical_at_s = now_s
@@ -354,6 +354,12 @@ class Source:
             self._follower = self._new_engine_follower()
         self._is_new_peer = False
         self._follower.on_reconnect(now_s)
+
+    def _reset_follower(self, now_s: float) -> None:
+        """Clear what is held, and keep the statistics so far."""
+        self.clear()
+        self._previous = self._follower_statistics(now_s)
+        self._follower, self._counters = None, SourceCounters()
 
     def _follower_statistics(self, now_s: float) -> SourceStatistics:
         """Return the statistics of this follower and those before, without the subscription's."""

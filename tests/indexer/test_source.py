@@ -473,6 +473,19 @@ def test_how_far_a_stream_was_followed_is_told_amid_a_gap_but_not_amid_an_answer
     assert (next_sequence(), source.is_applying_answer) == (4, False)
 
 
+def test_a_stream_that_cannot_be_followed_any_more_amid_an_answer_holds_nothing():
+    world = World(is_block=False, options="")
+    world.hear(publishers(0, 1), publishers(3, 4))
+    (question,) = world.source.questions(101.0)
+    next(world.source.on_answer(question, [publishers(1, 2), publishers(2, 3)], 101.0))
+    world.source.fail("full", 101.0)
+    assert (world.source.progress(), world.source.is_applying_answer) == (None, False)
+    assert (world.source.states(), world.source.was_cleared) == ({}, True)
+    assert (world.holds(), world.resyncing) == (True, set())
+    after = world.statistics
+    assert (after.num_batches, after.num_gaps, after.failure) == (1, 1, "full")
+
+
 def test_a_partial_rank_that_holds_nothing_lacks_nothing(world):
     for message in (publishers(0, 1), publishers(3, 2)):  # nobody can be asked for what is between
         world.take(message)
