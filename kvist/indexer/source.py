@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvist.errors import MalformedMessageError
-from kvist.events import EngineStored, WorkerRank
+from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, is_canonical, is_snapshot_part
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
@@ -27,6 +27,7 @@ from kvist.indexer.statistics import (
     SourceCounters,
     SourceStatistics,
 )
+from kvist.publisher.filter import block_size_of
 from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -329,7 +330,7 @@ class Source:
     def _learn_block_size(self, message: Message) -> bool:
         """Set the block size from the message if it is not known yet; return whether it is known now."""
         if self.block_size is None:
-            self.block_size = block_size_of(message.payload, self.public_url, self.endpoint.engine)
+            self.block_size = _block_size_in(message.payload, self.public_url, self.endpoint.engine)
             if self.block_size is not None:
                 self._on_block_size(self.block_size)
         return self.block_size is not None
@@ -416,14 +417,13 @@ def _canonical_candidates(messages: MessageBlock) -> list[int]:
     return np.flatnonzero(second_bytes == _SECOND_BYTE).tolist()
 
 
-def block_size_of(payload: bytes, source: str, engine: str) -> int | None:
+def _block_size_in(payload: bytes, source: str, engine: str) -> int | None:
     """Return the block size that a message names, None if it names none or is malformed."""
     try:
         if is_snapshot_part(payload):
             return decode_snapshot_part(payload, source).block_size
         if is_canonical(payload):
             return decode_batch(payload, source).batch.block_size
-        events = decode_block_events(payload, source, engine).events
+        return block_size_of(decode_block_events(payload, source, engine).events)
     except MalformedMessageError:
         return None
-    return next((event.block_size for event in events if isinstance(event, EngineStored) and event.block_size), None)

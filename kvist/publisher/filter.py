@@ -9,6 +9,7 @@ well, may be gone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import msgspec
@@ -186,6 +187,13 @@ class WindowFilter:
         if event.group is not None and self._state.group is not None:
             return event.group == self._state.group
         return isinstance(event, EngineRemoved) and self._window is not None
+
+
+def block_size_of(events: Iterable[EngineEvent]) -> int | None:
+    """Return the block size of the group with the largest window of these events, None if none tells its size."""
+    stored = [each for each in events if isinstance(each, EngineStored) and each.block_size > 0]
+    windows = [0 if (it := each.window) is UNKNOWN or it is STATE else window_size(it) for each in stored]
+    return stored[windows.index(max(windows))].block_size if stored else None
 
 
 def _is_larger(window: KnownWindow, other: KnownWindow) -> bool:

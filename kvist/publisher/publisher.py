@@ -22,6 +22,7 @@ from kvist.events.engine_events import Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
+from kvist.publisher.filter import block_size_of
 from kvist.publisher.snapshot import ReplayResponder
 from kvist.publisher.stream import (
     RankState,
@@ -137,13 +138,12 @@ class KvEventPublisher:
         self.report(EngineCleared(rank))
 
     def learn_block_size(self, events: Iterable[EngineEvent]) -> bool:
-        """Learn the block size from the first of these events that has one; return whether it is known now.
+        """Learn the block size from these events, if they tell it; return whether it is known now.
 
         Only then may they be reported.
         """
         if self.block_size is None:
-            sizes = (event.block_size for event in events if isinstance(event, EngineStored) and event.block_size > 0)
-            self.block_size = next(sizes, None)
+            self.block_size = block_size_of(events)
             if self.block_size is not None:
                 _logger.info("block size learnt worker=%s block_size=%d", self._worker, self.block_size)
         return self.block_size is not None

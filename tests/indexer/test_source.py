@@ -449,6 +449,21 @@ def test_the_counts_of_before_stay_when_the_form_changes(world):
     assert after.num_batches == before.num_batches + 1
 
 
+@pytest.mark.parametrize("others", [[], ["mamba"], ["sliding_window", "mamba"]])
+def test_the_block_size_is_learnt_of_the_group_with_the_largest_window(others):
+    sizes: list[int] = []
+    source = Source("w", "tcp://127.0.0.1:5557", None, RadixIndex(seed=1), set(), on_block_size=sizes.append)
+    stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "lora_id": None, "medium": "GPU"}
+    events = [
+        stored | {"token_ids": [7] * size, "block_size": size, "kv_cache_spec_kind": kind, "group_idx": group}
+        for group, (kind, size) in enumerate([*((kind, 16) for kind in others), ("full_attention", 4)])
+    ]
+    events[0]["kv_cache_spec_sliding_window"] = 1024
+    exhaust(source.receive_all([Message(b"", 0, msgspec.msgpack.encode([1.0, events, 0]))], 100.0))
+    assert sizes == [source.block_size] == [4]
+    assert source.statistics(100.0).failure is None
+
+
 def exhaust(work: Iterator[None]) -> None:
     for _ in work:
         pass

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import kvist.publisher.filter as filter_module
 from kvist.events.engine_events import (
     FULL,
+    STATE,
     UNKNOWN,
     EngineCleared,
     EngineCreated,
@@ -19,7 +20,7 @@ from kvist.events.engine_events import (
     Window,
 )
 from kvist.events.types import Tier
-from kvist.publisher.filter import WindowFilter
+from kvist.publisher.filter import WindowFilter, block_size_of
 
 
 def created(window: Window, group: int | None = None) -> EngineCreated:
@@ -279,3 +280,11 @@ def test_a_filter_that_resumes_from_a_state_goes_on_as_that_filter_would(before,
     for event in after:
         assert resumed.admit(event) == window_filter.admit(event)
         assert resumed.state == window_filter.state
+
+
+def test_the_block_size_of_the_largest_window_is_that_of_what_is_published():
+    windows = {0: FULL, 16: 64, 8: STATE, 4: 9}
+    of = {size: EngineStored([1], [1], size, window=window) for size, window in windows.items()}
+    assert block_size_of([of[8], of[4], of[16], EngineCleared()]) == 16
+    assert block_size_of([of[8], of[0]]) == 8
+    assert block_size_of([of[0], EngineCleared()]) is None
