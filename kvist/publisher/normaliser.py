@@ -44,8 +44,8 @@ class Normaliser:
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
         self._warned: set[str] = set()
-        self.in_doubt: frozenset[tuple[Tier, EngineHash]] = frozenset()
-        """Blocks beside the GPU that may be gone since the GPU was cleared, until an event names one of them."""
+        self.in_doubt: dict[tuple[Tier, EngineHash], int] = {}
+        """Blocks beside the GPU that may be gone, each with the number of the clearing of the GPU behind its store."""
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
@@ -59,23 +59,32 @@ class Normaliser:
 
     def _cleared(self, event: EngineCleared) -> tuple[Event, ...]:
         tiers = () if event.tier is None else tuple(Tier)[1:]
-        self.in_doubt = frozenset((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
+        number = max(self.in_doubt.values(), default=0) + 1
+        names = ((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
+        self.in_doubt = {name: self.in_doubt.get(name, number) for name in names}
         if self.in_doubt:
             return _removals([(Tier.GPU, self._residency.empty(Tier.GPU))])
         self._residency.clear()
         return (Cleared(),)
 
     def _resolve_doubt(self, event: EngineStored | EngineRemoved) -> tuple[Event, ...]:
-        """Keep or drop all blocks in doubt if the event names one of them; return the events of those dropped.
+        """Keep or drop blocks in doubt if the event names one of them; return the events of those dropped.
 
-        A removal shows that they are still there, a store that they are gone: engines store what a tier lacks.
+        A removal shows that no clearing since then took the block, nor any stored later. A store shows that one did, as
+        engines store what a tier lacks; so that one took those stored earlier, too.
         """
-        if not self.in_doubt or not any((event.tier, name) in self.in_doubt for name in event.block_hashes):
+        if not self.in_doubt:
             return ()
-        names, self.in_doubt = self.in_doubt, frozenset()
+        numbers = [self.in_doubt.get((event.tier, name), 0) for name in event.block_hashes]  # type: ignore[arg-type]
+        named, doubts = [*filter(None, numbers)], self.in_doubt.items()
+        if not named:
+            return ()
         if isinstance(event, EngineRemoved):
+            self.in_doubt = {name: number for name, number in doubts if number < min(named)}
             return ()
-        of_tier = {tier: [name for each, name in names if each is tier] for tier in Tier}
+        self.in_doubt = {name: number for name, number in doubts if number > max(named)}
+        gone = [name for name, number in doubts if number <= max(named)]
+        of_tier = {tier: [name for each, name in gone if each is tier] for tier in Tier}
         return _removals((tier, self._residency.drop(of_tier[tier], tier)) for tier in Tier)
 
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:

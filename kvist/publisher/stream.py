@@ -72,8 +72,8 @@ class RankState:
     counted: Sequence[tuple[EngineHash, int, int]] = ()
     """What the other groups hold: engine hash, group, number of copies."""
     is_expressible: bool = True
-    in_doubt: Sequence[tuple[Tier, EngineHash]] = ()
-    """Blocks beside the GPU that may be gone."""
+    in_doubt: Sequence[tuple[Tier, EngineHash, int]] = ()
+    """Blocks beside the GPU that may be gone, each with a number, see `Normaliser.in_doubt`."""
 
 
 class Stream:
@@ -277,7 +277,8 @@ class RankStream(Stream):
 
     def state(self) -> RankState:
         """Return a copy of all that another stream needs to continue this one; O(blocks)."""
-        held, in_doubt = (self._filter.state, self.residency.copy()), tuple(self._normaliser.in_doubt)
+        held = self._filter.state, self.residency.copy()
+        in_doubt = tuple((*name, number) for name, number in self._normaliser.in_doubt.items())
         if self.companion is None or self._splitter is None:
             return RankState(*held, in_doubt=in_doubt)
         others, counts = dict(self._splitter.other_rules), self.companion.group_counts()
@@ -289,7 +290,7 @@ class RankStream(Stream):
             return
         self._filter.resume(state.filter)
         self._set_residency(state.residency)
-        self._normaliser.in_doubt = frozenset(state.in_doubt)
+        self._normaliser.in_doubt = {(tier, name): number for tier, name, number in state.in_doubt}
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
             self.companion.restore_group_counts(state.counted)
