@@ -116,9 +116,14 @@ async def test_every_metric_and_label_that_is_asked_for_is_one_that_routers_have
                 assert {*each.modifier.labels} <= found | OF_PROMETHEUS, expression
 
 
-def test_every_alert_has_a_runbook() -> None:
-    headings = re.findall(r"^### (\w+)$", (ROOT / make.RUNBOOKS).read_text(), re.M)
+def test_every_alert_has_a_runbook_and_panels_named_there_exist() -> None:
+    page = (ROOT / make.RUNBOOKS).read_text()
+    headings = re.findall(r"^### (\w+)$", page, re.M)
     assert [name for name in headings if name.startswith("Kvist")] == [alert.name for alert in make.ALERTS]
+    runbooks = page.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    named = {" ".join(name.split()) for name in re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", runbooks)}
+    assert named
+    assert named <= {panel["title"] for panel in make.panels()}
 
 
 def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
