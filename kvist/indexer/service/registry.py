@@ -284,8 +284,12 @@ class Registry:
 
     async def _open(self, namespace: Namespace, block_size: int) -> Member:
         opened: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        self._tasks.create_task(self._run(namespace, block_size, opened), name=f"kvist-index {namespace}")
-        return await opened
+        running = self._tasks.create_task(self._run(namespace, block_size, opened), name=f"kvist-index {namespace}")
+        try:
+            return await opened
+        except BaseException:  # cancelled, and nobody else knows of it
+            running.cancel()
+            raise
 
     async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
         """Keep one namespace from its first instance to its last."""
