@@ -378,6 +378,7 @@ Streams: TypeAlias = Mapping[int, RankStream]
 
 def with_companions(streams: Streams) -> dict[int, Stream]:
     """Return the streams of ranks, and of their companions under the companions' rank numbers."""
+    streams = dict(streams)  # the publisher's thread may add one meanwhile
     companions = {rank + MAX_RANKS: each.companion for rank, each in streams.items() if each.companion is not None}
     return {**streams, **companions}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import FULL, Cleared, EngineCleared, EngineRemoved, EngineStored, Removed, Stored, Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.snapshot import block_digest
-from kvist.publisher.stream import MAX_BATCH_HASH_BYTES, Coalescer, RankStream, new_epoch, topic_of
+from kvist.publisher.stream import MAX_BATCH_HASH_BYTES, Coalescer, RankStream, new_epoch, topic_of, with_companions
 
 SOURCE = WorkerRank("w", 3)
 
@@ -191,6 +192,19 @@ def test_who_does_not_tell_that_hits_need_a_block_more_says_that_they_may_be_sho
         stream.admit(stored(1, [1, 2, 3, 4]))
         (heartbeat,) = stream.heartbeat(0.0).events
         assert heartbeat.is_upper_bound == (is_upper_bound and not has_all_groups)
+
+
+def test_streams_may_come_while_another_thread_lists_them():
+    streams: dict[int, Any] = {}
+
+    class OneMore:
+        @property
+        def companion(self):
+            streams.setdefault(len(streams), RankStream(SOURCE, 4, 0))
+
+    streams[0] = OneMore()
+    assert [*with_companions(streams)] == [0]
+    assert [*streams] == [0, 1]
 
 
 @pytest.mark.parametrize(("told", "num_held"), [(EngineRemoved([2], rank=3, tier=Tier.HOST), 1), (None, 2)])
