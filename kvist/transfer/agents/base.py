@@ -196,10 +196,9 @@ class TransferAgent(ABC):
         return self._with_deadline(self._begin(peer, known, table, array), array)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer to which no write is under way; the same id can connect again."""
-        if self._peers.pop(peer, None) is None:
-            raise InvalidValueError("peer", peer, "one that is connected")
-        self._disconnect(peer)
+        """Forget a peer, if it is known, to which no write is under way; the same id can connect again."""
+        if self._peers.pop(peer, None) is not None:
+            self._disconnect(peer)
 
     def close(self) -> bool:
         """Release all memory, once; return False if some was kept for writes that have not ended."""

@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteFailedError, finish
+from kvist.transfer.agents.base import decode_metadata
 
 MIB = 1 << 20
 
@@ -111,8 +113,18 @@ def test_a_peer_that_is_not_connected_is_refused(new_agent: NewAgent) -> None:
     source = random_memory(agent, 4096)
     with pytest.raises(InvalidValueError, match="peer: got 'nobody'"):
         agent.write(PeerId("nobody"), [(source.ctypes.data, 0, 1)])
-    with pytest.raises(InvalidValueError, match="peer: got 'nobody'"):
-        agent.disconnect(PeerId("nobody"))
+    agent.disconnect(PeerId("nobody"))
+
+
+def test_a_peer_whose_new_memory_cannot_be_reached_can_still_be_disconnected(new_agent: NewAgent) -> None:
+    agent, target = new_agent("writer"), new_agent("target")
+    random_memory(target, 4096)
+    metadata = decode_metadata(target.metadata(), target.kind)
+    peer = agent.connect(target.metadata())
+    with pytest.raises((PeerUnreachableError, MalformedMessageError)):
+        agent.connect(msgspec.msgpack.encode(msgspec.structs.replace(metadata, details=b"nothing")))
+    agent.disconnect(peer)
+    assert agent.connect(target.metadata()) == peer
 
 
 def test_a_peer_can_be_disconnected_and_connected_again_with_more_regions(new_agent: NewAgent) -> None:
