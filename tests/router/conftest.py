@@ -77,6 +77,8 @@ class ScriptedWorker:
     models: list[dict[str, Any]] | None = field(default_factory=lambda: [{"id": "m", "object": "model"}])
     server_info: dict[str, Any] | None = None
     metrics: str | None = None
+    version: dict[str, Any] | None = None
+    event_sources: dict[str, Any] | None = None
     health_status: int = 200
     release_status: int = 204
     cached_tokens: int | None = None
@@ -161,9 +163,15 @@ class ScriptedWorker:
         if received.target == "/health":
             await self.health_gate.wait()
             writer.write(response(b"", status=self.health_status))
-        elif received.target == "/server_info":
-            known = self.server_info is not None
-            writer.write(response(json.dumps(self.server_info).encode(), status=200 if known else 404))
+        elif received.target in (
+            told := {
+                "/server_info": self.server_info,
+                "/version": self.version,
+                "/kv_event_sources": self.event_sources,
+            }
+        ):
+            known = told[received.target] is not None
+            writer.write(response(json.dumps(told[received.target]).encode(), status=200 if known else 404))
         elif received.target == "/metrics":
             known = self.metrics is not None
             writer.write(response((self.metrics or "").encode(), status=200 if known else 404))

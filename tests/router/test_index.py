@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
+from kvist.events.transports import Endpoint
 from kvist.router.config import RouterConfig
 from kvist.router.index import FleetIndex
 
@@ -69,6 +70,27 @@ async def test_a_stream_that_moves_to_another_port_is_found_again(worker, router
                 moved.store(list(range(32)))
                 await front.until_overlap(one.url, list(range(48)), 2)
                 await front.until_overlap(one.url, TOKENS, 0)
+
+
+async def test_the_stream_that_a_vllm_announces_is_followed(worker, router, engine) -> None:
+    vllm = {"models": [{"id": "m", "owned_by": "vllm"}], "version": {"version": "0.32.0"}}
+    metrics = 'vllm:cache_config_info{block_size="32",kv_cache_size_tokens="4096"} 1.0\n'
+    async with worker(**vllm, metrics=metrics) as one, router(one.url) as front:
+
+        async def shown() -> list[Any]:
+            names = ("engine", "version", "block_size", "num_cache_tokens")
+            told = (await front.workers())[one.url]
+            return [told[name] for name in names]
+
+        assert await shown() == ["vllm", "0.32.0", 32, 4096]
+        with engine("one") as cache:
+            endpoint = Endpoint.parse(cache.publisher.endpoint)
+            wildcards = [each.replace("127.0.0.1", "*") for each in (endpoint.address, endpoint.replay_address)]
+            told = dict(zip(("endpoint", "replay_endpoint"), wildcards, strict=True))
+            one.event_sources = {"0": told | {"publisher": "zmq"}}
+            cache.store(TOKENS)
+            await front.until_overlap(one.url, TOKENS, 9)
+            assert await shown() == ["vllm", "0.32.0", 16, 4096]  # the block size of its events
 
 
 async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, router, engine) -> None:

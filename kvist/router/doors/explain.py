@@ -188,7 +188,7 @@ def _explain_worker(
         "last_failure": worker.last_failure,
         "engine": identity.engine,
         "version": identity.version,
-        "block_size": index.block_sizes.get(worker.url, identity.block_size) if index else identity.block_size,
+        "block_size": (index.block_sizes.get(worker.url) if index else None) or identity.cache_block[0],
         "num_cache_tokens": identity.num_cache_tokens,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,

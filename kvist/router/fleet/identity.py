@@ -1,7 +1,8 @@
 """Asks a worker about itself: whether it is up, which models it serves, where it streams its KV events.
 
-Kvist's engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings. Of any
-other engine the model list is read, and the size of its cache in /metrics (vLLM, SGLang).
+Kvist's engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings. vLLM
+is known by its model list; its version and its event streams have endpoints of their own (`/version`,
+`/kv_event_sources`). Of any engine the model list is read, and the size of its cache in /metrics (vLLM, SGLang).
 An announced event endpoint is a claim: it is dialled only if `event_endpoint` allows it.
 """
 
@@ -48,7 +49,7 @@ class Identity(msgspec.Struct, frozen=True):
     engine: str | None = None
     version: str | None = None
     block_size: int | None = None
-    event_endpoint: str | None = None
+    event_endpoints: tuple[str, ...] = ()
     data_parallel_size: int | None = None
     role: Role = Role.BOTH
     transfer_endpoints: tuple[str, ...] = ()
@@ -87,6 +88,17 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     kv_transfer: _Transfers | None = None
 
 
+class _VllmEvents(msgspec.Struct, frozen=True):
+    publisher: str | None = None
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+
+    @property
+    def url(self) -> str:
+        replay_port = "none" if self.replay_endpoint is None else self.replay_endpoint.rpartition(":")[2]
+        return f"{self.endpoint}?replay_port={replay_port}"
+
+
 class _ModelEntry(msgspec.Struct, frozen=True):
     id: str
     parent: str | None = None
@@ -96,8 +108,8 @@ class _ModelList(msgspec.Struct, frozen=True):
     data: list[dict[str, Any]]
 
 
-async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_for_metrics: bool = False) -> Identity:
-    """Check a worker's health and return its identity; `asks_for_metrics` reads the size of its cache, too.
+async def probe(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+    """Check a worker's health and return its identity.
 
     Raises UpstreamError if it is unreachable or says that it is not healthy, MalformedMessageError for an answer of the
     wrong form. The caller bounds the time.
@@ -107,7 +119,9 @@ async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_fo
         raise UpstreamError(url, f"GET /health answered {status}")
     identity = await _server_info(pool, url, authorization)
     identity = msgspec.structs.replace(identity, models=await _models(pool, url, authorization))
-    return await _with_metrics(identity, pool, url, authorization) if asks_for_metrics else identity
+    if identity.engine is None and any(model.entry.get("owned_by") == "vllm" for model in identity.models or ()):
+        identity = await _as_vllm(identity, pool, url, authorization)
+    return await _with_metrics(identity, pool, url, authorization)
 
 
 def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
@@ -146,13 +160,7 @@ def _broker_endpoint(own_host: str, announced: str, allowed_networks: Sequence[s
 
 
 async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
-    status, body = await fetch(pool, url, "/server_info", authorization)
-    try:
-        answer = msgspec.json.decode(body) if status == 200 else None
-    except msgspec.DecodeError:
-        answer = None  # another engine's page
-    if not isinstance(answer, dict):
-        return Identity()
+    answer = await _json_object(pool, url, "/server_info", authorization)
     paths = [answer.get(name) for name in ("tokenizer_path", "model_path")]
     model_paths = tuple(path for path in paths if isinstance(path, str) and path)
     known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=model_paths)
@@ -170,7 +178,7 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         engine=info.engine,
         version=info.version,
         block_size=info.block_size,
-        event_endpoint=info.kv_events.endpoint if info.kv_events else None,
+        event_endpoints=(info.kv_events.endpoint,) if info.kv_events else (),
         data_parallel_size=info.data_parallel_size,
         role=info.role,
         transfer_endpoints=transfers.endpoints,
@@ -190,6 +198,32 @@ def _sglang_identity(server_info: Mapping[str, Any], known: Identity) -> Identit
         "bootstrap_port": server_info.get("disaggregation_bootstrap_port"),
     }
     return msgspec.convert(msgspec.structs.asdict(known) | fields, Identity)
+
+
+async def _as_vllm(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+    """Return the identity with vLLM's version and, from 0.32 on, the streams of its ranks."""
+    version = (await _json_object(pool, url, "/version", authorization)).get("version")
+    sources = await _json_object(pool, url, "/kv_event_sources", authorization)
+    try:
+        by_rank = msgspec.convert(sources, dict[int, _VllmEvents], strict=False)
+    except msgspec.ValidationError:
+        by_rank = {}  # some other vLLM's
+    return msgspec.structs.replace(
+        identity,
+        engine="vllm",
+        version=version if isinstance(version, str) else None,
+        event_endpoints=tuple(by_rank[rank].url for rank in sorted(by_rank) if by_rank[rank].publisher == "zmq"),
+    )
+
+
+async def _json_object(pool: UpstreamPool, url: str, target: str, authorization: Headers) -> dict[str, Any]:
+    """Return the object that the worker answers with, an empty one for any other answer: it is another engine's."""
+    status, body = await fetch(pool, url, target, authorization)
+    try:
+        answer = msgspec.json.decode(body) if status == 200 else None
+    except msgspec.DecodeError:
+        answer = None
+    return answer if isinstance(answer, dict) else {}
 
 
 def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:

@@ -35,7 +35,6 @@ from kvist.router.fleet.worker import (
     parse_report,
 )
 from kvist.router.index import FleetIndex
-from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
@@ -278,13 +277,10 @@ class Membership(ComposedContext):
 
     async def _check(self, worker: Worker) -> None:
         """Run one health check, and apply what the worker says of itself."""
-        # Without a stream /metrics say how much it caches, and without an engine's name what its blocks are.
-        is_untold = self._index is not None and not self._index.has_reported(worker.url)
-        is_apart = worker.role is not Role.BOTH and not worker.identity.engine
         authorization = self._config.authorization(worker.url)
         try:
             async with self._pool.clock.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold or is_apart)
+                identity = await probe(self._pool, worker.url, authorization)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # a busy worker keeps its cache
                 self._index.forget_expected(worker.url)
@@ -329,7 +325,7 @@ class Membership(ComposedContext):
         self._fleet.refresh()
         if self._index is None or worker.is_draining:
             return
-        has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None
+        has_events = bool(worker.configured_event_sources) or bool(identity.event_endpoints)
         block_size = identity.block_size if has_events else None
         if identity.data_parallel_size is not None:
             self._index.limit_ranks(worker.url, identity.data_parallel_size)
@@ -346,16 +342,14 @@ class Membership(ComposedContext):
         self._index.expect(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
 
     def _follow_announced(self, worker: Worker, identity: Identity, index: FleetIndex) -> None:
-        """Follow the announced event stream, or none if its address is not allowed."""
-        endpoints: list[str] = []
-        announced, error = identity.event_endpoint, None
-        if announced is None:
+        """Follow the announced event streams, or none if an address is not allowed."""
+        endpoints, error, networks = [], None, self._config.allowed_event_networks
+        if not identity.event_endpoints:
             error = "the worker announces no KV events, and none are configured for it"
-        else:
-            try:
-                endpoints = [event_endpoint(worker.url, announced, self._config.allowed_event_networks)]
-            except InvalidValueError as refusal:
-                error = str(refusal)
+        try:
+            endpoints = [event_endpoint(worker.url, each, networks) for each in identity.event_endpoints]
+        except InvalidValueError as refusal:
+            error = str(refusal)
         if error is not None and error != worker.event_error:
             logger.warning("worker is expected to hold what it is given url=%s reason=%s", worker.url, error)
         worker.event_error = error

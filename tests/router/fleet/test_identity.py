@@ -22,7 +22,7 @@ async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:
     async with worker(server_info=KVIST) as one:
         found = await identity(one.url)
     assert (found.engine, found.version, found.block_size) == ("kvist", "0.1", 16)
-    assert found.event_endpoint == "tcp://127.0.0.1:5557"
+    assert found.event_endpoints == ("tcp://127.0.0.1:5557",)
     assert [model.id for model in found.models or ()] == ["m"]
 
 
@@ -42,7 +42,37 @@ async def test_a_bundled_engine_tells_its_role_and_where_its_blocks_are_asked_fo
 
 async def test_a_bundled_engine_without_events_announces_none(worker) -> None:
     async with worker(server_info=KVIST | {"kv_events": None}) as one:
-        assert (await identity(one.url)).event_endpoint is None
+        assert (await identity(one.url)).event_endpoints == ()
+
+
+VLLM = [{"id": "m", "owned_by": "vllm"}]
+EVENTS = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:5701",
+    "replay_endpoint": "tcp://*:5801",
+    "buffer_steps": 10000,
+    "topic": "",
+}
+CACHE = 'vllm:cache_config_info{block_size="128",cache_dtype="auto",kv_cache_size_tokens="524288"} 1.0\n'
+
+
+async def test_vllm_tells_its_version_its_cache_and_the_streams_of_its_ranks(worker) -> None:
+    sources = {"1": EVENTS | {"endpoint": "tcp://*:5702", "replay_endpoint": None}, "0": EVENTS}
+    async with worker(models=VLLM, version={"version": "0.32.0"}, event_sources=sources, metrics=CACHE) as one:
+        found = await identity(one.url)
+    assert (found.engine, found.version, found.num_cache_tokens) == ("vllm", "0.32.0", 524288)
+    assert found.cache_block == (128, "auto")
+    assert found.event_endpoints == ("tcp://*:5701?replay_port=5801", "tcp://*:5702?replay_port=none")
+
+
+@pytest.mark.parametrize(
+    "sources", [None, {}, {"0": EVENTS | {"publisher": "null"}}, {"sources": [EVENTS]}, {"0": {"endpoint": 5557}}]
+)
+async def test_a_vllm_that_names_no_streams_announces_none(worker, sources: Any) -> None:
+    async with worker(models=VLLM, event_sources=sources) as one:
+        found = await identity(one.url)
+    assert (found.engine, found.version, found.event_endpoints) == ("vllm", None, ())
 
 
 @pytest.mark.parametrize("server_info", [None, {"model_path": "x", "block_size": "16", "version": 3}, [1, 2]])
