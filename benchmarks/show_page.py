@@ -60,7 +60,7 @@ def take(browser: Browser, name: str, url: str, scheme: str) -> None:
     page.locator(".problems" if name == "health" else "tbody tr").first.wait_for(state="attached")
     if name == "request":
         page.locator("tbody a").first.click()
-        page.get_by_role("region", name="Who answers").wait_for()
+        page.get_by_role("region", name="Answering worker").wait_for()
     if name == "recording":
         page.get_by_role("slider").press("PageDown")
     page.wait_for_timeout(1000)

@@ -24,7 +24,7 @@ from kvist.errors import InvalidValueError, KvistError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-HELP = "show a router's fleet in the terminal: workers, rates, lost hits, and what is wrong"
+HELP = "show a router's fleet in the terminal: workers, rates, lost cache hits and problems"
 
 _TIMEOUT_S = 5.0
 _NUM_SAMPLES = 10
@@ -34,13 +34,19 @@ _MAX_LINES = 5
 _COLUMN_GAP = 2
 _TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
 _TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
-_COLUMNS = ("worker", "state", "runs", "to do", "full", "hits", "found", "events", "speed", "model")
+_COLUMNS = ("worker", "state", "requests", "prefill", "cache", "predicted", "reported", "events", "tokens/s", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", metavar="URL", help="a router")
-    add("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default %(default)s)")
+    add("source", metavar="URL", help="a router, as http://host:port")
+    add(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between updates, 0.1 to 60 (default %(default)s)",
+    )
     add_admin_key(parser)
 
 
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 fleet.update()
             except (KvistError, OSError) as error:
-                fleet.problem = f"as last told, since then: {error}"
+                fleet.problem = f"out of date: {error}"
     return 0
 
 
@@ -127,7 +133,7 @@ class _Fleet:
             self._workers.values(), key=lambda one: (one["shown"]["state"][0] == "healthy", -one["running_requests"])
         )
         is_well = fleet["ready"] and not self.problem
-        head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not well", "green" if is_well else "red")
+        head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not ready", "green" if is_well else "red")
         head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
         if why := self.problem or fleet["reason"]:
             head.append(f"\n{printable(why)}", "red")
@@ -188,7 +194,7 @@ def _row(worker: dict[str, Any]) -> tuple[str, ...]:
         worker["shown"]["state"][0],
         f"{worker['running_requests']:,}" + (f"/{max_requests:,}" if max_requests else ""),
         f"{worker['prefill_tokens']:,}",
-        percent(held, worker["num_cache_tokens"] or 0),
+        percent(held, worker["cache_size_tokens"] or 0),
         percent(hits["routed_tokens"], hits["prompt_tokens"]),
         percent(hits["reported_tokens"], hits["prompt_tokens_with_report"]),
         worker["shown"]["events"][0],

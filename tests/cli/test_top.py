@@ -161,7 +161,7 @@ def test_the_fleet_is_shown_while_the_router_changes_dies_and_comes_back(setting
             terminal.resize(50, 16)
             terminal.until(lambda text: f"{urlsplit(worker_url).netloc}  healthy" in text and "speed" not in text)
             settings.write_text(settings.read_text().replace('"right"', '"another"'))
-            terminal.until(lambda text: "not well" in text and "401" in text)
+            terminal.until(lambda text: "not ready" in text and "401" in text)
         terminal.until(lambda text: "refused" in text)
         settings.write_text(settings.read_text().replace('"another"', '"right"'))
         with routed(settings, port):

@@ -171,8 +171,10 @@ async def test_what_is_expected_says_that_it_is_approximate(worker, router, engi
                 candidates = {each["worker"]: each for each in (await front.explain(TOKENS))["candidates"]}
                 assert (candidates[silent.url]["approximate"], candidates[one.url]["approximate"]) == (True, False)
                 assert candidates[silent.url]["overlap_blocks"]["gpu"] == 9
-                unfollowed = (await front.client.get("/readiness")).json()["event_sources"]["unfollowed_workers"]
-                assert [(each["worker"], each["approximate"]) for each in unfollowed] == [(silent.url, True)]
+                without_events = (await front.client.get("/readiness")).json()["event_sources"][
+                    "workers_without_events"
+                ]
+                assert [(each["worker"], each["approximate"]) for each in without_events] == [(silent.url, True)]
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500])

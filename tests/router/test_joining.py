@@ -29,7 +29,7 @@ async def test_requests_are_routed_by_load_until_the_index_has_joined(worker, ro
             compiling.tell(is_done=True)
 
             async def has_joined() -> bool:
-                return (await front.client.get("/readiness")).json()["index"] == "joined"
+                return (await front.client.get("/readiness")).json()["index"] == "ready"
 
             await front.until(has_joined)
             assert (await front.client.get("/health")).json()["cold_start_s"] > 0

@@ -131,7 +131,7 @@ async def test_a_worker_killed_mid_stream_hurts_only_its_stream_and_comes_back_e
     url = stream.headers["x-kvist-worker"]
     chunks = stream.parse()
     await anext(chunks)
-    await until(lambda: (fleet.candidate(url, turn) or {}).get("cached_blocks"))
+    await until(lambda: (fleet.candidate(url, turn) or {}).get("total_cached_blocks"))
     fleet.workers[url].process.kill()
     with pytest.raises(openai.APIError):
         async for _ in chunks:

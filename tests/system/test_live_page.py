@@ -63,7 +63,7 @@ async def ask(client: httpx.AsyncClient) -> Shown:
         return explained.get("overlap_tokens", 0) > 0
 
     async def joined() -> bool:
-        return (await told("/readiness")).get("index") == "joined"
+        return (await told("/readiness")).get("index") == "ready"
 
     await until(joined)
     answers = []
@@ -80,9 +80,9 @@ async def ask(client: httpx.AsyncClient) -> Shown:
     name, request_id = first.removeprefix("http://"), answers[1].headers["x-request-id"]
     reported, found = share(sum(num_cached), sum(num_tokens)), share(num_cached[1], num_tokens[1])
     return {
-        "fleet": ["2 of 2", "joined", name, reported],
+        "fleet": ["2 of 2", "index ready", name, reported],
         f"fleet/{quote(first, safe='')}": [
-            "Requests ended2",
+            "Ended requests2",
             f"{worker['kv_events']['ranks'][0]['blocks']} blocks",
             found,
         ],
@@ -95,7 +95,7 @@ async def ask(client: httpx.AsyncClient) -> Shown:
         ],
         "prefixes": ["asked for 2 times", "1 × gpu"],
         "regret": ["Requests2", f"Reported{reported}"],
-        "health": ["All is as it should be."],
+        "health": ["No problems."],
     }
 
 

@@ -307,7 +307,7 @@ async def test_workers_that_were_found_outlive_who_found_them_and_what_named_the
         assert (await router.call(0, "/readiness"))[1]["discovery"][0]["state"] == "failed"
         name(fleet[0])
         await until(partial(has, fleet[0], added))
-        assert (await router.workers(1))[fleet[0].url]["wanted_by"] == [f"file://{path}"]
+        assert (await router.workers(1))[fleet[0].url]["registered_by"] == [f"file://{path}"]
         assert {(await router.complete(front, "x")).status for front in FRONTS} == {200}
 
 

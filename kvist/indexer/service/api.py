@@ -201,7 +201,7 @@ class Api:
         _send_json(responder, health)
 
     async def _readiness(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
-        _send_json(responder, {"ready": True, "index": "joined"})
+        _send_json(responder, {"ready": True, "index": "ready"})
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
@@ -270,7 +270,7 @@ def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[
         str(rank): {"state": state, "num_blocks": member.index.digest(WorkerRank(source.worker, rank)).num_blocks}
         for rank, state in sorted(source.states.items())
     }
-    listener["upper_bounds"] = source.has_upper_bounds
+    listener["overlap_is_upper_bound"] = source.has_upper_bounds
     listener["lag_s"] = source.lag_s
     listener["last_event_age_s"] = source.last_event_age_s
     listener["counters"] = {f"num_{name}": getattr(source, f"num_{name}") for name in SOURCE_COUNTERS}

@@ -33,23 +33,23 @@ _HITS = ("prompt_tokens", "routed_tokens", "prompt_tokens_with_report", "predict
 
 
 class Condition(StrEnum):
-    """How complete the knowledge from one stream is; anything but LIVE has a reason."""
+    """How completely one stream tells what its ranks hold; anything but LIVE has a reason."""
 
     LIVE = "live"
     PARTIAL = "partial"
     RESYNCING = "resyncing"
-    UNHEARD = "unheard"
+    NO_EVENTS = "no_events"
     GONE = "gone"
     FAILED = "failed"
 
 
 _REASONS = {
-    Condition.PARTIAL: "not all that hits need is known: events were lost, or it cannot be followed (docs/engines.md)",
-    Condition.RESYNCING: "not known just now: asking, or waiting to hear that it goes on",
-    Condition.UNHEARD: "nothing was received yet",
-    Condition.GONE: "the publisher ended or died",
+    Condition.PARTIAL: "part of the cache is unknown: events were lost, or cannot be followed (docs/engines.md)",
+    Condition.RESYNCING: "asking for what is missing; until then its ranks count as holding nothing",
+    Condition.NO_EVENTS: "nothing received yet",
+    Condition.GONE: "the publisher has closed the stream or died",
 }
-_UPPER_BOUNDS = "overlaps are upper bounds: hits need other layer groups, too, which are published with --groups all"
+_UPPER_BOUNDS = "overlaps are upper bounds: hits also need other layer groups; publish them with --groups all"
 
 
 def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
@@ -60,7 +60,7 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
     if source.is_peer_gone:
         condition = Condition.GONE
     elif not states:
-        condition = Condition.UNHEARD
+        condition = Condition.NO_EVENTS
     elif SourceState.RESYNCING in states:
         condition = Condition.RESYNCING
     else:
@@ -77,7 +77,7 @@ def explain_plan(plan: Plan, parsed: ParsedRequest, load: LoadTracker, now_s: fl
     elif plan.prefill is not None:
         page["prefill"] = explain_decision(plan.prefill, parsed, load, now_s)
     elif plan.local_reason is not None:
-        page["local"] = plan.local_reason.value
+        page["local_prefill_reason"] = plan.local_reason.value
     return page
 
 
@@ -131,7 +131,7 @@ def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, An
         "worker": candidate.target.worker,
         "rank": candidate.target.rank,
         "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
-        "cached_blocks": candidate.num_cached_blocks,
+        "total_cached_blocks": candidate.num_cached_blocks,
         "approximate": candidate.is_approximate,
         "probability": probability,
     }
@@ -176,8 +176,8 @@ def _explain_worker(
     return {
         "url": worker.url,
         "state": worker.state.value,
-        "wanted_by": list(worker.wanted_by),
-        "takes_nothing_as": _why_nothing(worker, fleet, now_s),
+        "registered_by": list(worker.registered_by),
+        "unavailable_reason": _unavailable_reason(worker, fleet, now_s),
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
@@ -189,24 +189,24 @@ def _explain_worker(
         "engine": identity.engine,
         "version": identity.version,
         "block_size": (index.block_sizes.get(worker.url) if index else None) or identity.cache_block[0],
-        "num_cache_tokens": identity.num_cache_tokens,
+        "cache_size_tokens": identity.cache_size_tokens,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "rendering": msgspec.to_builtins(worker.rendering),
     }
 
 
-def _why_nothing(worker: Worker, fleet: Fleet, now_s: float) -> str | None:
+def _unavailable_reason(worker: Worker, fleet: Fleet, now_s: float) -> str | None:
     """Return why the worker gets no requests now, None if it may get some."""
     if worker.state is not WorkerState.HEALTHY:
-        return f"it is {worker.state}: {worker.last_failure or 'no verdict yet'}"
+        return f"{worker.state}: {worker.last_failure or 'no health check has ended yet'}"
     if not worker.breaker.allows(now_s):
-        return f"its circuit is open: {worker.breaker.failures_in_a_row} requests failed in a row"
+        return f"circuit open: {worker.breaker.failures_in_a_row} requests failed in a row"
     if worker.capacity.paused_until_s > now_s:
-        return f"it asked to be spared for {worker.capacity.paused_until_s - now_s:.1f} s more"
+        return f"overloaded, as it answered: paused for {worker.capacity.paused_until_s - now_s:.1f} s more"
     if fleet.engines is not None and worker.engine not in fleet.engines:
-        return f"its engine ({worker.engine or 'not told'}) may not keep caches of tenants apart"
-    return "it names no model" if worker.model_ids == frozenset() else None
+        return f"engine {worker.engine or 'unknown'}, expected one that isolates tenants' caches by salt"
+    return "it serves no model" if worker.model_ids == frozenset() else None
 
 
 def _explain_source(source: SourceStatistics) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
         "condition": condition,
         "reason": reason,
         "failure": source.failure,
-        "upper_bounds": source.has_upper_bounds,
+        "overlap_is_upper_bound": source.has_upper_bounds,
         "last_event_age_s": None if age_s is None else round(age_s, 3),
         "lag_s": source.lag_s,
         **{name: getattr(source, f"num_{name}") for name in _COUNTERS},
@@ -251,7 +251,7 @@ def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *,
             ][:MAX_NAMED]
         }
     if index is not None:
-        page["index"] = "joined" if index.has_joined else "compiling"
+        page["index"] = "ready" if index.has_joined else "compiling"
         page["event_sources"] = _explain_sources(workers, index)
     return page
 
@@ -260,7 +260,8 @@ def _why_not_ready(workers: list[Worker]) -> str:
     if not workers:
         return "there are no workers"
     reasons = [
-        f"{worker.url} is {worker.state}: {worker.last_failure or 'no verdict yet'}" for worker in workers[:MAX_NAMED]
+        f"{worker.url} is {worker.state}: {worker.last_failure or 'no health check has ended yet'}"
+        for worker in workers[:MAX_NAMED]
     ]
     return "no worker is healthy; " + "; ".join(reasons)
 
@@ -273,17 +274,17 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
     for source in index.source_statistics():
         page = _explain_source(source)
         counts[page["condition"]] += 1
-        num_upper_bounds += page["upper_bounds"]
+        num_upper_bounds += page["overlap_is_upper_bound"]
         if page["condition"] is not Condition.LIVE:
             problems.append({"worker": source.worker, **{name: page[name] for name in _PROBLEM}})
-    unfollowed = [
+    without_events = [
         {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
         for worker in workers
         if worker.event_error
     ]
     return {
         **{condition.value: counts[condition] for condition in Condition},
-        "upper_bounds": num_upper_bounds,
+        "overlap_is_upper_bound": num_upper_bounds,
         "problems": problems[:MAX_NAMED],
-        "unfollowed_workers": unfollowed[:MAX_NAMED],
+        "workers_without_events": without_events[:MAX_NAMED],
     }

@@ -146,7 +146,7 @@ class LiveState:
         workers = explain_workers(self._fleet, load, index, self._regret, now_s)
         readiness = explain_readiness(self._fleet, self._models, None, is_draining=False) | self._explain_more()
         if index is not None:
-            readiness["index"] = "joined" if index.has_joined else "compiling"
+            readiness["index"] = "ready" if index.has_joined else "compiling"
         self._update_problems(problems_of(workers, readiness))
         began_at = time.time() - now_s
         before, self._workers = self._workers, {}

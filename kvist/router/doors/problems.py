@@ -10,16 +10,16 @@ from kvist.router.index import APPROXIMATE
 _MIN_REPORT_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
 """A worker that finds a smaller share of the tokens predicted is a problem, once its reports cover so many tokens."""
 _KINDS = {"live": "good", "gone": "bad", "failed": "bad"}
-_STREAMS = ("live", "unheard", "partial", "resyncing", "gone", "failed")
+_STREAMS = ("live", "no_events", "partial", "resyncing", "gone", "failed")
 """The conditions of streams, the worst last."""
 
 
 def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
     """Return a worker's state and how well its cache is known, each as a word, its reason, and good, warn or bad."""
-    why, events = worker["takes_nothing_as"], worker["kv_events"]
+    why, events = worker["unavailable_reason"], worker["kv_events"]
     state = worker["state"], why, "bad" if worker["state"] == "unhealthy" else "warn"
     if worker["state"] == "healthy":
-        state = ("spared", why, "warn") if why else ("warming" if worker["warming"] else "healthy", None, "good")
+        state = ("unavailable", why, "warn") if why else ("warming" if worker["warming"] else "healthy", None, "good")
     streams = sorted(events["sources"], key=lambda each: _STREAMS.index(each["condition"]))
     known: tuple[str, str | None, str] = ("none", None, "")
     if any(rank["state"] == APPROXIMATE for rank in events["ranks"]):
@@ -47,8 +47,8 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
     events, hits = worker["kv_events"], worker["hits"]
     if worker["state"] != "healthy":
         yield _problem(f"is {worker['state']}", worker["last_failure"], "fleet", is_bad=worker["state"] == "unhealthy")
-    elif worker["takes_nothing_as"] is not None:
-        yield _problem("takes no requests", worker["takes_nothing_as"], "operating")
+    elif worker["unavailable_reason"] is not None:
+        yield _problem("takes no requests", worker["unavailable_reason"], "operating")
     if events["error"] is not None:
         is_expected = any(rank["state"] == APPROXIMATE for rank in events["ranks"])
         yield _problem("has no events that are followed", events["error"], "engines", is_bad=not is_expected)

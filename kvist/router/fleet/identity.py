@@ -41,7 +41,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Identity(msgspec.Struct, frozen=True):
     """What a worker says of itself, None where it does not. Without a model list it is taken to serve any model.
 
-    `num_cache_tokens` is the size of its prefix cache, 0 if it has none; `started_s` the Unix time of its start.
+    `cache_size_tokens` is the size of its prefix cache, 0 if it has none; `started_s` the Unix time of its start.
     `cache_block` is the number of tokens in a block of its cache, and their data type, scales included;
     `bootstrap_port` is where decode workers of SGLang find a prefill worker.
     """
@@ -54,7 +54,7 @@ class Identity(msgspec.Struct, frozen=True):
     role: Role = Role.BOTH
     transfer_endpoints: tuple[str, ...] = ()
     models: tuple[ServedModel, ...] | None = None
-    num_cache_tokens: int | None = None
+    cache_size_tokens: int | None = None
     started_s: float | None = None
     cache_block: tuple[int | None, str | None] = (None, None)
     bootstrap_port: int | None = None
@@ -163,7 +163,7 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     answer = await _json_object(pool, url, "/server_info", authorization)
     paths = [answer.get(name) for name in ("tokenizer_path", "model_path")]
     model_paths = tuple(path for path in paths if isinstance(path, str) and path)
-    known = Identity(num_cache_tokens=_num_cache_tokens(answer), model_paths=model_paths)
+    known = Identity(cache_size_tokens=_cache_size_tokens(answer), model_paths=model_paths)
     try:
         if "disaggregation_mode" in answer:
             return _sglang_identity(answer, known)
@@ -226,7 +226,7 @@ async def _json_object(pool: UpstreamPool, url: str, target: str, authorization:
     return answer if isinstance(answer, dict) else {}
 
 
-def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
+def _cache_size_tokens(server_info: dict[str, Any]) -> int | None:
     if server_info.get("disable_radix_cache") is True:  # SGLang's
         return 0
     num_tokens = server_info.get("max_total_num_tokens")
@@ -248,7 +248,7 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
     # Each data-parallel rank has a cache of its own, which each of its tensor-parallel ranks reports.
     by_rank = {each.labels.get("engine", each.labels.get("dp_rank")): _num_tokens(each) for each in caches}
     if sizes := [size for size in by_rank.values() if size is not None]:
-        found["num_cache_tokens"] = sum(sizes)
+        found["cache_size_tokens"] = sum(sizes)
     for labels in (cache.labels for cache in caches if cache.name == _VLLM_CACHE):
         found["cache_block"] = _number(labels.get("block_size", "")), labels.get("cache_dtype")
     return msgspec.structs.replace(identity, **found)

@@ -138,7 +138,7 @@ class Membership(ComposedContext):
                     continue
             worker.configured_event_sources, worker.configured_role = every[url].kv_event_sources, every[url].role
             wanting = [each for each, wanted in self._wanted.items() if url in wanted]
-            worker.wanted_by = tuple(map(self.discovery.name_of, wanting))
+            worker.registered_by = tuple(map(self.discovery.name_of, wanting))
             if worker.is_draining:
                 worker.is_draining = False
                 self._drains.pop(url).cancel()
@@ -153,10 +153,10 @@ class Membership(ComposedContext):
         """Keep the workers of the process before this one, each with who wanted it, until all sources have answered."""
         known = list(workers)
         self.set_wanted(EARLIER, [worker for worker, _ in known])
-        self.set_wanted(ADMINISTRATOR, [worker for worker, wanted_by in known if ADMINISTRATOR in wanted_by])
+        self.set_wanted(ADMINISTRATOR, [worker for worker, registered_by in known if ADMINISTRATOR in registered_by])
         urls = {worker.url for worker, _ in known}
         for worker in self._fleet.workers:
-            if worker.url not in urls and SETTINGS in worker.wanted_by:
+            if worker.url not in urls and SETTINGS in worker.registered_by:
                 self.remove(worker)
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -202,7 +202,7 @@ class Membership(ComposedContext):
     def _drain(self, worker: Worker) -> None:
         """Give the worker no new requests, and remove it once its requests have ended or `drain_timeout_s` is over."""
         if not worker.is_draining:
-            worker.is_draining, worker.wanted_by = True, ()
+            worker.is_draining, worker.registered_by = True, ()
             if self._index is not None:
                 self._index.forget_expected(worker.url)
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
@@ -335,7 +335,7 @@ class Membership(ComposedContext):
             self._follow_announced(worker, identity, self._index)
         if has_restarted:
             self._index.forget_expected(worker.url)
-        num_tokens = identity.num_cache_tokens
+        num_tokens = identity.cache_size_tokens
         if num_tokens is None:
             num_tokens = self._config.expected_cache_tokens
         model = next(iter(worker.model_ids or ()), None)

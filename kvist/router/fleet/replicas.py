@@ -219,7 +219,7 @@ class Replicas(ComposedContext):
 
     def describe(self) -> dict[str, Any]:
         """Return the state, for an operator to read."""
-        return {"heard": len(self), "problem": self._subscription.problem, "malformed": self._num_malformed}
+        return {"active": len(self), "problem": self._subscription.problem, "malformed": self._num_malformed}
 
     async def _send(self) -> None:
         whole_at_s, sequence, is_asking = -WHOLE_S, 0, True
@@ -265,7 +265,7 @@ class Replicas(ComposedContext):
         if not self._rows.apply(replica, summary, self._now_s()):
             return
         if len(self._rows) > num_before:
-            logger.info("replica is heard replica=%s", replica)
+            logger.info("replica is active replica=%s", replica)
         self._is_whole_due |= summary.is_asking
         for url in summary.open_circuits:
             if (worker := self._fleet.get(url)) is not None:

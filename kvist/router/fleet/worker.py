@@ -268,7 +268,7 @@ class Worker:
     last_failure: str | None = None
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     configured_role: Role | None = None
-    wanted_by: tuple[str, ...] = ()
+    registered_by: tuple[str, ...] = ()
     """Who wants the worker: settings, an administrator, or sources by their names."""
     rendering: Rendering | None = None
     model_ids: frozenset[str | None] | None = None

@@ -26,7 +26,7 @@ export async function ask(path, options = {}) {
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
   if (response.status === 401 || response.status === 403) {
     const { error } = await response.json();
-    $("key-why").textContent = response.status === 401 && key ? "The key is not, or no longer, the administrators'." : error.message;
+    $("key-why").textContent = response.status === 401 && key ? "This is not, or no longer, the administrators' key." : error.message;
     $("key").hidden = false;
     throw new Refused("Not signed in");
   }
@@ -94,7 +94,7 @@ export async function follow() {
         if (name === "state") {
           apply(JSON.parse(data), view);
           showConnection(state.at === null ? "Live" : "Recorded", "good");
-        } else showConnection(JSON.parse(data).error?.message ?? "The router does not know its fleet just now", "bad");
+        } else showConnection(JSON.parse(data).error?.message ?? "The router cannot reach its keeper process", "bad");
       }
     }
   } catch (error) {

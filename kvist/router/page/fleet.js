@@ -6,7 +6,7 @@ import { requestTable } from "/ui/requests.js";
 
 const blocks = (worker) => worker.kv_events.ranks.reduce((sum, rank) => sum + rank.blocks, 0);
 const held = (worker) => blocks(worker) * (worker.block_size ?? 16);
-const fillShare = (worker) => (worker.num_cache_tokens ? held(worker) / worker.num_cache_tokens : null);
+const fillShare = (worker) => (worker.cache_size_tokens ? held(worker) / worker.cache_size_tokens : null);
 const hit = (worker, part, whole) => (worker.hits?.[whole] ? worker.hits[part] / worker.hits[whole] : -1);
 
 const COLUMNS = [
@@ -15,7 +15,7 @@ const COLUMNS = [
   { name: "Role", value: (w) => w.role, text: (w) => w.role },
   { name: "State", value: (w) => w.shown.state[0], text: (w) => w.shown.state },
   { name: "Running", class: "number", value: (w) => w.running_requests, text: (w) => [number(w.running_requests), w.max_requests ? `of ${number(w.max_requests)}` : null] },
-  { name: "To compute", class: "number", value: (w) => w.prefill_tokens, text: (w) => short(w.prefill_tokens) },
+  { name: "To prefill", class: "number", value: (w) => w.prefill_tokens, text: (w) => short(w.prefill_tokens) },
   { name: "Cached", class: "number", value: held, text: (w) => [short(held(w)), fillShare(w) === null ? null : share(fillShare(w), 1)], bar: (w) => [[["fill", fillShare(w) ?? 0]], 1] },
   { name: "Predicted", class: "number", value: (w) => hit(w, "routed_tokens", "prompt_tokens"), text: (w) => share(w.hits?.routed_tokens, w.hits?.prompt_tokens) },
   { name: "Reported", class: "number", value: (w) => hit(w, "reported_tokens", "prompt_tokens_with_report"), text: (w) => share(w.hits?.reported_tokens, w.hits?.prompt_tokens_with_report) },
@@ -29,21 +29,21 @@ let table, tiles, search, only, detail, kept, list, url;
 function details(worker) {
   const values = {
     State: worker.shown.state.slice(0, 2).filter(Boolean).join(": "),
-    Engine: [worker.engine ?? "not told", worker.version].filter(Boolean).join(" "),
+    Engine: [worker.engine ?? "unknown", worker.version].filter(Boolean).join(" "),
     Models: worker.models?.join(", ") ?? "any",
-    "Wanted by": worker.wanted_by.join(", "),
-    "Blocks of": worker.block_size ? tokens(worker.block_size) : "not told",
-    "Cache holds": worker.num_cache_tokens ? tokens(worker.num_cache_tokens) : "not told",
-    "Requests ended": number(worker.ended_requests),
-    "Tokens of chats": worker.rendering ? [worker.rendering.state, worker.rendering.reason].filter(Boolean).join(": ") : "not compared",
+    "Registered by": worker.registered_by.join(", "),
+    "Block size": worker.block_size ? tokens(worker.block_size) : "unknown",
+    "Cache size": worker.cache_size_tokens ? tokens(worker.cache_size_tokens) : "unknown",
+    "Ended requests": number(worker.ended_requests),
+    "Chat template": worker.rendering ? [worker.rendering.state, worker.rendering.reason].filter(Boolean).join(": ") : "not checked",
     "Last failure": worker.last_failure ?? "none",
   };
   const streams = worker.kv_events.sources.map((source) => {
-    const age = source.last_event_at === null ? "nothing yet" : `last event ${duration(now() - source.last_event_at)} ago, lag ${seconds(source.lag_s)}`;
+    const age = source.last_event_at === null ? "no event yet" : `last event ${duration(now() - source.last_event_at)} ago, lag ${seconds(source.lag_s)}`;
     const counts = `${number(source.batches)} batches, ${source.gaps} gaps, ${source.restarts} restarts, ${source.malformed} malformed`;
     return h("li", {}, `${source.condition} ${source.url}: ${[source.reason, age, counts].filter(Boolean).join("; ")}`);
   });
-  const ranks = worker.kv_events.ranks.map((rank) => h("li", {}, `rank ${rank.rank}: ${rank.state ?? "not known"}, ${number(rank.blocks)} blocks`));
+  const ranks = worker.kv_events.ranks.map((rank) => h("li", {}, `rank ${rank.rank}: ${rank.state ?? "unknown"}, ${number(rank.blocks)} blocks`));
   return [
     facts(values),
     h("h3", {}, "Event streams and ranks"),
@@ -59,10 +59,10 @@ export default {
   },
   build() {
     table = new Table("Workers", COLUMNS, (worker) => worker.url, { sort: "Worker", nothing: "No such worker.", link: (worker) => `#fleet/${encodeURIComponent(worker.url)}` });
-    list = requestTable("Its last requests");
+    list = requestTable("Last requests of the worker");
     tiles = h("dl", { class: "tiles" });
     search = h("input", { type: "search", placeholder: "Filter by name or model", oninput: () => this.update(state) });
-    only = h("select", { onchange: () => this.update(state) }, ["All workers", "Not as they should be"].map((text) => h("option", {}, text)));
+    only = h("select", { onchange: () => this.update(state) }, ["All workers", "With problems"].map((text) => h("option", {}, text)));
     kept = h("div");
     detail = new Detail("Worker", "#fleet", kept, h("h3", {}, "Last requests"), list.element);
     return [tiles, h("div", { class: "tools" }, field("Filter", search), field("Show", only)), table.element, detail.element];
@@ -94,7 +94,7 @@ export default {
     );
     if (!url) return;
     const worker = workers.get(url);
-    refill(kept, worker ? details(worker) : h("p", {}, "This worker is not known, or no longer."));
+    refill(kept, worker ? details(worker) : h("p", {}, "No such worker, or it was removed."));
     list.update(requests.filter((request) => [request.decision?.worker, request.prefill?.worker].includes(url)).slice(0, 50));
   },
 };

@@ -1,7 +1,7 @@
 // The problems of the fleet, the newest first.
 
 import { now } from "/ui/app.js";
-import { clock, duration, h, host, refill } from "/ui/dom.js";
+import { clock, count, duration, h, host, refill } from "/ui/dom.js";
 
 let list, calm;
 
@@ -14,7 +14,7 @@ function item(problem) {
   return h(
     "li",
     { class: isOver ? "over" : "", "data-key": `${problem.where} ${problem.what}` },
-    h("p", {}, h("span", { class: `mark ${kind}` }, isOver ? "over" : problem.is_bad ? "wrong" : "note"), " ", h("strong", {}, host(problem.where)), ` ${problem.what}`),
+    h("p", {}, h("span", { class: `mark ${kind}` }, isOver ? "over" : problem.is_bad ? "problem" : "note"), " ", h("strong", {}, host(problem.where)), ` ${problem.what}`),
     problem.why && h("p", {}, problem.why),
     h("p", { class: "note" }, `${when} · explained in `, h("code", {}, problem.page)),
   );
@@ -31,7 +31,7 @@ export default {
   },
   update({ fleet }) {
     const open = fleet.problems.filter((each) => each.until === null).length;
-    refill(calm, open ? `${open} not as ${open > 1 ? "they" : "it"} should be` : "All is as it should be.");
+    refill(calm, open ? count(open, "problem") : "No problems.");
     calm.className = `calm mark ${open ? "bad" : "good"}`;
     refill(list, fleet.problems.toSorted((a, b) => (a.until !== null) - (b.until !== null) || b.since - a.since).map(item));
   },

@@ -28,7 +28,7 @@ const COLUMNS = [
   { name: "Prompt", class: "number", text: (r) => number(r.prompt_tokens) },
   { name: "Predicted", class: "number", text: (r) => (r.decision ? share(r.decision.overlap_tokens, r.prompt_tokens) : "–") },
   { name: "Reported", class: "number", text: (r) => share(r.cached_tokens ?? 0, r.cached_tokens === null ? 0 : r.prompt_tokens) },
-  { name: "Took", class: "number", text: (r) => seconds(r.total_s) },
+  { name: "Duration", class: "number", text: (r) => seconds(r.total_s) },
   { name: "Time line", class: "wide", text: () => "", bar: (r, longest) => [phases(r), longest, seconds] },
   { name: "Status", text: outcome },
 ];
@@ -53,8 +53,8 @@ function decision(title, choice) {
     [
       { name: "Candidate", text: (each) => [`${host(each.worker)}${each.rank ? ` rank ${each.rank}` : ""}`, ...(isChosen(each) ? ["chosen", "good"] : [])] },
       { name: "Cached or in flight", class: "number", text: (each) => number(cached(each)) },
-      { name: isPriced ? "Cost" : "Chance", class: "number", text: (each) => (each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`) },
-      ...(isPriced ? [{ name: "Of what", class: "wide", text: () => "", bar: (each) => [ofTerms.map(([name, term]) => [term, each.seconds[name]]), most, seconds] }] : []),
+      { name: isPriced ? "Cost" : "Probability", class: "number", text: (each) => (each.seconds ? seconds(each.seconds.cost) : `p ${each.probability.toFixed(2)}`) },
+      ...(isPriced ? [{ name: "Cost terms", class: "wide", text: () => "", bar: (each) => [ofTerms.map(([name, term]) => [term, each.seconds[name]]), most, seconds] }] : []),
       ...ofTerms.map(([name, term]) => ({ name: term.replaceAll("-", " "), class: "number term", text: (each) => seconds(each.seconds[name]) })),
     ],
     (each) => `${each.worker} ${each.rank}`,
@@ -87,9 +87,9 @@ function details(request) {
   return [
     bar(phases(request), request.total_s, seconds),
     legend(PHASES),
-    request.decision ? decision("Who answers", request.decision) : h("p", {}, "It was sent to nobody."),
+    request.decision ? decision("Answering worker", request.decision) : h("p", {}, "It was sent to no worker."),
     request.pull && h("p", {}, `Of the prompt, ${fetched(request.pull)}.`),
-    request.prefill && decision("Who computes the prompt", request.prefill),
+    request.prefill && decision("Prefill worker", request.prefill),
     facts(values),
     request.prompt && [h("h3", {}, "The prompt's end"), h("pre", {}, request.prompt)],
   ];
@@ -107,11 +107,11 @@ async function explain(event) {
     if (!response.ok) throw new Error(plan.error.message);
     fill(
       answer,
-      decision("Who would answer", plan),
+      decision("Chosen worker", plan),
       plan.queued && h("p", {}, "It would wait for a worker with room."),
       plan.pull && h("p", {}, `Of the prompt, ${fetched(plan.pull)}.`),
-      plan.local && h("p", {}, `Nobody computes the prompt for another: ${plan.local}.`),
-      plan.prefill && decision("Who would compute the prompt", plan.prefill),
+      plan.local_prefill_reason && h("p", {}, `No separate prefill worker: ${plan.local_prefill_reason.replaceAll("_", " ")}.`),
+      plan.prefill && decision("Chosen prefill worker", plan.prefill),
     );
   } catch (error) {
     fill(answer, h("p", { class: "mark bad" }, error.message));
@@ -136,7 +136,7 @@ export default {
     answer = h("section", { tabindex: "-1", "aria-label": "Explanation" });
     const kinds = h("select", { name: "kind" }, h("option", { value: "text" }, "as text"), h("option", { value: "chat" }, "as a chat"));
     const prompt = h("textarea", { name: "prompt", rows: "3", required: true, placeholder: "A prompt: where would it go? Nothing is sent." });
-    const form = h("form", { class: "tools", onsubmit: explain }, field("Prompt", prompt), field("Model", models), field("Read", kinds), h("button", {}, "Explain"));
+    const form = h("form", { class: "tools", onsubmit: explain }, field("Prompt", prompt), field("Model", models), field("Prompt format", kinds), h("button", {}, "Explain"));
     return [
       h("details", {}, h("summary", {}, h("h2", {}, "Explain a prompt")), form, answer),
       h("div", { class: "tools" }, field("Search", search), pause, legend(PHASES)),
@@ -165,7 +165,7 @@ export default {
     const found = all.filter((each) => `${each.id} ${worker(each)} ${each.prefill?.worker ?? ""} ${each.model} ${each.tenant}`.toLowerCase().includes(text));
     table.update(found.slice(0, limit));
     more.hidden = found.length <= limit;
-    const skipped = fleet.requests_skipped && `; ${number(fleet.requests_skipped)} others ended too fast after one another to be kept`;
+    const skipped = fleet.requests_skipped && `; ${number(fleet.requests_skipped)} others were not kept: more than 20 a second ended`;
     refill(counted, `${number(found.length)} of the last ${number(all.length)}${skipped || ""}.`);
     if (models.dataset.names !== fleet.models.join()) {
       fill(models, ["", ...fleet.models].map((name) => h("option", { value: name }, name || "any model")));
@@ -174,6 +174,6 @@ export default {
     if (!id || drawn === id) return;
     const request = all.find((each) => each.id === id);
     if (request) drawn = id;
-    fill(kept, request ? details(request) : h("p", {}, "This request is not among those that are kept."));
+    fill(kept, request ? details(request) : h("p", {}, "This request is not, or no longer, among those kept."));
   },
 };

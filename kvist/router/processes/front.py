@@ -309,7 +309,7 @@ class RemoteKeeper(ComposedContext):
         # The keeper's circuit replaces ours: changes by requests here were sent to it, and come back with its own.
         worker.breaker.state, worker.breaker.failures_in_a_row, worker.breaker.retry_at_s = news.circuit
         worker.configured_event_sources, worker.configured_role = news.configured_event_sources, news.configured_role
-        worker.wanted_by = news.wanted_by
+        worker.registered_by = news.registered_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
         paused_until_s = max(

@@ -157,7 +157,7 @@ class KeeperProcess(ComposedContext):
             worker.url,
             worker.configured_event_sources,
             worker.configured_role,
-            worker.wanted_by,
+            worker.registered_by,
             worker.identity,
             worker.health.is_healthy,
             worker.is_draining,
@@ -239,7 +239,7 @@ class KeeperProcess(ComposedContext):
         """Continue with the workers of the keeper before this one, and with what administrators changed of them."""
         fleet, membership = self._keeper.fleet, self._keeper.membership
         membership.adopt(
-            (WantedWorker(each.url, each.configured_event_sources, each.configured_role), each.wanted_by)
+            (WantedWorker(each.url, each.configured_event_sources, each.configured_role), each.registered_by)
             for each in known
         )
         for each in known:

@@ -45,7 +45,7 @@ class WorkerNews(Message, frozen=True):
     url: str
     configured_event_sources: tuple[str, ...]
     configured_role: Role | None
-    wanted_by: tuple[str, ...]
+    registered_by: tuple[str, ...]
     identity: Identity
     is_healthy: bool | None
     is_draining: bool

@@ -36,7 +36,7 @@ async def test_queries_are_answered_once_the_index_has_joined(
         return (await client.get("/readiness")).status_code == 200
 
     await eventually(has_joined)
-    assert (await client.get("/readiness")).json() == {"ready": True, "index": "joined"}
+    assert (await client.get("/readiness")).json() == {"ready": True, "index": "ready"}
     assert (await client.get("/health")).json()["cold_start_s"] > 0
     assert (await client.http.post("/query", json=query)).status_code == 404  # nobody has registered
     await client.register(port)

@@ -26,7 +26,7 @@ LIVE, PARTIAL, RESYNCING = SourceState.LIVE, SourceState.PARTIAL, SourceState.RE
 @pytest.mark.parametrize(
     ("statistics", "condition"),
     [
-        (source(), "unheard"),
+        (source(), "no_events"),
         (source((LIVE, LIVE)), "live"),
         (source((LIVE, PARTIAL)), "partial"),
         (source((PARTIAL, RESYNCING, LIVE)), "resyncing"),
@@ -98,11 +98,11 @@ async def test_a_live_stream_that_tells_of_one_layer_group_has_upper_bounds(work
         async def has_upper_bounds() -> bool:
             publication.send(Message(b"kv/w/0", 0, encode_batch(heartbeat)))
             (_, page), shown = await readiness(front), (await front.workers())[one.url]["kv_events"]
-            if page["event_sources"]["upper_bounds"]:
+            if page["event_sources"]["overlap_is_upper_bound"]:
                 assert (page["event_sources"]["live"], page["event_sources"]["problems"]) == (1, [])
                 assert [rank["state"] for rank in shown["ranks"]] == ["live"]
                 assert "--groups all" in shown["sources"][0]["reason"]
-            return bool(page["event_sources"]["upper_bounds"])
+            return bool(page["event_sources"]["overlap_is_upper_bound"])
 
         await front.until(has_upper_bounds)
     publication.close()
@@ -145,6 +145,6 @@ async def test_a_stock_engines_too(worker, router, free_port, start_vllm) -> Non
 async def test_a_worker_without_events_is_named(worker, router) -> None:
     async with worker() as one, router(one.url, block_size=16) as front:
         _, page = await readiness(front)
-        (unfollowed,) = page["event_sources"]["unfollowed_workers"]
-        assert unfollowed["worker"] == one.url
-        assert "announces no KV events" in unfollowed["reason"]
+        (without_events,) = page["event_sources"]["workers_without_events"]
+        assert without_events["worker"] == one.url
+        assert "announces no KV events" in without_events["reason"]

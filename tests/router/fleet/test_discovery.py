@@ -65,7 +65,7 @@ async def test_workers_of_a_file_come_and_go_with_it_and_a_broken_one_takes_nobo
         async with router(discover=(f"file://{path}",)) as front:
             assert (await front.complete()).headers["x-kvist-worker"] == one.url
             explained = (await front.workers())[one.url]
-            assert (explained["role"], explained["wanted_by"]) == ("decode", [f"file://{path}"])
+            assert (explained["role"], explained["registered_by"]) == ("decode", [f"file://{path}"])
             await front.until_sources(one.url, "tcp://127.0.0.1:50003")
             write_toml(path, one.url, two.url)
             await front.until_state(two.url, "healthy")
@@ -108,7 +108,7 @@ async def test_a_worker_stays_while_anybody_wants_it(worker, router, tmp_path: P
         async with router(named.url, discover=sources) as front:
             await front.client.post("/workers", json={"url": own.url})
             assert (await front.client.post("/workers", json={"url": added.url})).status_code == 409
-            assert (await front.workers())[named.url]["wanted_by"] == ["settings", sources[0]]
+            assert (await front.workers())[named.url]["registered_by"] == ["settings", sources[0]]
             write_toml(first)
             await front.until_state(added.url, "gone")
             assert set(await front.workers()) == {named.url, found.url, own.url}

@@ -337,7 +337,7 @@ async def test_a_router_routes_to_the_endpoints_of_a_service(use, worker, router
         cluster.put("a", **slice_of(endpoint("127.0.0.1"), port=one.port))
         async with router(discover=(SERVICE,)) as front:
             assert (await front.complete()).headers["x-kvist-worker"] == one.url
-            assert (await front.workers())[one.url]["wanted_by"] == [SERVICE]
+            assert (await front.workers())[one.url]["registered_by"] == [SERVICE]
             (source,) = (await front.client.get("/readiness")).json()["discovery"]
             assert (source["state"], source["workers"]) == ("ok", 1)
             cluster.put("a", **slice_of())

@@ -130,8 +130,8 @@ async def test_readiness_says_what_is_served_and_workers_why_one_gets_nothing(wo
             "a": {"workers": 1, "healthy": 1, "adapter_of": None, "tokenizer": path, "problem": None}
         }
         told = await front.workers()
-        assert told[one.url]["takes_nothing_as"] is None
-        assert told[other.url]["takes_nothing_as"].startswith("it is unhealthy: ")
+        assert told[one.url]["unavailable_reason"] is None
+        assert told[other.url]["unavailable_reason"].startswith("unhealthy: ")
         other.health_status = 200
         await front.until_state(other.url, "healthy")
         page = (await front.client.get("/readiness")).json()["models"]["b"]

@@ -227,7 +227,7 @@ async def test_routers_beside_each_other_count_what_the_others_have_in_flight(
             for front in (first, second, third):
                 await until_running(front, 4)
             assert (await third.client.get("/readiness")).json()["replicas"] == {
-                "heard": 2,
+                "active": 2,
                 "malformed": 0,
                 "problem": None,
             }

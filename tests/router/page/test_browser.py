@@ -24,20 +24,20 @@ expect = playwright.expect
 
 SPOKEN = {"heading", "term", "link", "searchbox", "combobox", "button", "region", "columnheader", "rowheader"}
 
-REQUESTS = "columnheader: Id, Ended, Worker, Prompt, Predicted, Reported, Took, Time line, Status\n"
+REQUESTS = "columnheader: Id, Ended, Worker, Prompt, Predicted, Reported, Duration, Time line, Status\n"
 FLEET = f"""heading: Fleet
 term: Workers, Requests a second, Running, Waiting, Cached, predicted, Cached, reported, Blocks known
 searchbox: Filter
 combobox: Show
 region: Workers
-columnheader: Worker, Model, Role, State, Running, To compute, Cached, Predicted, Reported, Events, Tokens/s, Circuit
+columnheader: Worker, Model, Role, State, Running, To prefill, Cached, Predicted, Reported, Events, Tokens/s, Circuit
 rowheader: #
 region: Worker
 link: Close
 heading: #
-term: State, Engine, Models, Wanted by, Blocks of, Cache holds, Requests ended, Tokens of chats, Last failure
+term: State, Engine, Models, Registered by, Block size, Cache size, Ended requests, Chat template, Last failure
 heading: Event streams and ranks, Last requests
-region: Its last requests
+region: Last requests of the worker
 {REQUESTS}rowheader: …#"""
 TERMS = ("Wait", "Compute", "Price of computing", "In flight", "Fetch", "Running", "Recent")
 REQUEST = f"""heading: Requests, Explain a prompt
@@ -45,9 +45,9 @@ searchbox: Search
 button: Pause
 region: Request
 link: Close
-heading: #, Who answers
-region: Who answers: candidates
-columnheader: Candidate, Cached or in flight, Cost, Of what, {", ".join(TERMS)}
+heading: #, Answering worker
+region: Answering worker: candidates
+columnheader: Candidate, Cached or in flight, Cost, Cost terms, {", ".join(TERMS)}
 rowheader: # chosen
 term: Ended, Path, Model, Tenant, Outcome, Attempts, Prompt, Reported cached, Answer
 region: Requests
@@ -119,8 +119,8 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         await expect(table.locator("tbody tr")).to_have_count(2)
         await page.get_by_role("searchbox").fill(answer.headers["x-request-id"])
         await table.get_by_role("link").click()
-        await expect(page.get_by_role("region", name="Who answers")).to_contain_text("chosen")
-        await expect(page.get_by_role("region", name="Who answers").locator("tbody tr")).to_have_count(2)
+        await expect(page.get_by_role("region", name="Answering worker")).to_contain_text("chosen")
+        await expect(page.get_by_role("region", name="Answering worker").locator("tbody tr")).to_have_count(2)
         await page.get_by_text("Explain a prompt").click()
         await page.get_by_label("Prompt", exact=True).fill("Where would this go?")
         await page.get_by_role("button", name="Explain").click()
@@ -165,7 +165,9 @@ async def test_who_listens_is_led_through_all_of_it_and_not_torn_away_by_what_is
         await page.goto(front.service.url + "/ui")
         await page.get_by_role("link", name=one.url[7:]).press("Enter")
         await expect(page.get_by_role("heading", name=one.url[7:])).to_be_focused()
-        await expect(page.get_by_role("region", name="Its last requests").get_by_role("rowheader")).to_have_count(1)
+        await expect(
+            page.get_by_role("region", name="Last requests of the worker").get_by_role("rowheader")
+        ).to_have_count(1)
         assert await spoken(page) == FLEET
         await page.get_by_role("link", name="Close").press("Enter")
         await expect(page.get_by_role("link", name=one.url[7:])).to_be_focused()
@@ -234,14 +236,14 @@ async def test_it_asks_for_the_key_and_again_once_that_has_changed(worker, route
         assert await barriers(page) == []
         for key, told in (("wrong", "A key is needed"), ("first", "Live")):
             await page.get_by_label("Administrators' key").fill(key)
-            await page.get_by_role("button", name="Use it").click()
+            await page.get_by_role("button", name="Sign in").click()
             await expect(page.locator("#connection")).to_have_text(told)
         await expect(page.locator("tbody tr")).to_have_count(1)
         await expect(page.locator("#key")).to_be_hidden()
         front.service.reload(replace(front.service._config, admin_key="second"))
         await expect(page.locator("#key")).to_contain_text("no longer")
         await page.get_by_label("Administrators' key").fill("second")
-        await page.get_by_role("button", name="Use it").click()
+        await page.get_by_role("button", name="Sign in").click()
         await expect(page.locator("#connection")).to_have_text("Live")
 
 
@@ -253,7 +255,7 @@ async def test_what_workers_and_clients_say_is_text(worker, router, browsing) ->
         await front.complete(HOSTILE, model=f"{HOSTILE} unknown")
         for view in ("fleet", "requests", "prefixes", "regret", "health"):
             await page.goto(f"{front.service.url}/ui#{view}")
-            await expect(page.locator("main")).to_contain_text("onerror=alert(1)" if view != "health" else "should be")
+            await expect(page.locator("main")).to_contain_text("onerror=alert(1)" if view != "health" else "problem")
             assert await page.locator("main img, main b, main script").count() == 0
 
 

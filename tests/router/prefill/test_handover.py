@@ -225,7 +225,7 @@ async def test_a_well_cached_prompt_stays_local_and_the_explanation_says_so(work
         assert planned["prefill"]["candidates"][0]["overlap_blocks"]["gpu"] == 4
         front.hold(d.url, LONG[:320])
         planned = await front.explain(LONG)
-        assert (planned["worker"], planned["local"], planned["overlap_tokens"]) == (d.url, "cached", 320)
+        assert (planned["worker"], planned["local_prefill_reason"], planned["overlap_tokens"]) == (d.url, "cached", 320)
         assert "prefill" not in planned
 
 
@@ -384,7 +384,7 @@ async def test_a_fleet_without_prefill_workers_is_as_before(worker, router, simu
     async with worker(server_info=info("both"), answer=simulated.decode) as one, router(one.url) as front:
         answer = await front.complete(LONG)
         assert one.completions[0].body == answer.request.content
-        assert {"prefill", "local"}.isdisjoint(await front.explain(LONG))
+        assert {"prefill", "local_prefill_reason"}.isdisjoint(await front.explain(LONG))
 
 
 async def test_a_prefill_worker_that_fails_is_passed_over(worker, router, simulated, http_bytes) -> None:

@@ -77,8 +77,8 @@ async def test_workers_of_other_engines_get_nothing(worker, router, tenants, bea
             assert (await front.client.post("/v1/completions", json=body, headers=bearing("a"))).status_code == 200
         assert (len(other.completions), len(one.completions)) == (0, 8)
         workers = await front.workers()
-        assert "apart" in workers[other.url]["takes_nothing_as"]
-        assert workers[one.url]["takes_nothing_as"] is None
+        assert "isolates tenants" in workers[other.url]["unavailable_reason"]
+        assert workers[one.url]["unavailable_reason"] is None
 
 
 async def test_what_each_has_used_is_told_to_no_other_tenant(worker, router, tenants, bearing) -> None:
