@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage of a hundred flags."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     anywhere = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = ("debug", "info", "warning", "error")
-    anywhere.add_argument("--log-level", choices=levels, help="what goes to stderr (default: info)")
+    anywhere.add_argument("--log-level", choices=levels, help="least severe log level on stderr (default: info)")
     description = "Prefix-aware routing for fleets of LLM engines."
     parser = _Parser(prog="kvist", description=description, parents=[anywhere])
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")

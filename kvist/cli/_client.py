@@ -17,7 +17,7 @@ _TIMEOUT_S = 30.0
 
 def add_admin_key(parser: argparse.ArgumentParser) -> None:
     """Declare the flag for the router's administration key."""
-    text = f"the router's{SECRET_PLACES} (default: the variable KVIST_ADMIN_KEY)"
+    text = f"the router's admin key{SECRET_PLACES} (default: $KVIST_ADMIN_KEY)"
     parser.add_argument("--admin-key", metavar="KEY", help=text)
 
 

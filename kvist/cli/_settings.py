@@ -14,7 +14,7 @@ from kvist.settings import option_help, parse_values, read_toml, secret_names
 
 T = TypeVar("T")
 
-SECRET_PLACES = "; env:NAME or file:PATH says where it is"
+SECRET_PLACES = "; env:NAME or file:PATH to read it from there"
 
 
 def add_settings(
@@ -31,7 +31,7 @@ def add_settings(
     on.
     """
     if has_file:
-        text = "TOML file with the same keys (underscores for dashes); flags win"
+        text = "TOML file with the same settings, underscores for dashes; flags override it"
         parser.add_argument("--config", type=Path, help=text)
     hints, secrets = get_type_hints(kind), secret_names(kind)
     titled = {title: parser.add_argument_group(title) for title in dict.fromkeys(groups.values())}
@@ -41,7 +41,8 @@ def add_settings(
         if get_origin(hints[name]) is dict and name not in special:
             continue
         default = kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        text += f"{SECRET_PLACES if name in secrets else ''} (default: {_format(default)})"
+        text += SECRET_PLACES if name in secrets else ""
+        text += "" if "by default" in text else f" (default: {_format(default)})"
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if get_origin(hints[name]) is Literal:
             options |= {"type": str.lower, "choices": get_args(hints[name])}

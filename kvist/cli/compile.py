@@ -9,15 +9,14 @@ from importlib.util import find_spec
 
 from kvist.errors import KvistError
 
-HELP = "compile the index, and the engine's loops, before their first start, as when an image is built"
+HELP = "compile the index and the engine's loops ahead of time, as when an image is built"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Machine code goes to kvist/ in the directory that NUMBA_CACHE_DIR names, else in XDG_CACHE_HOME, else in "
-        "~/.cache. What is there is kept, and prints the same line. A service that has the same environment, version, "
-        "Python and kind of CPU then compiles nothing, and needs only to read the directory. With "
-        "NUMBA_CPU_NAME=generic it is for every CPU of the architecture."
+        "Machine code goes to kvist/ in NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache; what is there is kept. A "
+        "service with the same environment variables, version, Python and CPU model then compiles nothing, and needs "
+        "only read access. NUMBA_CPU_NAME=generic makes code for every CPU of the architecture."
     )
 
 

@@ -8,13 +8,13 @@ import asyncio
 from kvist.cli import route
 from kvist.cli._terminal import serve
 
-HELP = "pick endpoints for a gateway of Kubernetes' Gateway API (Envoy's ext_proc)"
+HELP = "run an endpoint picker for the Gateway API inference extension (Envoy ext_proc)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `kvist route`, and the port of operators' endpoints."""
     route.add_arguments(parser)
-    text = "HTTP port of /metrics, /readiness and the rest of what operators ask `kvist route` (default: none)"
+    text = "HTTP port for /metrics, /readiness and the other administrative endpoints of `kvist route` (default: none)"
     parser.add_argument("--metrics-port", type=int, help=text)
 
 

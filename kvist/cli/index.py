@@ -12,7 +12,7 @@ from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.indexer.service.config import IndexConfig
 
-HELP = "index a fleet's KV events and answer who holds a prefix"
+HELP = "index a fleet's KV events and answer which workers hold a prefix"
 
 # A comma may also separate the hosts of a broker's URL.
 _SEPARATORS = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_endpoints": ","}

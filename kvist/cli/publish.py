@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-HELP = "publish an engine's KV events as canonical batches"
+HELP = "publish an engine's KV events as a canonical stream"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "what the engine was given under this name: endpoint, ranks and replay socket follow from it"
+    text = "the engine's own --kv-events-config; event and replay endpoints of all ranks follow from it"
     add("--kv-events-config", metavar="JSON", help=text)
-    text = "with it: the data-parallel ranks of the engine on this host (default %(default)s)"
+    text = "with --kv-events-config: data-parallel ranks of the engine on this host (default %(default)s)"
     add("--data-parallel-size", type=int, default=1, metavar="N", help=text)
-    text = "with it: the first of them, where others run on other hosts (default %(default)s)"
+    text = "with --kv-events-config: the first rank on this host (default %(default)s)"
     add("--data-parallel-start-rank", type=int, default=0, metavar="RANK", help=text)
-    text = "whose stream it is (default: what the configuration or the running engine shows)"
+    text = "the engine (default: found from its configuration or process)"
     add("--engine", type=str.lower, choices=("vllm", "sglang"), help=text)
     text = (
-        "the engine's event endpoint, instead of its configuration (?replay_port=N if that is not the next one, "
-        "?bind=1 for an engine that connects to it); again for each data-parallel rank"
+        "the engine's event endpoint, instead of its configuration; repeat it for each data-parallel rank "
+        "(?replay_port=N if that is not the next port, ?bind=1 if the engine connects)"
     )
     add("--endpoint", action="append", metavar="URL", help=text)
-    text = "where to publish (default %(default)s; port 0 takes a free one)"
+    text = "endpoint to publish at; port 0: any free one (default %(default)s)"
     add("--to", default="tcp://127.0.0.1:5567", metavar="URL", help=text)
     host = socket.gethostname()
-    add("--worker", default=host, metavar="NAME", help="the worker's name in the batches (default: host)")
-    text = "the engine's block size (default: learnt from its first event)"
+    add("--worker", default=host, metavar="NAME", help="the worker's name in the stream (default: the host's name)")
+    text = "the engine's block size in tokens (default: as in its first event)"
     add("--block-size", type=int, metavar="TOKENS", help=text)
     text = (
-        "'all' also streams what groups with smaller windows hold: overlaps of a hybrid model are then what its engine "
-        "will reuse, and not upper bounds (default: %(default)s)"
+        "layer groups to publish: the one with the largest window, or all, so that overlaps of hybrid models are "
+        "exact, not upper bounds (default: %(default)s)"
     )
     add("--groups", choices=("largest", "all"), default="largest", help=text)
-    text = "an adapter's name, for an engine that sends only its number; again for each adapter"
+    text = "name of a LoRA adapter, if the engine sends only its number; may be repeated"
     add("--lora-name", action="append", default=[], metavar="ID=NAME", help=text)
-    text = "others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"
+    text = "set it if something makes vLLM report all its cached blocks; its ranks count as partly known"
     add("--full-reports", action="store_true", help=text)
-    text = "where to keep what is known, so that a restart of this command loses nothing (default: nowhere)"
+    text = "folder that keeps the state, so that a restart of this command loses nothing (default: none)"
     add("--state-dir", type=Path, metavar="DIR", help=text)
 
 

@@ -23,13 +23,13 @@ _MAX_SHOWN = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    text = "a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated"
+    text = "a stream to record, canonical or an engine's own (?engine=sglang if not vLLM); may be repeated"
     add("--from", dest="sources", action="append", required=True, metavar="[NAME=]URL", help=text)
     add("--to", type=Path, required=True, metavar="FILE", help="the recording, such as fleet.mcap")
-    add("--append", action="store_true", help="go on behind a recording that exists, in a file of its own")
-    text = "beyond this size, such as 512M, begin fleet.1.mcap, fleet.2.mcap and so on"
+    add("--append", action="store_true", help="continue an existing recording, in a new file beside it")
+    text = "start a new file, fleet.1.mcap and so on, beyond this size, such as 512M"
     add("--rotate-bytes", metavar="SIZE", help=text)
-    add("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
+    add("--duration", type=float, metavar="SECONDS", help="stop after this time (default: at SIGINT or SIGTERM)")
 
 
 def run(args: argparse.Namespace) -> int:

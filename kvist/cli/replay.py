@@ -9,7 +9,7 @@ from pathlib import Path
 from kvist.cli._terminal import write_output
 from kvist.errors import InvalidValueError
 
-HELP = "play a recording of event streams, or say what is in it"
+HELP = "replay a recording of event streams, or analyse it"
 
 _ACTIONS_OF = {
     **dict.fromkeys(("speed", "as-fast-as-possible", "delay", "linger"), "to"),
@@ -25,42 +25,46 @@ _ACTIONS_OF = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="the recording")
-    actions = parser.add_argument_group("what to do").add_mutually_exclusive_group(required=True)
-    text = "publish; once for each recorded source, or once with port 0: each source gets a publication of its own"
+    actions = parser.add_argument_group("actions, one of").add_mutually_exclusive_group(required=True)
+    text = "publish at this endpoint; repeat it for each recorded source, or give it once with port 0"
     actions.add_argument("--to", action="append", metavar="URL", help=text)
-    actions.add_argument("--into-index", action="store_true", help="play into an index and print what it holds then")
-    actions.add_argument("--stats", action="store_true", help="print what is in it")
-    actions.add_argument("--at", metavar="TIME", help="print who held the --prompt then; a time as --until has it")
+    actions.add_argument(
+        "--into-index", action="store_true", help="replay into an index and print what it holds at the end"
+    )
+    actions.add_argument("--stats", action="store_true", help="print counts of messages, events and blocks")
+    actions.add_argument(
+        "--at", metavar="TIME", help="print which ranks held the --prompt at this time, in the form of --until"
+    )
     actions.add_argument(
         "--diff",
         metavar="OTHER",
-        help="print how holdings differ in the end: from another recording's, a state file's, or, at a URL, those of a "
-        "`kvist index` that runs; exit code 1 if they do",
+        help="compare the blocks held at the end with a recording, a state file or a running `kvist index` (URL); "
+        "exit code 1 if they differ",
     )
-    actions.add_argument("--ui", action="store_true", help="show it on a page in a browser: who held what when")
-    add_selection = parser.add_argument_group("what is meant").add_argument
+    actions.add_argument("--ui", action="store_true", help="show in a browser which ranks held what over time")
+    add_selection = parser.add_argument_group("selection").add_argument
     text = "only this worker; may be repeated"
     add_selection("--worker", action="append", default=[], metavar="NAME", help=text)
-    add_selection("--since", metavar="TIME", help="seconds from the beginning, Unix time or ISO 8601")
-    add_selection("--until", metavar="TIME", help="likewise; messages from there on are left out")
-    pace = parser.add_argument_group("how it is played")
+    add_selection(
+        "--since", metavar="TIME", help="from this time on: seconds from the beginning, Unix time or ISO 8601"
+    )
+    add_selection("--until", metavar="TIME", help="up to this time, exclusive; same forms")
+    pace = parser.add_argument_group("pace")
     speeds = pace.add_mutually_exclusive_group()
     speeds.add_argument("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
-    speeds.add_argument("--as-fast-as-possible", action="store_true", help="without waiting")
-    pace.add_argument("--loop", type=int, default=1, metavar="N", help="play it N times over")
-    pace.add_argument("--follow", action="store_true", help="go on while the recording is being written")
-    text = "wait for subscribers first (default %(default)s)"
+    speeds.add_argument("--as-fast-as-possible", action="store_true", help="do not wait between messages")
+    pace.add_argument("--loop", type=int, default=1, metavar="N", help="play it N times (default 1)")
+    pace.add_argument("--follow", action="store_true", help="continue as long as the recording is being written")
+    text = "wait this long for subscribers before the first message (default %(default)s)"
     pace.add_argument("--delay", type=float, default=1.0, metavar="SECONDS", help=text)
-    text = "answer replay requests for so long after the end, and after the last of them (default %(default)s)"
+    text = "answer replay requests until none has come for this long after the end (default %(default)s)"
     pace.add_argument("--linger", type=float, default=10.0, metavar="SECONDS", help=text)
-    add("--beside", type=Path, metavar="OTHER", help="of --ui: another recording to show beside it")
-    add(
-        "--port", type=int, default=0, metavar="PORT", help="of --ui: on this machine alone (default: any that is free)"
-    )
-    add("--prompt", type=Path, metavar="FILE", help='of --at: a request\'s body as JSON, or {"token_ids": [...]}')
-    add("--model-path", metavar="DIR", help="of --at: the model's, for prompts that are text")
-    add("--plot", type=Path, metavar="FILE.svg", help="write a plot beside --stats")
-    add("--json", action="store_true", help="print in lines of JSON what is printed")
+    add("--beside", type=Path, metavar="OTHER", help="with --ui: another recording to show beside it")
+    add("--port", type=int, default=0, metavar="PORT", help="with --ui: port on 127.0.0.1 (default: any free one)")
+    add("--prompt", type=Path, metavar="FILE", help='with --at: a request body in JSON, or {"token_ids": [...]}')
+    add("--model-path", metavar="DIR", help="with --at: directory of the model's tokeniser, for prompts of text")
+    add("--plot", type=Path, metavar="FILE.svg", help="with --stats: write a plot")
+    add("--json", action="store_true", help="print the result as lines of JSON")
 
 
 def run(args: argparse.Namespace) -> int:

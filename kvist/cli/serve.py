@@ -55,34 +55,34 @@ class ServeConfig(EngineConfig):
     """The settings of one bundled worker."""
 
     served_model_name: tuple[str, ...] = ()
-    """names of the model, the first of which is in answers; if none, its path"""
+    """names of the model, the first of which is in answers; by default its path"""
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = 8100
-    """port, 0 for a free one"""
+    """port to listen on; 0: any free one"""
     api_key: Secret | None = field(default=None, repr=False)
-    """bearer key of all but /health and /metrics"""
+    """bearer key for everything but /health and /metrics"""
     kv_events: str = "tcp://127.0.0.1:0"
-    """where to publish cache events, 'none' for nowhere; port 0 is a free one"""
+    """endpoint to publish KV events at, port 0: any free one; none: publish nothing"""
     groups: Literal["largest", "all"] = "largest"
-    """'all' also publishes what window groups beside the largest hold, as kvist publish does"""
+    """layer groups whose events are published: the one with the largest window, or all"""
     otlp_traces_endpoint: str | None = None
-    """where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"""
+    """OTLP endpoint for traces, http://host:port[/v1/traces]; needs the extra tracing"""
     kv_transfer: str | None = None
-    """tcp://host:port where other workers fetch prompts' KV, an address they can reach"""
+    """tcp://host:port where other workers fetch this one's KV; an address they can reach"""
     role: Literal["both", "prefill", "decode"] = "both"
-    """what routers use this worker for, beside --kv-transfer"""
+    """what routers use this worker for; needs --kv-transfer"""
     kv_transfer_agent: Literal["shared_memory", "nixl"] = "shared_memory"
-    """what moves the bytes: shared_memory within a host, nixl between hosts"""
+    """how KV bytes are moved: shared_memory within a host, nixl between hosts"""
     kv_transfer_bounce_mib: Annotated[int, Meta(ge=0)] = 0
-    """MiB of each of two regions through which thousands of small pieces go as one write; 0: off"""
+    """MiB of each of two regions that gather thousands of small pieces into one write; 0: off"""
     kv_transfer_timeout: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
-    """seconds until a transfer has failed; prompts are held twice as long"""
+    """seconds after which a transfer has failed, up to 86400; prompts are held for twice as long"""
     kv_transfer_fallback: bool = True
-    """compute here a prompt that cannot be fetched"""
+    """compute a prompt here if it cannot be fetched"""
     kv_transfer_tokens_per_s: Annotated[float, Meta(gt=0, le=1e12)] | None = None
-    """how fast prompts are fetched until that is measured: with it, routers have prefixes fetched by this worker, and
-    from it, where that is cheaper than to compute them"""
+    """speed of fetching prompts until it is measured; with it, routers let this worker fetch prefixes where that is
+    cheaper than computing them"""
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOADS = "0.7,0.9"
 
-HELP = "choose a policy and a fleet's size by a trace, before they are bought"
+HELP = "simulate a recorded trace on fleets of several sizes and policies"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,39 +36,113 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace",
         nargs="?",
         metavar="TRACE",
-        help="JSON lines, or a folder; made up: `conversations`, `tool-agents`; or `fit`",
+        help="file of JSON lines or folder of them; `conversations` or `tool-agents` to generate one; or `fit`",
     )
-    add("recording", nargs="?", metavar="RECORDING", help="with `fit`: print workers' rates by these recorded requests")
-    add("--policy", default="kv,kv-blocks,dynamo", metavar="NAMES", help="(default %(default)s); `list` says all")
-    add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 doubles from 4 on (default %(default)s)")
-    add("--prefill-workers", type=int, default=0, metavar="N", help="N more that compute long prompts for the others")
-    about_load = "what one shared cache of its size leaves to compute, of what a fleet can (default %(default)s)"
+    add(
+        "recording",
+        nargs="?",
+        metavar="RECORDING",
+        help="with `fit`: print the workers' rates, fitted to these recorded requests",
+    )
+    add(
+        "--policy",
+        default="kv,kv-blocks,dynamo",
+        metavar="NAMES",
+        help="policies to compare (default %(default)s); `list` prints all",
+    )
+    add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 is 4, 8, 16 (default %(default)s)")
+    add(
+        "--prefill-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="prefill workers besides, for long prompts (default 0)",
+    )
+    about_load = "offered load as shares of the fleet's capacity, if it had one pooled cache (default %(default)s)"
     add("--load", default=_LOADS, metavar="SHARES", help=about_load)
-    add("--max-ttft-p99", type=float, metavar="SECONDS", help="find the smallest fleet for this, at the trace's pace")
-    add("--speedup", type=float, metavar="N", help="instead of --load: N times the trace's own pace")
-    add("--add-workers", type=int, default=0, metavar="N", help="say what N more workers would change")
-    add("--silent", type=int, default=0, metavar="N", help="N workers send no events: say what theirs would change")
-    add("--closed-loop", action="store_true", help="send a session's turn a pause after the answer to the one before")
-    add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
-    add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
-    add("--rates", type=Path, metavar="FILE", help="of workers, in turn, as `fit` prints them (default: 8B on an H100)")
-    add("--accelerator", metavar="NAME[xN]", help="instead: a100, h100x2 and the like, with a model of --model-path")
-    add("--model-path", type=Path, metavar="DIR", help="a folder with the model's config.json: windows, --accelerator")
-    add("--prefill-rate", type=float, metavar="N", help="tokens/s of a worker (default 25000, or as in --rates)")
-    add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
-    add("--cache-tokens", type=int, metavar="N", help="that a worker caches (default 400000, or as in --rates)")
+    add(
+        "--max-ttft-p99",
+        type=float,
+        metavar="SECONDS",
+        help="find the smallest fleet with this p99 of time to first token, at the trace's pace",
+    )
+    add("--speedup", type=float, metavar="N", help="instead of --load: arrivals at N times the trace's pace")
+    add("--add-workers", type=int, default=0, metavar="N", help="also simulate N more workers")
+    add("--silent", type=int, default=0, metavar="N", help="N workers send no KV events; also simulate that they do")
+    add(
+        "--closed-loop",
+        action="store_true",
+        help="send each turn of a session its recorded pause after the answer to the turn before",
+    )
+    add("--seeds", type=int, default=5, metavar="N", help="runs, each with arrivals drawn anew (default %(default)s)")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="use the trace's first N requests (default: all), or generate N (default: 4000)",
+    )
+    add(
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="rates of workers, used in turn, as `fit` prints them (default: 8B model on an H100)",
+    )
+    add(
+        "--accelerator",
+        metavar="NAME[xN]",
+        help="instead of --rates: a100, h100x2 and so on, with the model of --model-path",
+    )
+    add(
+        "--model-path",
+        type=Path,
+        metavar="DIR",
+        help="folder of the model's config.json, for its windows and --accelerator",
+    )
+    add(
+        "--prefill-rate", type=float, metavar="N", help="prefill tokens/s of a worker (default 25000, or as in --rates)"
+    )
+    add(
+        "--speeds",
+        default="1",
+        metavar="N[,N...]",
+        help="relative speeds of workers, used in turn (default %(default)s)",
+    )
+    add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="KV cache size of a worker in tokens (default 400000, or as in --rates)",
+    )
     add(
         "--window",
         metavar="TOKENS:SHARE",
-        help="a share of the layers sees so far: 1024:0.83 (default: --model-path's)",
+        help="sliding window and the share of layers that have it, as 1024:0.83 (default: that of --model-path)",
     )
-    add("--host-tokens", type=int, default=0, metavar="N", help="that a worker keeps in its host's memory besides")
-    add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="events come late (default %(default)s)")
-    add("--lost-events", type=float, default=0.0, metavar="SHARE", help="of events, for good (default %(default)s)")
-    add("--outage", metavar="FROM..TO", help="when the first worker is gone, in shares of the trace's time: 0.4..0.6")
-    add("--burstiness", type=float, default=1.0, metavar="N", help="of arrivals: below 1 in bursts (default Poisson)")
-    add("--report", type=Path, metavar="FILE.html", help="write charts and table as one file")
-    add("--json", type=Path, metavar="FILE", help="write every run's figures")
+    add(
+        "--host-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="size of a worker's host-memory tier in tokens (default 0)",
+    )
+    add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="delay of KV events (default %(default)s)")
+    add(
+        "--lost-events",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of KV events that are lost, 0 to 1 (default %(default)s)",
+    )
+    add("--outage", metavar="FROM..TO", help="take the first worker away for this part of the trace, as 0.4..0.6")
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="shape of gamma-distributed gaps; below 1 arrivals come in bursts (default 1: Poisson)",
+    )
+    add("--report", type=Path, metavar="FILE.html", help="write charts and tables to one HTML file")
+    add("--json", type=Path, metavar="FILE", help="write the results of every run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,9 +199,9 @@ def run(args: argparse.Namespace) -> int:
         write_output("--report", args.report, html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
         left_out = ("run", "json", "report", "rates", "model_path", "memory")
-        given = {name: value for name, value in vars(args).items() if name not in left_out}
-        given["machines"] = [asdict(machine) for machine in args.machines]
-        results = {"given": given, "requests": len(trace.requests), "results": rows}
+        arguments = {name: value for name, value in vars(args).items() if name not in left_out}
+        arguments["machines"] = [asdict(machine) for machine in args.machines]
+        results = {"arguments": arguments, "requests": len(trace.requests), "results": rows}
         write_output("--json", args.json, json.dumps(results) + "\n")
     return 0
 

@@ -52,16 +52,20 @@ _ENVOY_OPTIONS = ("--log-level", "error", "--concurrency", "1", "--use-dynamic-b
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
-    add("--disaggregated", action="store_true", help="the first worker computes prompts, the others go on")
-    add("--envoy", action="store_true", help="Envoy and an endpoint picker at this port, beside a router at a free one")
+    add("--disaggregated", action="store_true", help="the first worker prefills, the others decode")
+    add(
+        "--envoy",
+        action="store_true",
+        help="also start Envoy and an endpoint picker at --port; the router then gets a free port",
+    )
     add("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
-    add("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
-    add("--otlp-traces-endpoint", metavar="URL", help="where all of them send traces, as kvist serve does")
-    add("--record-requests", metavar="DIR", help="the router's flag of this name")
-    add("--no-demo", action="store_true", help="serve at once, without the demo's requests")
-    add("--exit", action="store_true", help="end after the demo instead of serving on")
-    add("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
+    add("--port", type=int, default=30000, help="port to listen on; 0: any free one (default: 30000)")
+    add("--otlp-traces-endpoint", metavar="URL", help="OTLP endpoint for traces of router and workers")
+    add("--record-requests", metavar="DIR", help="folder for recordings of requests (docs/recording.md)")
+    add("--no-demo", action="store_true", help="do not send the demo's requests")
+    add("--exit", action="store_true", help="exit after the demo")
+    add("--json", action="store_true", help="print the demo's results as one line of JSON at the end")
 
 
 def run(args: argparse.Namespace) -> int:

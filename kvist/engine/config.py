@@ -19,39 +19,39 @@ class EngineConfig:
     """The engine's settings; with several `tensor_parallel_size` processes, memory and threads are per process."""
 
     model_dir: Path
-    """directory of the checkpoint (Hugging Face layout)"""
+    """directory of the checkpoint, in Hugging Face layout"""
     device: str = "cpu"
     """cpu, cuda or cuda:N"""
     dtype: Dtype | None = None
-    """what the model computes in; if none, bfloat16, on a CPU only where that is faster, else float32"""
+    """dtype of weights and activations; by default bfloat16, on a CPU only if that is faster than float32"""
     max_model_len: Count | None = None
-    """longest sequence in tokens; if none, the model's"""
+    """longest sequence in tokens; by default the model's"""
     block_size: int = 16
-    """tokens a KV block, a power of two"""
+    """tokens per KV block, a power of two"""
     num_blocks: Count | None = None
-    """KV blocks of each window group, whatever their memory"""
+    """KV blocks of each window group, instead of --kv-memory-mib"""
     kv_memory_mib: Count | None = None
-    """KV memory of all groups; if none, 256, and on a GPU most of what is free"""
+    """KV cache memory in MiB; by default 256 on a CPU, most of the free memory on a GPU"""
     kv_budget: Literal["bounded", "uniform"] = "bounded"
-    """'bounded' gives sliding windows what sequences can hold, 'uniform' every group as much"""
+    """bounded: sliding windows get what their sequences can hold; uniform: every window group gets the same"""
     kv_cache_dtype: KvCacheDtype | None = None
-    """of the cache, eight bits or as dtype"""
+    """dtype of the KV cache; by default --dtype"""
     max_num_seqs: Count = 64
-    """sequences computed at once"""
+    """most sequences computed in a step"""
     max_num_batched_tokens: Count = 2048
-    """tokens in a step"""
+    """most tokens computed in a step"""
     max_num_waiting: Count = 1024
-    """sequences that may queue, before any is refused"""
+    """most waiting sequences; further ones are refused"""
     has_prefix_cache: bool = True
-    """find what was computed before"""
+    """reuse the KV of prefixes computed before"""
     has_swa_scratch: bool = False
-    """blocks of a prompt that slide out of their window within a step share memory; less of it can be reused"""
+    """sliding windows: blocks of a prompt that leave the window within a step share memory; fewer can be reused"""
     has_cuda_graphs: bool = True
-    """on a GPU, replay decode steps that were captured"""
+    """on a GPU, replay captured decode steps"""
     num_threads: Count | None = None
-    """torch threads on the CPU; if none, one a core, or OMP_NUM_THREADS"""
+    """torch threads on a CPU; by default OMP_NUM_THREADS, else one per core"""
     tensor_parallel_size: Count = 1
-    """processes to split the model over, by heads; on GPUs, rank i on cuda:i"""
+    """processes to split the model over, by attention heads; on GPUs rank i uses cuda:i"""
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError that names the first field out of range."""

@@ -79,154 +79,153 @@ class RouterConfig:
     worker_urls: tuple[str, ...] = ()
     """workers to route to, as http://host:port"""
     prefill_worker_urls: tuple[str, ...] = ()
-    """workers that compute prompts for others, where they do not say so"""
+    """prefill workers, if they do not announce the role themselves"""
     decode_worker_urls: tuple[str, ...] = ()
-    """workers that go on with what prefill workers computed, likewise"""
+    """decode workers, if they do not announce the role themselves"""
     prefill_dialect: DialectName = "vllm"
-    """the engine of such workers, where neither they nor their model lists say it"""
+    """engine of prefill and decode workers, if neither they nor their model lists say it"""
     max_local_prefill_tokens: Annotated[int, Meta(ge=0)] = DEFAULT_MAX_LOCAL_PREFILL_TOKENS
-    """prompts with no more tokens to compute are not handed to a prefill worker"""
+    """a prompt with at most this many uncached tokens is computed by the decode worker itself"""
     discover: tuple[str, ...] = field(default=(), repr=False)
-    """where more workers are found: URLs of files, DNS, Kubernetes or NATS (docs/fleet.md)"""
+    """URLs of files, DNS names, Kubernetes or NATS where more workers are found (docs/fleet.md)"""
     kv_event_sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """where a worker streams its KV events, once a stream; wins over what the worker announces"""
+    """endpoint of a worker's KV events, instead of what it announces; repeat it for each stream"""
     allowed_event_networks: tuple[str, ...] = ()
-    """networks (CIDR) where announced event endpoints may be, beside the worker's own host"""
+    """networks (CIDR) that announced event endpoints may be in, besides the worker's own host"""
     full_reports: bool = False
-    """others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"""
+    """set it if another router or tool makes vLLM report all its cached blocks; such ranks count as partly known"""
     data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
-    """ranks that a worker's streams may name, unless it announces fewer"""
+    """most data-parallel ranks of a worker, 1 to 4096, unless the worker announces fewer"""
     policy: PolicyName = "kv"
-    """how a worker is chosen"""
+    """how a worker is chosen; only kv looks at prefixes"""
     block_size: Annotated[int, Meta(ge=1, le=65536)] | None = None
-    """tokens per KV block of workers that do not say; without it, what each one's stream names"""
+    """tokens per KV block of workers that do not announce it; by default each event stream says it"""
     max_blocks: Count | None = None
-    """kv: distinct blocks that are kept; without it, what fits half of memory"""
+    """kv: most distinct blocks in the index; by default what fits half of memory"""
     expected_cache_tokens: Annotated[int, Meta(ge=0)] = DEFAULT_EXPECTED_CACHE_TOKENS
-    """kv: prompt tokens a worker without KV events is expected to cache, where it does not tell; 0 expects nothing"""
+    """kv: cache size in tokens of workers without KV events that do not report it; 0: assume they cache nothing"""
     expected_time_to_live_s: Seconds = DEFAULT_TIME_TO_LIVE_S
-    """kv: how long after its last use such a worker is expected to hold a prompt"""
+    """kv: seconds for which a worker without KV events is assumed to keep a prompt after its last use"""
     model_path: str | None = None
-    """directory of tokenizer and chat template, of all models that are not named by themselves; without it, where
-    workers say that theirs is, if that is on this machine"""
+    """directory of the tokeniser and chat template of every model without --model; by default the path that workers
+    report, if it exists on this machine"""
     models: dict[str, ModelSettings] = field(default_factory=dict)
-    """where single models' tokenizer and template are; in [models.NAME] of a file also policy, …"""
+    """directory of one model's tokeniser and chat template; [models.NAME] of a file also sets its policy and others"""
     aliases: dict[str, dict[str, Annotated[float, Meta(gt=0)]]] = field(default_factory=dict)
-    """other names of models; of several of one name each gets its share of the conversations"""
+    """another name for a model; repeat it with shares to split the conversations over several models"""
     state_dir: Text | None = None
-    """kv: folder to keep what is known of the caches in, for the next start; of one process alone"""
+    """kv: folder that keeps the index for the next start; only one process may use it"""
     state_interval_s: Seconds = 60.0
-    """time between saves, of what has changed"""
+    """seconds between saves of the state"""
     host: Text = "127.0.0.1"
     """address to listen on"""
     port: Port = 30000
-    """port to listen on; 0 takes a free one"""
+    """port to listen on; 0: any free one"""
     processes: Count | Literal["auto"] = 1
-    """processes that take requests, beside one that follows the fleet if they are several; auto: as many as there are
-    cores but one"""
+    """processes that take requests; with more than 1, another one follows the fleet. auto: the number of cores less
+    one"""
     replicas: Text | None = None
-    """where routers beside this one are met, which are told what it has in flight and tell it:
-    nats://host:port/FLEET/routers, or mqtt://"""
+    """broker topic over which routers share their load: nats://host:port/FLEET/routers, or mqtt://"""
     tls_certificate: str | None = None
-    """PEM file to serve HTTPS with, the certificate first, then its chain"""
+    """PEM file of the certificate, then its chain, to serve HTTPS"""
     tls_key: str | None = None
-    """PEM file of the certificate's private key"""
+    """PEM file of that certificate's private key"""
     client_ca: str | None = None
-    """PEM file of who signs clients' certificates: those without one are refused"""
+    """PEM file of the CA of client certificates; clients without one are refused"""
     worker_ca: str | None = None
-    """PEM file of who signs certificates of workers with https; else the system says"""
+    """PEM file of the CA of workers' HTTPS certificates; by default the system's CAs"""
     worker_certificate: str | None = None
-    """PEM file of the certificate that such workers are shown, then its chain"""
+    """PEM file of the client certificate, then its chain, to show to workers"""
     worker_key: str | None = None
     """PEM file of that certificate's private key"""
     api_key: Secret | None = field(default=None, repr=False)
     """bearer key that clients must send"""
     tenants: Text | None = None
-    """file of tenants: their keys, as SHA-256, and what each may do (docs/tenants.md)"""
+    """file of tenants: the SHA-256 of their keys, and their limits (docs/tenants.md)"""
     auth_url: str | None = None
-    """URL of an authoriser, which is asked whose a key is that no file has (docs/tenants.md)"""
+    """URL of an authoriser that is asked about keys no tenant file has (docs/tenants.md)"""
     auth_ttl_s: Seconds = 30.0
-    """how long the authoriser's word on a key counts"""
+    """seconds for which an authoriser's answer is cached"""
     auth_timeout_s: Seconds = 3.0
-    """time that the authoriser may take to answer"""
+    """seconds the authoriser may take to answer"""
     isolation: Literal["none", "tenant"] = "none"
-    """tenant: no tenant can tell what others have cached, but those of its group"""
+    """tenant: no tenant outside its group can find out what another has cached"""
     isolation_secret: Secret | None = field(default=None, repr=False)
-    """what salts of caches are made from, the same in each router of a fleet"""
+    """secret that cache salts are derived from; the same for all routers of a fleet"""
     admin_key: Secret | None = field(default=None, repr=False)
-    """bearer key for administration; without it only loopback clients may administer"""
+    """bearer key of administrators; without it, only loopback clients may administer"""
     worker_api_key: Secret | None = field(default=None, repr=False)
-    """bearer key that workers are sent; of single workers, by URL, in [worker_api_keys] of a file"""
+    """bearer key sent to workers; a file sets those of single workers, by URL, in [worker_api_keys]"""
     worker_api_keys: dict[str, Secret] = field(default_factory=dict, repr=False)
-    """keys of single workers, by URL"""
+    """bearer keys of single workers, by URL"""
     cors_origins: tuple[str, ...] = ()
-    """origins whose pages may use what clients may, as scheme://host[:port], or * for any"""
+    """origins of web pages that may call the API, as scheme://host[:port]; *: any"""
     debug_headers: bool = False
-    """tell every client, not administrators alone, which worker answered and what it held"""
+    """show all clients, not only administrators, which worker answered and what it had cached"""
     show_prompts: bool = False
-    """show administrators the beginnings and ends of prompts on the live page (/ui)"""
+    """show administrators the start and end of prompts on the live page (/ui)"""
     max_body_bytes: Count = 32 * 1024 * 1024
-    """largest request body"""
+    """largest request body in bytes"""
     max_connections: Count | None = None
-    """clients' connections at a time; without it, half of the descriptors there may be"""
+    """most client connections; by default half the limit of open files"""
     max_connections_per_peer: Count | None = None
-    """those of one address, which may be a load balancer; without it, as many as of all"""
+    """most connections from one address, which may be a load balancer; by default --max-connections"""
     access_log: Text | None = None
-    """file that has a line of JSON for each request, or - for stdout"""
+    """file for one line of JSON per request; -: stdout"""
     access_log_sample: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """share of the requests it has; those that failed are all there"""
+    """share of successful requests to log, above 0 to 1; failed ones are always logged"""
     record_requests: Text | None = None
-    """folder to record requests in: their times, sizes and shared prefixes, and nothing of texts"""
+    """folder for recordings of requests: times, lengths and block hashes, no text (docs/recording.md)"""
     record_max_bytes: Annotated[int, Meta(ge=2**26)] = 2**30
-    """what all recordings in that folder may take; the oldest parts are deleted"""
+    """most bytes of all recordings in that folder; the oldest are deleted"""
     otlp_traces_endpoint: str | None = None
-    """where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"""
+    """OTLP endpoint for traces, http://host:port[/v1/traces]; needs the extra tracing"""
     max_attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """workers tried for one request while none has answered"""
+    """workers that a request is sent to until one answers, 1 to 100"""
 
     tier_credits: TierCredits = DEFAULT_TIER_CREDITS
-    """kv: share of its computation that a block spares on GPU, host, disk, external storage"""
+    """kv: share of a block's computation that a hit saves, 0 to 1, on GPU, host, disk and external storage"""
 
     health_interval_s: Seconds = 10.0
-    """time between health checks of a worker"""
+    """seconds between health checks of a worker"""
     health_timeout_s: Seconds = 5.0
-    """time a health check may take"""
+    """seconds a health check may take"""
     health_failures: Count = 3
     """failed checks in a row that make a worker unhealthy"""
     health_successes: Count = 2
     """passed checks in a row that make it healthy again"""
     breaker_failures: Count = 5
-    """failed requests in a row that open a circuit"""
+    """failed requests in a row that open a worker's circuit"""
     breaker_cooldown_s: Seconds = 10.0
-    """time an open circuit waits for its next try"""
+    """seconds before an open circuit lets a trial request through"""
     silence_timeout_s: Seconds = 3.0
-    """time after which a worker that has requests and sends no byte is given up"""
+    """seconds without a byte from a busy worker, not even from its /metrics, after which its requests are moved"""
     max_worker_requests: Count | None = None
-    """requests a worker is given at a time; without it, what it says to run and a small reserve"""
+    """most requests in flight to a worker; by default learnt: what it runs at once and a small reserve"""
     max_worker_prefill_tokens: Count | None = None
-    """uncached prompt tokens in flight at which a worker is given no more; without it, no bound"""
+    """uncached prompt tokens in flight at which a worker gets no more requests; by default no limit"""
     max_fleet_requests: Count | None = None
-    """requests all workers are given at a time; without it, what each of them takes"""
+    """most requests in flight to all workers; by default the sum of their own limits"""
     max_queued: Annotated[int, Meta(ge=0)] = 16384
-    """requests that may wait for a worker with room, a model"""
+    """most requests that wait for a free worker, per model; 0: none waits"""
     queue_timeout_s: Seconds = 60.0
-    """time a request may wait; its header x-kvist-queue-timeout may say less"""
+    """seconds a request may wait; its header x-kvist-queue-timeout may set less"""
     workers_use_priority: bool = False
-    """workers schedule by a request's priority: it is left in the body"""
+    """forward a request's priority to workers, which schedule by it"""
     connect_timeout_s: Seconds = _UPSTREAM.connect_timeout_s
-    """time that a connection to a worker may take to open"""
+    """seconds to connect to a worker"""
     first_byte_timeout_s: Seconds = _UPSTREAM.first_byte_timeout_s
-    """time from a request to a worker to the first byte of its answer"""
+    """seconds until the first byte of a worker's answer"""
     idle_timeout_s: Seconds = _UPSTREAM.idle_timeout_s
-    """time between two pieces of a worker's answer"""
+    """seconds between two pieces of a worker's answer"""
     request_timeout_s: Seconds | None = None
-    """time for a whole request, all attempts and its answer included; without it, no bound"""
+    """seconds for a whole request with all its attempts; by default no limit"""
     drain_timeout_s: Seconds = 300.0
-    """time a removed worker's requests may go on"""
+    """seconds for which a removed worker's requests may still run"""
     drain_delay_s: Annotated[float, Meta(ge=0)] = 0.0
-    """at SIGTERM, time for which /readiness fails before connections are refused"""
+    """at SIGTERM, seconds for which /readiness fails before connections are refused"""
     shutdown_timeout_s: Seconds = 180.0
-    """at SIGTERM, time that running requests may then go on before they are ended"""
+    """at SIGTERM, seconds for which running requests may go on after that"""
 
     def __post_init__(self) -> None:
         check_fields(self)

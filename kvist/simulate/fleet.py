@@ -33,15 +33,15 @@ class Outcome:
     """Between one token of an answer and the next."""
     cached: float
     """Share of the prompt tokens that were found in caches."""
-    reuse: float
-    """What was found, as a share of what one cache of the whole fleet's size would have found."""
+    pooled_cache_share: float
+    """What was found, as a share of what one cache as large as all of the fleet's would have found."""
     regret_s: float
-    """Seconds of computing, a request, that such a cache would have spared."""
-    regret_held_s: float
-    """Those that sending each request to the worker that held most of it would have spared."""
-    left: float
-    """What was left to compute, as a share of what the fleet can compute in that time: the load after what this policy
-    found. Of the middle eight tenths of requests, as caches fill at first, and sessions trickle out in the end."""
+    """Seconds of computing per request that such a cache would have saved."""
+    regret_held_elsewhere_s: float
+    """Those that sending each request to the worker that held most of it would have saved."""
+    load_after_hits: float
+    """What was left to compute, as a share of what the fleet can compute in that time. Of the middle eight tenths of
+    requests, as caches fill at first, and sessions trickle out in the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ COLUMNS = {
     "ttft_mean_s": "TTFT mean, s",
     "ttft_p50_s": "p50",
     "ttft_p99_s": "p99",
-    "itl_p99_s": "between tokens p99, s",
-    "end_to_end_p99_s": "answer p99, s",
+    "itl_p99_s": "ITL p99, s",
+    "end_to_end_p99_s": "E2E p99, s",
     "cached": "cached",
-    "reuse": "of one cache's",
-    "left": "left to compute",
+    "pooled_cache_share": "of pooled cache",
+    "load_after_hits": "load after hits",
 }
 
 NEAR_COLLAPSE = 0.9
@@ -50,7 +50,11 @@ def changes(rows: Rows) -> Iterator[str]:
             before = row
         elif row["workers"] is not None:
             figures = []
-            for name, text in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
+            for name, text in (
+                ("ttft_mean_s", "mean TTFT {} s"),
+                ("ttft_p99_s", "p99 {} s"),
+                ("pooled_cache_share", "{} of a pooled cache's hits"),
+            ):
                 values = (median(run[name] for run in each["runs"]) for each in (before, row))
                 figures.append(text.format(" -> ".join(map(_formatter(name), values))))
             where = f"{row['policy']}, load {row['load']}, {row['fleet']} instead of {before['fleet']} workers"
@@ -60,20 +64,20 @@ def changes(rows: Rows) -> Iterator[str]:
 def warnings(rows: Rows) -> Iterator[str]:
     """Yield a sentence for each row whose policy is near collapse."""
     for row in rows:
-        left = median(each["left"] for each in row["runs"])
+        left = median(each["load_after_hits"] for each in row["runs"])
         if left >= NEAR_COLLAPSE:
             state = "collapses" if left >= 1 else "is near collapse"
             where = f"{row['policy']}, load {row['load']}, {row['fleet']} workers"
-            yield f"{where}: {state}, with {left:.1%} of what the fleet can do left to compute"
+            yield f"{where}: {state}, with {left:.1%} of the fleet's capacity left to compute"
 
 
 CHARTS = {
     "ttft_mean_s": ("mean time to first token", "seconds"),
     "ttft_p99_s": ("p99 of time to first token", "seconds"),
-    "itl_p99_s": ("p99 between tokens of an answer", "seconds"),
+    "itl_p99_s": ("p99 of inter-token latency", "seconds"),
     "cached": ("found in caches", "share of prompt tokens"),
-    "regret_s": ("regret: what one cache of the fleet's size would have spared", "seconds of computing a request"),
-    "left": (f"left to compute (from {NEAR_COLLAPSE:g} on near collapse)", "share of the fleet's time"),
+    "regret_s": ("regret: what a pooled cache would have saved", "seconds of computing per request"),
+    "load_after_hits": (f"load after hits (near collapse from {NEAR_COLLAPSE:g})", "share of the fleet's capacity"),
 }
 STYLE = """body{font-family:sans-serif;margin:1.5em}svg{width:100%;max-width:45em;height:auto;vertical-align:top}
 div{overflow-x:auto}table{border-collapse:collapse}
@@ -101,10 +105,10 @@ def html_report(title: str, rows: Rows) -> str:
             fleet = "" if is_plain and row["fleet"] == str(row["workers"]) else f", {row['fleet']} workers"
             lines[row["policy"] + fleet][row[over]] = median(run[name] for run in row["runs"])
             if name == "cached":
-                found = (run["cached"] / run["reuse"] for run in row["runs"] if run["reuse"])
-                beside[f"one cache of the fleet's size{fleet}"][row[over]] = median([*found] or [0.0])
+                found = (run["cached"] / run["pooled_cache_share"] for run in row["runs"] if run["pooled_cache_share"])
+                beside[f"pooled cache{fleet}"][row[over]] = median([*found] or [0.0])
             if name == "regret_s":
-                elsewhere = median(run["regret_held_s"] for run in row["runs"])
+                elsewhere = median(run["regret_held_elsewhere_s"] for run in row["runs"])
                 beside[f"{row['policy']}{fleet}: held by another worker"][row[over]] = elsewhere
         if lines:
             points = {line: list(values.items()) for line, values in (lines | beside).items()}
@@ -115,4 +119,4 @@ def html_report(title: str, rows: Rows) -> str:
 
 
 def _formatter(name: str) -> Callable[[float], str]:
-    return ("{:.1%}" if name in ("cached", "reuse", "left") else "{:.3g}").format
+    return ("{:.1%}" if name in ("cached", "pooled_cache_share", "load_after_hits") else "{:.3g}").format

@@ -64,7 +64,7 @@ def test_a_trace_can_be_sent_at_its_own_pace_or_faster(tmp_path: Path, capsys: p
         path = tmp_path / "runs.json"
         flags = ["--policy", "round-robin", "--speedup", speedup, "--seeds", "1", "--json", str(path)]
         assert main([*SMALL, *flags]) == 0
-        left.append(json.loads(path.read_text())["results"][0]["runs"][0]["left"])
+        left.append(json.loads(path.read_text())["results"][0]["runs"][0]["load_after_hits"])
     assert left[1] == pytest.approx(2 * left[0])
     assert "2x pace" in capsys.readouterr().out
 
@@ -141,7 +141,7 @@ def test_windows_the_hosts_memory_and_prefill_workers_change_what_is_found_and_h
     assert len(set(found)) == 4
     assert found[2] > found[0] + 0.05
     assert between[3] < between[0] / 2
-    assert "between tokens p99" in capsys.readouterr().out
+    assert "ITL p99" in capsys.readouterr().out
 
 
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,7 @@ def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
     outcome = simulation.run()
     assert all(job.at_s < job.answered_at_s <= job.done_at_s < inf for job in simulation.jobs)
     assert 0 < outcome.cached < 1
-    assert outcome.regret_held_s >= 0
+    assert outcome.regret_held_elsewhere_s >= 0
     depths = [simulation.index.depths(each.blocks, inf) for each in trace.requests]
     for idx, worker in enumerate(simulation._workers):
         assert worker._context_tokens == 0
@@ -320,7 +320,7 @@ def test_what_is_left_to_compute_is_the_load_where_a_policy_finds_what_one_cache
     outcome = measure(trace, POLICIES["kv"], machines, seed=1)
     _, left_s = work_left(trace.requests, trace.block_size, machines)
     expected = left_s / (trace.requests[-1].at_s - trace.requests[0].at_s)
-    assert outcome.left == pytest.approx(expected, rel=0.05)
+    assert outcome.load_after_hits == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("make", [conversations, tool_agents])
@@ -373,7 +373,7 @@ def test_recomputation_at_a_price_keeps_a_busy_fleet_from_thrashing() -> None:
     machines = [Machine()] * 4
     trace = at_load(tool_agents(600), machines, 0.9, seed=1)
     priced, blocks = (measure(trace, POLICIES[name], machines, seed=1) for name in ("kv", "kv-blocks"))
-    assert priced.reuse > blocks.reuse + 0.05
+    assert priced.pooled_cache_share > blocks.pooled_cache_share + 0.05
     assert priced.ttft_mean_s < 0.8 * blocks.ttft_mean_s
 
 

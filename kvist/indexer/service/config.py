@@ -31,41 +31,42 @@ class IndexConfig:
     """Everything the index service can be told. Raises InvalidValueError that names the field."""
 
     workers: tuple[str, ...] = ()
-    """streams to follow from the start, as id[:rank]=endpoint, joined by commas"""
+    """streams to follow from the start, as id[:rank]=endpoint, separated by commas"""
     block_size: Annotated[int, Meta(ge=1, le=65536)] | None = None
     """tokens per KV block of those workers"""
     model_name: Text = "default"
-    """model that those workers serve"""
+    """model of those workers"""
     replay: bool = True
-    """ask each stream's replay port for what came before, and for what was lost since"""
+    """ask each stream's replay port for what came before the start, and for lost messages"""
     max_blocks: Count | None = None
-    """distinct blocks that a model's index keeps; without it, what fits half of memory"""
+    """most distinct blocks in a model's index; by default what fits half of memory"""
     data_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = DEFAULT_NUM_RANKS
-    """ranks that a stream may name beside its own; others are skipped"""
+    """most data-parallel ranks of a stream, 1 to 4096; events of others are skipped"""
     full_reports: bool = False
-    """others have vLLM report its cached blocks anew: told from copies by what a hit needs, and known in part"""
+    """set it if another router or tool makes vLLM report all its cached blocks; such ranks count as partly known"""
     peers: tuple[str, ...] = ()
-    """index services to start from, as http://host:port joined by commas; the first that answers"""
+    """index services to copy the index from at start, as http://host:port, separated by commas; the first that
+    answers"""
     state_dir: Text | None = None
-    """folder to keep the indexes in, for the next start; of one process alone"""
+    """folder that keeps the indexes for the next start; only one process may use it"""
     state_interval_s: Seconds = 60.0
-    """time between saves, of what has changed"""
+    """seconds between saves of the state"""
     host: Text = "127.0.0.1"
     """address to listen on"""
     port: Port = 8090
-    """port to listen on; 0 takes a free one"""
+    """port to listen on; 0: any free one"""
     api_key: Secret | None = field(default=None, repr=False)
-    """bearer key to query and to list workers"""
+    """bearer key for queries and the list of workers"""
     admin_key: Secret | None = field(default=None, repr=False)
-    """bearer key to register, unregister and dump; without it only loopback clients may"""
+    """bearer key to register, unregister and dump; without it, only loopback clients may"""
     allow_endpoints: tuple[str, ...] = ()
-    """networks (CIDR) where registered endpoints must be; without any, wherever they are"""
+    """networks (CIDR) that registered endpoints must be in; by default anywhere"""
     max_body_bytes: Count = 32 * 1024 * 1024
-    """largest request body"""
+    """largest request body in bytes"""
     max_connections: Count | None = None
-    """clients' connections at a time; without it, half of the descriptors there may be"""
+    """most client connections; by default half the limit of open files"""
     max_connections_per_peer: Count | None = None
-    """those of one address, which may be a load balancer; without it, as many as of all"""
+    """most connections from one address, which may be a load balancer; by default --max-connections"""
 
     def __post_init__(self) -> None:
         check_fields(self)
