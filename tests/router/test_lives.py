@@ -34,7 +34,7 @@ from kvist.router.fleet.worker import CircuitState
 from kvist.router.forward import Forwarding
 from kvist.router.policy.decision import Decision
 from kvist.router.policy.in_flight import UNTIL_INDEXED_S
-from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
+from kvist.router.policy.work import CONTEXT, QUEUED, UNSTREAMED
 from kvist.router.prefill.dialect import FALLBACKS
 from kvist.router.prefill.split import SplitPart
 from kvist.router.tenants import rows
@@ -673,7 +673,7 @@ class Life:
         board, num_columns = load.board, load.ints[0]
         assert (load.num_running, load.num_waiting, sum(admission.queued.values())) == (0, 0, 0)
         assert not board.cell_ints[:, 1 : 1 + num_columns, [RankField.RUNNING, RankField.PREFILL]].any()
-        assert not board.work[:, [QUEUED, CONTEXT, WHOLE], :num_columns].any()
+        assert not board.work[:, [QUEUED, CONTEXT, UNSTREAMED], :num_columns].any()
         assert board.in_flight["until_s"].max() <= admission.now_s() + UNTIL_INDEXED_S
         tenants = load.tenants
         for start in tenants._starts:

@@ -32,7 +32,7 @@ from kvist.router.policy import in_flight
 from kvist.router.policy.work import (
     ANSWERED_AT,
     BUSY_UNTIL,
-    GIVEN_AT,
+    DISPATCHED_AT,
     NUM_FIELDS,
     RECENT_HALF_LIFE_S,
     STARTED_AT,
@@ -50,7 +50,7 @@ MAX_RESPONSES = 1000
 """The most that one summary has."""
 
 _NUM_NUMBERS, _RECENT = NUM_FIELDS + len(RankField), NUM_FIELDS + RankField.RECENT
-_TIMES = [GIVEN_AT, ANSWERED_AT, BUSY_UNTIL, STARTED_AT, *range(_RECENT + 1, _NUM_NUMBERS)]
+_TIMES = [DISPATCHED_AT, ANSWERED_AT, BUSY_UNTIL, STARTED_AT, *range(_RECENT + 1, _NUM_NUMBERS)]
 
 
 class PromptMarks(NamedTuple):
@@ -240,11 +240,11 @@ class Replicas(ComposedContext):
                     self._publication.send(Message(self._name.encode(), sequence, msgspec.msgpack.encode(summary)))
                     is_asking = False
                 except OSError as error:  # its queue is full, or it is broken: the others notice the silence
-                    logger.debug("replicas were not told: %s", error)
+                    logger.debug("summary not sent to replicas: %s", error)
             if is_whole:
                 whole_at_s, self._is_whole_due = now_s, False
             for replica in self._rows.forget_silent(now_s):
-                logger.warning("replica is silent, and counts no more replica=%s", replica)
+                logger.warning("replica is silent, its load no longer counts replica=%s", replica)
                 self._fleet.on_room()
             await asyncio.sleep(TICK_S)
 
@@ -258,7 +258,7 @@ class Replicas(ComposedContext):
                     except ValueError as error:  # msgspec's errors are ValueErrors, too
                         self._num_malformed += 1
                         if self._num_malformed == 1:
-                            logger.warning("summary is malformed, and further ones are counted: %s", error)
+                            logger.warning("malformed summary skipped, further ones are only counted: %s", error)
 
     def _apply(self, replica: str, summary: Summary) -> None:
         num_before = len(self._rows)

@@ -168,7 +168,7 @@ class Dispatched:
         if self.is_waiting:
             self.all_work.withdraw(now_s, self.rank, self.work)
         elif not self.is_streamed:
-            self.all_work.end_whole(now_s, self.rank, self.work, self.dispatched_at_s, num_output_tokens)
+            self.all_work.end_unstreamed(now_s, self.rank, self.work, self.dispatched_at_s, num_output_tokens)
         if self.is_waiting or not self.is_streamed:
             is_computed = not self.is_waiting
             self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=is_computed)

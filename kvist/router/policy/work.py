@@ -3,22 +3,22 @@
 Work is counted in units: computing one prompt token without context is one. A row is one router's part of it, by field
 and rank; a decision reads all rows. Each router writes only its own row, so no lock is needed:
 
-    field         all rows together      what it is
-    QUEUED        sum                    work of streamed requests dispatched and not answered yet
-    CONTEXT       sum                    tokens of running requests, prompts and answers
-    NUM_LEARNT    sum                    how many first tokens were learnt from
-    LEARNT_S      sum, decayed           seconds that finished work took; falls by LEARNT_DECAY with each of them
-    LEARNT        sum, decayed           that work
-    LEARNT_AT     (of its own row)       the sum of NUM_LEARNT when these two were last added to
-    RECENT        sum, decayed to now    work handed out; halves every RECENT_HALF_LIFE_S
-    GIVEN_S       sum, decayed to now    seconds of work handed out; falls by a factor e every window
-    GIVEN_AT      (of its own row)       when these two were last added to
-    ANSWERED_AT   max                    when the rank last answered, or work came to one that had none
-    BUSY_UNTIL    max                    when requests that are not streamed should have been computed
-    STARTED_AT    min of those not 0     when it was first given work
-    WHOLE         sum                    work of requests that are not streamed and have not ended
-    TOOK_S        sum, decayed           seconds that such requests took a unit, times TOOK
-    TOOK          sum, decayed           a part of the work of their prompts
+    field              all rows together      what it is
+    QUEUED             sum                    work of streamed requests dispatched and not answered yet
+    CONTEXT            sum                    tokens of running requests, prompts and answers
+    NUM_LEARNT         sum                    how many first tokens the speed was learnt from
+    LEARNT_S           sum, decayed           seconds that finished work took; falls by LEARNT_DECAY each time
+    LEARNT             sum, decayed           that work
+    LEARNT_AT          (of its own row)       the sum of NUM_LEARNT when these two were last added to
+    RECENT             sum, decayed to now    work dispatched; halves every RECENT_HALF_LIFE_S
+    DISPATCHED_S       sum, decayed to now    seconds of work dispatched; falls by a factor e every window
+    DISPATCHED_AT      (of its own row)       when these two were last added to
+    ANSWERED_AT        max                    when the rank last answered, or work came to one that had none
+    BUSY_UNTIL         max                    when requests that are not streamed should have been computed
+    STARTED_AT         min of those not 0     when it was first given work
+    UNSTREAMED         sum                    work of requests that are not streamed and have not ended
+    UNSTREAMED_S       sum, decayed           seconds a unit of work that such requests took, times UNSTREAMED_WEIGHT
+    UNSTREAMED_WEIGHT  sum, decayed           a part of the work of their prompts
 
 A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight.
 """
@@ -31,8 +31,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-QUEUED, CONTEXT, NUM_LEARNT, LEARNT_S, LEARNT, LEARNT_AT, RECENT, GIVEN_S, GIVEN_AT = range(9)
-ANSWERED_AT, BUSY_UNTIL, STARTED_AT, WHOLE, TOOK_S, TOOK = range(9, 15)
+QUEUED, CONTEXT, NUM_LEARNT, LEARNT_S, LEARNT, LEARNT_AT, RECENT, DISPATCHED_S, DISPATCHED_AT = range(9)
+ANSWERED_AT, BUSY_UNTIL, STARTED_AT, UNSTREAMED, UNSTREAMED_S, UNSTREAMED_WEIGHT = range(9, 15)
 NUM_FIELDS: Final = 15
 
 RECENT_HALF_LIFE_S: Final = 60.0
@@ -59,7 +59,7 @@ TOKEN_WORK: Final = 400.0
 """The work that a token of an answer counts as where only the whole answer's time is known: 16 ms at 40 µs a unit. With
 100 or 1,000, simulated fleets do as well, to within the differences between seeds."""
 
-WHOLE_WEIGHT: Final = 0.25
+UNSTREAMED_SHARE: Final = 0.25
 """The weight of such an answer, relative to a first token. With 1, chance makes simulated fleets of equal workers 15 %
 slower."""
 
@@ -100,39 +100,39 @@ def read_rows(
     Plain loops, for `kvist.router.compiled` to compile.
     """
     num_rows, num_ranks = len(rows), len(ranks)
-    fleet_s, fleet, fleet_took_s, fleet_took = first_unit_s * PRIOR_WORK, PRIOR_WORK, 0.0, 0.0
+    fleet_s, fleet, fleet_unstreamed_s, fleet_unstreamed_weight = first_unit_s * PRIOR_WORK, PRIOR_WORK, 0.0, 0.0
     for idx in range(num_ranks):
-        rank, num_learnt, learnt_s, learnt, took_s, took = ranks[idx], 0.0, 0.0, 0.0, 0.0, 0.0
+        rank, num_learnt, learnt_s, learnt, unstreamed_s, unstreamed_weight = ranks[idx], 0.0, 0.0, 0.0, 0.0, 0.0
         for row in range(num_rows):
             num_learnt += rows[row, NUM_LEARNT, rank]
         for row in range(num_rows):
             decay = LEARNT_DECAY ** max(num_learnt - rows[row, LEARNT_AT, rank], 0.0)
             learnt_s += rows[row, LEARNT_S, rank] * decay
             learnt += rows[row, LEARNT, rank] * decay
-            took_s += rows[row, TOOK_S, rank]
-            took += rows[row, TOOK, rank]
-        found[0, idx], found[1, idx], found[2, idx], found[3, idx] = learnt_s, learnt, took_s, took
+            unstreamed_s += rows[row, UNSTREAMED_S, rank]
+            unstreamed_weight += rows[row, UNSTREAMED_WEIGHT, rank]
+        found[0, idx], found[1, idx], found[2, idx], found[3, idx] = learnt_s, learnt, unstreamed_s, unstreamed_weight
         fleet_s += learnt_s
         fleet += learnt
-        fleet_took_s += took_s
-        fleet_took += took
+        fleet_unstreamed_s += unstreamed_s
+        fleet_unstreamed_weight += unstreamed_weight
     fleet_unit_s = fleet_s / fleet
     # Whole answers show how much slower than the others a rank is, but not by themselves how fast they all are.
-    took_scale = fleet_unit_s * fleet_took / fleet_took_s if fleet_took_s > 0.0 else 0.0
+    unstreamed_scale = fleet_unit_s * fleet_unstreamed_weight / fleet_unstreamed_s if fleet_unstreamed_s > 0.0 else 0.0
     window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
-    given_s, started_at_s = 0.0, now_s
+    dispatched_s, started_at_s = 0.0, now_s
     for idx in range(num_ranks):
         rank = ranks[idx]
-        learnt_s, learnt = found[0, idx] + took_scale * found[2, idx], found[1, idx] + found[3, idx]
+        learnt_s, learnt = found[0, idx] + unstreamed_scale * found[2, idx], found[1, idx] + found[3, idx]
         unit_s = (learnt_s + SHRINKAGE * fleet_unit_s) / (learnt + SHRINKAGE)
-        queued, whole, context, recent, answered_at_s, busy_until_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        queued, unstreamed, context, recent, answered_at_s, busy_until_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for row in range(num_rows):
             queued += rows[row, QUEUED, rank]
-            whole += rows[row, WHOLE, rank]
+            unstreamed += rows[row, UNSTREAMED, rank]
             context += rows[row, CONTEXT, rank]
-            since_s = rows[row, GIVEN_AT, rank] - now_s
+            since_s = rows[row, DISPATCHED_AT, rank] - now_s
             recent += rows[row, RECENT, rank] * 2.0 ** (since_s / RECENT_HALF_LIFE_S)
-            given_s += rows[row, GIVEN_S, rank] * math.exp(since_s / window_s)
+            dispatched_s += rows[row, DISPATCHED_S, rank] * math.exp(since_s / window_s)
             answered_at_s = max(answered_at_s, rows[row, ANSWERED_AT, rank])
             busy_until_s = max(busy_until_s, rows[row, BUSY_UNTIL, rank])
             if rows[row, STARTED_AT, rank] > 0.0:
@@ -140,10 +140,10 @@ def read_rows(
         # A rank that is late is expected to be so for as long again: otherwise one that hangs would seem idle.
         wait_s = abs(queued * unit_s + (answered_at_s - now_s)) if queued > 0.0 else 0.0
         # Requests that have ended are not waited for, as where ranks are faster than predicted.
-        wait_s += min(max(busy_until_s - now_s, 0.0), whole * unit_s)
+        wait_s += min(max(busy_until_s - now_s, 0.0), unstreamed * unit_s)
         found[0, idx], found[1, idx], found[2, idx], found[3, idx] = wait_s, unit_s, context, recent
     seen_s = max(MIN_STARTED_S, now_s - started_at_s)
-    return window_s, min(MAX_UTILISATION, given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks))
+    return window_s, min(MAX_UTILISATION, dispatched_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks))
 
 
 def merged(rows: Floats) -> Floats:
@@ -151,13 +151,13 @@ def merged(rows: Floats) -> Floats:
     row: Floats = rows.sum(0)
     if len(rows) == 1:
         return row
-    at_s, num_learnt = rows[:, GIVEN_AT].max(0), row[NUM_LEARNT]
+    at_s, num_learnt = rows[:, DISPATCHED_AT].max(0), row[NUM_LEARNT]
     decay = LEARNT_DECAY ** np.maximum(num_learnt - rows[:, LEARNT_AT], 0.0)
-    since_s = rows[:, GIVEN_AT] - at_s
+    since_s = rows[:, DISPATCHED_AT] - at_s
     row[LEARNT_S], row[LEARNT] = ((rows[:, field] * decay).sum(0) for field in (LEARNT_S, LEARNT))
     row[RECENT] = (rows[:, RECENT] * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
-    row[GIVEN_S] = (rows[:, GIVEN_S] * np.exp(since_s / WINDOW_S)).sum(0)
-    row[LEARNT_AT], row[GIVEN_AT] = num_learnt, at_s
+    row[DISPATCHED_S] = (rows[:, DISPATCHED_S] * np.exp(since_s / WINDOW_S)).sum(0)
+    row[LEARNT_AT], row[DISPATCHED_AT] = num_learnt, at_s
     row[ANSWERED_AT], row[BUSY_UNTIL] = rows[:, ANSWERED_AT].max(0), rows[:, BUSY_UNTIL].max(0)
     started_at_s = np.where(rows[:, STARTED_AT] > 0, rows[:, STARTED_AT], np.inf).min(0)
     row[STARTED_AT] = np.where(np.isinf(started_at_s), 0.0, started_at_s)
@@ -192,10 +192,10 @@ class WorkRows:
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work of its prompt at this rank, and how long that should take there."""
         own, seconds = self._own[:, rank], work * unit_s
-        passed_s = max(0.0, now_s - own[GIVEN_AT])
+        passed_s = max(0.0, now_s - own[DISPATCHED_AT])
         own[RECENT] = own[RECENT] * math.exp2(-passed_s / RECENT_HALF_LIFE_S) + work
-        own[GIVEN_S] = own[GIVEN_S] * math.exp(-passed_s / self._window_s) + seconds
-        own[GIVEN_AT] = now_s
+        own[DISPATCHED_S] = own[DISPATCHED_S] * math.exp(-passed_s / self._window_s) + seconds
+        own[DISPATCHED_AT] = now_s
         own[STARTED_AT] = own[STARTED_AT] or now_s
         own[CONTEXT] += num_tokens
         rows = self._rows[:, :, rank]
@@ -205,7 +205,7 @@ class WorkRows:
             own[QUEUED] += work
         elif work:
             own[BUSY_UNTIL] = max(now_s, *rows[:, BUSY_UNTIL].tolist()) + seconds
-            own[WHOLE] += work
+            own[UNSTREAMED] += work
 
     def answer(self, now_s: float, rank: int, work: int, dispatched_at_s: float) -> None:
         """Record a request's first token: remove the prompt's work, and learn from the time since the last one.
@@ -232,17 +232,17 @@ class WorkRows:
         self._own[QUEUED, rank] -= work
         self._own[ANSWERED_AT, rank] = now_s
 
-    def end_whole(
+    def end_unstreamed(
         self, now_s: float, rank: int, work: int, dispatched_at_s: float, num_output_tokens: int | None
     ) -> None:
         """Remove the work of a request that was not streamed, and learn from its time if its length is known."""
         own = self._own[:, rank]
-        own[WHOLE] -= work
+        own[UNSTREAMED] -= work
         if work > MIN_LEARNT_WORK and num_output_tokens is not None and now_s > dispatched_at_s:
-            weight = WHOLE_WEIGHT * work
+            weight = UNSTREAMED_SHARE * work
             unit_s = (now_s - dispatched_at_s) / (work + TOKEN_WORK * num_output_tokens)
-            own[TOOK_S] = own[TOOK_S] * LEARNT_DECAY + weight * unit_s
-            own[TOOK] = own[TOOK] * LEARNT_DECAY + weight
+            own[UNSTREAMED_S] = own[UNSTREAMED_S] * LEARNT_DECAY + weight * unit_s
+            own[UNSTREAMED_WEIGHT] = own[UNSTREAMED_WEIGHT] * LEARNT_DECAY + weight
 
     def add_context(self, rank: int, num_tokens: int) -> None:
         """Count new tokens of the rank's answers; a negative number is that of a request that ended."""

@@ -18,7 +18,7 @@ from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.priced import PricedPolicy
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.policy.work import CONTEXT, QUEUED, WHOLE
+from kvist.router.policy.work import CONTEXT, QUEUED, UNSTREAMED
 
 LIVES = seeds(30)
 NUM_STEPS, NUM_FRONTS, NUM_RANKS = 150, 3, 3
@@ -87,7 +87,7 @@ class Life:
             while front.running:
                 self.finish(front, front.running[0])
         self.check()
-        assert not self.fronts[0].tracker.board.work[:, [QUEUED, CONTEXT, WHOLE]].any()
+        assert not self.fronts[0].tracker.board.work[:, [QUEUED, CONTEXT, UNSTREAMED]].any()
 
     # --- Processes and workers --------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Life:
                 for target in (WorkerRank(worker, rank) for rank in range(NUM_RANKS)):
                     counts, load = counted.get((life, target), Counter()), tracker.load(target, 0.0)
                     assert (load.running_requests, load.prefill_tokens) == (counts["running"], counts["prefill"])
-                    work = tracker.board.work[:, [QUEUED, CONTEXT, WHOLE], tracker.column(target)].sum(0)
+                    work = tracker.board.work[:, [QUEUED, CONTEXT, UNSTREAMED], tracker.column(target)].sum(0)
                     assert work.tolist() == [counts["queued"], counts["context"], counts["whole"]]
                     num_running += counts["running"]
                 assert tracker.running_requests(worker) == num_running

@@ -78,7 +78,7 @@ async def test_four_fronts_decide_as_one_process_does(
     monkeypatch.setattr("kvist.router.routing.RANKS_MAX_AGE_S", -1.0)  # each knows what the others know now
     now_s = 0.0  # the same for all: who is asked a millisecond later may decide otherwise
     for owner, names in (
-        (WorkRows, ("read", "dispatch", "answer", "withdraw", "end_whole")),
+        (WorkRows, ("read", "dispatch", "answer", "withdraw", "end_unstreamed")),
         (PromptsInFlight, ("depths", "add", "settle")),
         (LoadTracker, ("begin", "load")),
     ):
