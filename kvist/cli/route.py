@@ -128,7 +128,7 @@ async def _watch_settings(
             try:
                 service.reload(make_config(args))
             except InvalidValueError as error:
-                logger.error("settings stay as they were reason=%s", error)
+                logger.error("settings not reloaded reason=%s", error)
 
 
 def make_config(args: argparse.Namespace) -> RouterConfig:

@@ -29,7 +29,7 @@ def default_max_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
         except (OSError, ValueError) as error:
-            logger.warning("descriptor limit stays as it is: %s limit=%d", error, soft)
+            logger.warning("limit of open files not raised: %s limit=%d", error, soft)
     num_descriptors = wanted if soft == resource.RLIM_INFINITY else soft
     max_connections = max(1, min(num_descriptors // 2, _MAX_DEFAULT_CONNECTIONS))
     logger.info("connections allowed max_connections=%d descriptors=%d", max_connections, num_descriptors)

@@ -343,7 +343,7 @@ class CanonicalFollower:
     def _count_malformed(self, error: MalformedMessageError) -> None:
         self._counters.num_malformed += 1
         if self._counters.num_malformed == 1:
-            _logger.warning("%s; it is skipped, and further ones are only counted", error)
+            _logger.warning("%s; skipped, further ones are only counted", error)
 
     def _has_our_block_size(self, batch: Batch | SnapshotPart) -> bool:
         if batch.block_size == self._block_size:

@@ -79,14 +79,14 @@ async def load() -> None:
     if not is_filled:
         directory = cache_directory(*INDEXER_SOURCES)
         shown = None if directory is None else directory.parent
-        _logger.info("compiling the index; what needs it waits, nothing else does; directory=%s", shown)
+        _logger.info("compiling the index, the service runs without it until then directory=%s", shown)
         if directory is None:
-            _logger.warning("compiled at each start, in a thread: set NUMBA_CACHE_DIR to a directory that is writable")
+            _logger.warning("no writable cache directory, so the index is compiled at each start: set NUMBA_CACHE_DIR")
         else:
             await _fill_in_child()
     await _compile_in_thread()
     if not is_filled:
-        _logger.info("the index is compiled after %.1f s", time.monotonic() - started_s)
+        _logger.info("index compiled after %.1f s", time.monotonic() - started_s)
 
 
 async def _fill_in_child() -> None:
@@ -100,7 +100,7 @@ async def _fill_in_child() -> None:
             start_new_session=True,  # a terminal's Ctrl-C is for the service, which then ends its child
         )
     except OSError as error:
-        _logger.error("the process that compiles cannot be started, a thread does instead: %s", error)
+        _logger.error("compiling in a thread, as no process can be started: %s", error)
         return
     try:
         _, errors = await child.communicate()
@@ -110,7 +110,7 @@ async def _fill_in_child() -> None:
             await child.wait()
     if child.returncode != 0:
         tail = errors[-_MAX_LOGGED_BYTES:].decode(errors="replace").strip()
-        _logger.error("the process that compiles failed, a thread does instead: code=%s %s", child.returncode, tail)
+        _logger.error("compiling in a thread, as the process for it failed: code=%s %s", child.returncode, tail)
 
 
 async def _compile_in_thread() -> None:

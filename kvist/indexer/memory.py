@@ -23,7 +23,7 @@ def default_max_blocks(cgroups: Path = Path("/sys/fs/cgroup"), own_group: Path =
         except (OSError, ValueError):
             continue  # no such file, or it says "max"
     max_blocks = max(1, memory_bytes // (2 * BYTES_A_BLOCK))
-    _logger.info("blocks kept by default max_blocks=%d memory_bytes=%d", max_blocks, memory_bytes)
+    _logger.info("max_blocks not set, default chosen max_blocks=%d memory_bytes=%d", max_blocks, memory_bytes)
     return max_blocks
 
 

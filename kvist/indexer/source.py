@@ -346,7 +346,7 @@ class Source:
     def _start_follower(self, message: Message, now_s: float) -> None:
         """Follow the stream anew in the form of this message, which is its first."""
         if self._follower is not None:
-            _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.public_url)
+            _logger.warning("stream changed its format and is cleared worker=%s url=%s", self.worker, self.public_url)
         self._reset_follower(now_s)
         if self._is_canonical_batch(message):
             self._follower = self._new_canonical_follower()

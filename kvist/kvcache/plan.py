@@ -105,7 +105,7 @@ class WindowPlan:
         source. If no layer has a window, a warning says that scratch slots change nothing.
         """
         if all(group.window is FULL for group in self.groups):
-            logger.warning("scratch slots change nothing: no layer has a window that a sequence can outgrow")
+            logger.warning("scratch slots have no effect: no layer has a window that a sequence can outgrow")
         for layer_idx, place in enumerate(self.places):
             group = self.groups[place.group_id]
             source = group.layer_indices[place.position]

@@ -145,7 +145,7 @@ class KvEventPublisher:
         if self.block_size is None:
             self.block_size = block_size_of(events)
             if self.block_size is not None:
-                _logger.info("block size learnt worker=%s block_size=%d", self._worker, self.block_size)
+                _logger.info("block size found worker=%s block_size=%d", self._worker, self.block_size)
         return self.block_size is not None
 
     def report(self, event: EngineEvent) -> None:
@@ -323,7 +323,7 @@ class KvEventPublisher:
         if not _is_rank(item.rank):
             self._num_malformed += 1
             if self._num_malformed == 1:
-                _logger.warning("malformed event: its rank is none: %r worker=%s", item, self._worker)
+                _logger.warning("malformed event, no rank: %r worker=%s", item, self._worker)
         elif isinstance(item, buffers.Malformed):
             self._stream(item.rank).admit_malformed(item.error)
         else:

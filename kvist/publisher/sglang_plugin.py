@@ -94,7 +94,7 @@ class SglangPublisher:
         try:
             self._publisher.close()
         except OSError as error:
-            _logger.error("publishing had stopped: %s", error)
+            _logger.error("publisher had stopped: %s", error)
 
     def _count_malformed(self, num: int, reason: str) -> None:
         if self.num_malformed == 0:

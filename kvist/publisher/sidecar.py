@@ -175,7 +175,7 @@ class SidecarFeed:
     def clear(self) -> None:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
         if self._restored is not None:
-            _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
+            _logger.warning("saved state discarded: the engine may be another one source=%s", self.name)
             self._ranks |= self._restored.keys()  # cleared, too: the engine may stay silent about them for long
             self._restored = None
         self._num_lost_at_rank_clear.clear()
@@ -205,7 +205,7 @@ class SidecarFeed:
         self._ranks |= restored.keys()
         self._publisher.resume(restored)
         num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
-        _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
+        _logger.info("resumed from saved state source=%s num_blocks=%d", self.name, num_blocks)
 
     def _publish_completeness(self) -> None:
         """Let the publisher's heartbeats say which ranks lack blocks, unless that depends on an answer."""

@@ -333,7 +333,7 @@ class RankStream(Stream):
     def _clear_for(self, error: Exception) -> None:
         self._num_malformed += 1
         if self._num_malformed == 1:
-            _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
+            _logger.warning("rank cleared, malformed event: %r source=%s", error, self._source)
         self._admit(EngineCleared(self._source.rank))
 
     def _admit(self, event: EngineEvent) -> None:

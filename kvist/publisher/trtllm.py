@@ -100,7 +100,7 @@ class AsyncTrtllmPoller:
                         await self._is_closing.wait()
             await self._report_all(is_last=True)
         except Exception as error:
-            _logger.error("polling stopped, and every rank is cleared: %r", error)
+            _logger.error("polling stopped, all ranks cleared: %r", error)
             for rank in self._ranks:
                 self._publisher.report(EngineCleared(rank))
             raise
@@ -125,7 +125,7 @@ class AsyncTrtllmPoller:
                 raise
             if not self._has_waited:
                 self._has_waited = True
-                _logger.info("the engine has no events before its first request: %s", error)
+                _logger.info("no events before the engine's first request: %s", error)
         return num_events
 
     def _report(self, raw: Sequence[_Raw]) -> int:

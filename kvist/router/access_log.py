@@ -76,7 +76,7 @@ class LineWriter(ABC, Generic[Line]):
             failure = self._flush()
             if (num_dropped := self.num_dropped) != num_logged:
                 reason = failure or "too slow"
-                logger.warning("%s has lost lines num_dropped=%d reason=%s", self._name, num_dropped, reason)
+                logger.warning("%s dropped lines num_dropped=%d reason=%s", self._name, num_dropped, reason)
                 num_logged = num_dropped
         self._end()
 

@@ -67,7 +67,7 @@ def log(request: Forwarding, error: Exception | None) -> None:
         "cached_tokens": None if usage is None else usage.cached_tokens,
     }
     if router.access_log is not None:
-        cause = "the worker answered so" if status >= HTTPStatus.BAD_REQUEST else None
+        cause = "answered by the worker" if status >= HTTPStatus.BAD_REQUEST else None
         router.access_log.write(
             request.request,
             request.request_id,

@@ -374,7 +374,7 @@ class Admission:
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:
         self.leave(place)
-        text = f"no worker had room within {timeout_s:g} s"
+        text = f"no worker was free within {timeout_s:g} s"
         place.waiter.on_refused(self._refusal("timeout", HTTPStatus.SERVICE_UNAVAILABLE, text))
 
     def _refusal(self, cause: str, status: HTTPStatus, text: str) -> RequestError:

@@ -120,7 +120,7 @@ class _Attempt(ResponseReceiver):
             self.owner.was_moved = True
             self.exchange.close()
             worker = self.decision.chosen.target.worker
-            self.on_failure(UpstreamError(worker, f"said nothing for {silent_s:g} s"))
+            self.on_failure(UpstreamError(worker, f"sent no byte for {silent_s:g} s"))
 
     def stop(self, status: int, error: Exception) -> None:
         """Close the exchange, as nobody waits for the answer any more."""

@@ -612,7 +612,7 @@ class Forwarding:
         self.handover, self.pull, self.local_reason = None, None, reason
         self.router.metrics.counts[name, reason] += 1
         self.trace.mark("fallback", {"kvist.reason": reason.value})
-        logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
+        logger.warning("prefill falls back reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 
     # The end.
 

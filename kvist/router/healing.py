@@ -61,14 +61,14 @@ class Report(StrEnum):
 
     LACKING = "lacking"
     KNOWN = "known"
-    UNREPORTED = "untold"
+    UNREPORTED = "unreported"
 
 
 class End(StrEnum):
     """Why no more reports are requested from a rank."""
 
     STABLE = "stable"
-    ASKED_ENOUGH = "asked enough"
+    REPORT_LIMIT = "report limit"
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Healing:
         """Return why healing ends now, None if it goes on."""
         if self.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW:
             return End.STABLE
-        return End.ASKED_ENOUGH if self.num_asked >= MAX_ASKED else None
+        return End.REPORT_LIMIT if self.num_asked >= MAX_ASKED else None
 
 
 class Healer:
@@ -139,7 +139,7 @@ class Healer:
         if (end := healing.reached_end()) is not None:
             healing.end = end
             self._metrics.counts["healed", target.worker, end] += 1
-            text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d"
+            text = "partial rank gets no more requests for full reports: %s worker=%s rank=%d num_asked=%d num_hits=%d"
             logger.info(text, end, *target, healing.num_asked, healing.num_hits)
 
     def _needs_report(self, target: WorkerRank) -> bool:

@@ -337,7 +337,7 @@ class FleetIndex:
             self.radix = RadixIndex(max_blocks=self._max_blocks, segment_bits=segment_bits, memory=memory)
         await self._open_state()
         self.joined_at_s = self._now_s()
-        _logger.info("the index has joined")
+        _logger.info("index ready")
 
     async def _follow(self) -> None:
         if self.radix is None:

@@ -30,61 +30,61 @@ _REQUEST_BUCKETS_S = (*_TTFT_BUCKETS_S, 120.0, 300.0, 600.0)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 _ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
 _EVENT_COUNTERS = (
-    ("gaps", "num_gaps", "Losses seen in a stream"),
-    ("restarts", "num_restarts", "Epochs after the first"),
-    ("batches_refused", "num_refused_batches", "Batches of no use"),
-    ("malformed", "num_malformed", "Messages not understood"),
-    ("ranks_refused", "num_refused_ranks", "Batches of ranks beyond those it may name"),
+    ("gaps", "num_gaps", "Gaps in the sequence numbers of a stream"),
+    ("restarts", "num_restarts", "Restarts of a stream's publisher"),
+    ("batches_refused", "num_refused_batches", "Batches refused for their block size"),
+    ("malformed", "num_malformed", "Malformed messages"),
+    ("ranks_refused", "num_refused_ranks", "Batches refused for a rank beyond --data-parallel-size"),
 )
 _LOADS = {
-    "running_requests": "Requests not ended yet",
-    "prefill_tokens": "Uncached tokens not yet answered",
+    "running_requests": "Running requests",
+    "prefill_tokens": "Uncached prompt tokens of requests without a first token",
 }
 
 
 _COUNTERS: Mapping[str, tuple[str, ...]] = {
     "requests": (
-        "Requests sent to workers; status 0: the worker failed, 499: nobody waits any more",
+        "Requests sent to workers; status 0: the worker failed, 499: the client left",
         *("worker", "status", "policy"),
     ),
     "readings": (
-        "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way",
+        "Requests by how much of their prompts was tokenised: tokens, partly or load (none), and why not",
         *("api", "outcome", "obstacle"),
     ),
-    "unmatched": ("Requests routed by load, as the index was being written to whenever it was looked at",),
-    "refusals": ("Requests the router answered itself", "status"),
-    "retries": ("Requests sent on to another worker", "worker"),
-    "disaggregated": ("Requests answered by a decode worker with another's prefill",),
-    "local_prefills": ("Requests that one worker did all of, though there are others", "reason"),
-    "disaggregation_fallbacks": ("Prefills or transfers that came to nothing", "reason"),
-    "pulls": ("Prefixes that a worker was to fetch from another, by what came of it", "outcome"),
-    "pulled_tokens": ("Prompt tokens that were fetched instead of computed",),
-    "releases": ("Prompts that prefill workers were told nobody will fetch, by whether they held them", "outcome"),
+    "unmatched": ("Requests routed by load, as the index was being written to at each try to read it",),
+    "refusals": ("Requests the router refused itself", "status"),
+    "retries": ("Requests retried, by the worker that failed", "worker"),
+    "disaggregated": ("Requests prefilled by one worker and decoded by another",),
+    "local_prefills": ("Requests prefilled by the answering worker although there are prefill workers", "reason"),
+    "disaggregation_fallbacks": ("Prefills or transfers that failed", "reason"),
+    "pulls": ("Fetches of a prefix from another worker", "outcome"),
+    "pulled_tokens": ("Prompt tokens fetched instead of computed",),
+    "releases": ("Prefilled prompts that were released unfetched, by whether the worker held them", "outcome"),
     "full_reports": (
-        "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
+        "Full reports of cached blocks by partial ranks, by what they showed",
         *("worker", "report"),
     ),
-    "healed": ("Partial ranks that are asked for full reports no more, by why", "worker", "reason"),
+    "healed": ("Partial ranks that are no longer asked for full reports", "worker", "reason"),
     "prompt_tokens": ("Prompt tokens routed", "worker", "model"),
     "overlap_tokens": ("Prompt tokens predicted to be cached", "worker", "model"),
     "output_tokens": (
-        "Tokens of whole answers: as the worker says or, of a stream where it does not, its events",
+        "Output tokens of complete answers: as reported or, if a stream has no usage, its events",
         *("worker", "model"),
     ),
 }
 """Texts and labels."""
 _HISTOGRAMS: Mapping[str, tuple[Sequence[float], str, *tuple[str, ...]]] = {
-    "prefill_seconds": (_TTFT_BUCKETS_S, "Of a prompt computed for another worker"),
+    "prefill_seconds": (_TTFT_BUCKETS_S, "Time to compute a prompt for another worker"),
     "transfer_seconds": (
         _TTFT_BUCKETS_S,
-        "From asking a decode worker to go on to the first byte of its answer",
+        "From sending a request to a decode worker to the first byte of its answer",
     ),
     "overlap_error_tokens": (
         _ERROR_BUCKETS_TOKENS,
-        "How far the predicted cached tokens of a request were over or under those its worker reported",
+        "Difference between predicted and reported cached tokens of a request",
         *("worker", "sign"),
     ),
-    "queue_seconds": (_TTFT_BUCKETS_S, "That requests waited for a worker with room, if they did", "model"),
+    "queue_seconds": (_TTFT_BUCKETS_S, "Time that queued requests waited for a worker", "model"),
     "time_to_first_byte_seconds": (
         _TTFT_BUCKETS_S,
         "From a request's arrival to the first byte of its answer's body",
@@ -92,12 +92,12 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float], str, *tuple[str, ...]]] = {
     ),
     "request_seconds": (
         _REQUEST_BUCKETS_S,
-        "From a request's arrival to the end of its answer, where that is whole and a 200",
+        "From a request's arrival to the end of its complete answer of status 200",
         "model",
     ),
     "inter_token_seconds": (
         _TOKEN_BUCKETS_S,
-        "Between two tokens of such an answer, if it is a stream: their mean",
+        "Mean time between tokens of such an answer, if streamed",
         "model",
     ),
 }
@@ -175,7 +175,7 @@ def fleet_metrics(
     """
     yield from _worker_gauges(fleet, load, now_s)
     if replicas is not None:
-        yield GaugeMetricFamily("kvist_router_replicas", "Other routers that are heard", len(replicas))
+        yield GaugeMetricFamily("kvist_router_replicas", "Other routers whose load is known", len(replicas))
     if index is not None:
         yield from _rank_gauges(fleet, index)
         yield from _source_gauges(index)
@@ -189,11 +189,11 @@ def fleet_metrics(
 
 
 def _worker_gauges(fleet: Fleet, load: LoadTracker, now_s: float) -> Iterator[Metric | None]:
-    states = gauge_of("worker_state", "Whether a worker is so", "worker", "state")
-    circuits = gauge_of("circuit_state", "Whether a worker's circuit is so", "worker", "state")
-    text = "Whether a worker makes of chats the tokens that the router makes of them"
+    states = gauge_of("worker_state", "1 for the state that a worker is in", "worker", "state")
+    circuits = gauge_of("circuit_state", "1 for the state that a worker's circuit is in", "worker", "state")
+    text = "1 for how a worker's tokens of chats compare with the router's"
     renderings = gauge_of("worker_rendering", text, "worker", "state")
-    roles = gauge_of("worker_role", "What a worker is there for", "worker", "role")
+    roles = gauge_of("worker_role", "1 for a worker's role", "worker", "role")
     loads = {name: gauge_of(name, text, "worker") for name, text in _LOADS.items()}
     for worker in fleet.workers:
         rendering = None if worker.rendering is None else worker.rendering.state
@@ -210,7 +210,7 @@ def _worker_gauges(fleet: Fleet, load: LoadTracker, now_s: float) -> Iterator[Me
 
 def _rank_gauges(fleet: Fleet, index: FleetIndex) -> Iterator[Metric | None]:
     ranks = gauge_of("ranks", "Ranks by how well their cache is known", "worker", "state")
-    blocks = gauge_of("worker_blocks", "Blocks that its ranks hold", "worker")
+    blocks = gauge_of("worker_blocks", "Blocks in a worker's cache", "worker")
     for worker in fleet.workers:
         statuses = index.ranks(worker.url)
         for state in (*SourceState, APPROXIMATE):
@@ -221,7 +221,7 @@ def _rank_gauges(fleet: Fleet, index: FleetIndex) -> Iterator[Metric | None]:
 
 
 def _source_gauges(index: FleetIndex) -> Iterator[Metric | None]:
-    ages = gauge_of("event_age_seconds", "Since a stream's last event", "worker", "source")
+    ages = gauge_of("event_age_seconds", "Time since a stream's last event", "worker", "source")
     counters = {
         attribute: CounterMetricFamily(f"{PREFIX}_event_{name}", text, labels=["worker", "source"])
         for name, attribute, text in _EVENT_COUNTERS
@@ -234,7 +234,7 @@ def _source_gauges(index: FleetIndex) -> Iterator[Metric | None]:
             counter.add_metric(names, getattr(source, attribute))
         yield None
     yield from (ages, *counters.values())
-    text = "Answers of any stream given up because all that came in took too much memory"
+    text = "Replay answers dropped to bound memory, of all streams"
     yield CounterMetricFamily(f"{PREFIX}_event_answers_refused", text, BUDGET.num_refused)
 
 

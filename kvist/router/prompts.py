@@ -293,7 +293,7 @@ class PromptReader:
         if tokenizer is None:
             raise RequestError(400, "the router has no tokeniser of the model", code="no_tokenizer")
         if not self._needs_tokens():
-            raise RequestError(400, "the policy looks at no prompt, so text is not tokenised", code="not_needed")
+            raise RequestError(400, "the policy does not use prompts, so text is not tokenised", code="not_needed")
         return tokenizer
 
 
@@ -334,7 +334,7 @@ def _client_fields(body: bytes) -> Fields:
 def _check_is_plain(api: str, fields: Fields) -> None:
     for name in _REWRITING[api]:
         if fields.get(name) not in (None, False, "", "disabled"):
-            raise RequestError(400, f"{name}: makes other tokens of a prompt", param=name, code="rewritten")
+            raise RequestError(400, f"{name}: changes how the prompt is tokenised", param=name, code="rewritten")
 
 
 def _messages_of(response_id: Any, stored: StoredResponse | None) -> list[Message]:

@@ -249,7 +249,7 @@ class Routing:
         if answer is None:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST if local_reason in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
-                f"no worker can do this alone, and no two can together ({local_reason})",
+                f"no worker can serve this request alone, and no prefill and decode worker together ({local_reason})",
                 code="no_pair",
             )
         return Plan(answer, None, local_reason)

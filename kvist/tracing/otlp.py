@@ -209,9 +209,9 @@ class _WatchedExporter(SpanExporter, logging.Filter):
         self.num_exported += len(spans) if is_ok else 0
         self.num_lost += 0 if is_ok else len(spans)
         if not is_ok and not self._is_failing:
-            logger.warning("traces are not taken and will be lost url=%s reason=%s", self._endpoint, self._reason)
+            logger.warning("traces cannot be exported and are dropped url=%s reason=%s", self._endpoint, self._reason)
         elif is_ok and self._is_failing:
-            logger.info("traces are taken again url=%s num_lost=%d", self._endpoint, self.num_lost)
+            logger.info("traces are exported again url=%s num_lost=%d", self._endpoint, self.num_lost)
         self._is_failing, self._reason = not is_ok, None
         return result
 

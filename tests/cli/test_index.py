@@ -168,7 +168,7 @@ def test_where_nothing_can_be_written_it_answers_and_ends_while_a_thread_compile
     assert psutil.Process(process.pid).children() == []
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=180) == 0
-    assert "set NUMBA_CACHE_DIR to a directory that is writable" in process.stderr.read()
+    assert "set NUMBA_CACHE_DIR" in process.stderr.read()
 
 
 def test_a_port_in_use_is_a_clear_error(capsys) -> None:

@@ -142,8 +142,8 @@ async def test_a_killed_sidecar_goes_on_unless_the_engine_is_another(
         held = [*range(20), *range(21, 40), 50] if is_restarted else [21, 22, 50]
         await until(lambda: holds_exactly(*held))
     output = sidecar.terminate()
-    assert ("went on from saved state" in output) is not is_restarted
-    assert ("saved state is not believed" in output) is is_restarted
+    assert ("resumed from saved state" in output) is not is_restarted
+    assert ("saved state discarded" in output) is is_restarted
 
 
 def test_without_a_word_about_the_engine_the_command_says_what_it_needs():

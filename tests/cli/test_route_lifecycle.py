@@ -190,7 +190,7 @@ async def test_settings_are_read_again_when_their_file_changes_and_at_sighup(wor
         assert (worker.num_completions, other.num_completions) == (1, 1)
 
         write('worker_urls = ["nonsense"]', 'admin_key = "secret one"')
-        assert "admin_key: got '***'" in await router.logged("settings stay as they were")
+        assert "admin_key: got '***'" in await router.logged("settings not reloaded")
         write("state_interval_s = 1.5", f'api_key = "file:{key}"', f'worker_urls = ["{other.url}"]')
         assert "fields=state_interval_s" in await router.logged("need a restart")
         assert (await router.complete("a")).status_code == 200

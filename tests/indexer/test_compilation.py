@@ -33,7 +33,7 @@ async def test_another_process_compiles_before_this_one_imports(compiling, compi
     messages = [record.message for record in caplog.records if record.name == compilation.__name__]
     assert "compiling the index" in messages[0]
     assert "directory=/" in messages[0]
-    assert "the index is compiled after" in messages[1]
+    assert "index compiled after" in messages[1]
 
 
 async def test_where_that_process_fails_a_thread_compiles_and_the_log_says_why(
@@ -44,7 +44,7 @@ async def test_where_that_process_fails_a_thread_compiles_and_the_log_says_why(
         await compiling.started.wait()
         compiling.tell(is_done=False)
     assert compiled_in == ["kvist-compile"]
-    assert "the process that compiles failed, a thread does instead: code=1 told to fail" in caplog.text
+    assert "compiling in a thread, as the process for it failed: code=1 told to fail" in caplog.text
 
 
 @pytest.mark.usefixtures("compiling")
@@ -54,7 +54,7 @@ async def test_where_no_process_can_be_started_a_thread_compiles(
     monkeypatch.setattr(compilation, "COMMAND", ("/nowhere/python",))
     await compilation.load()
     assert compiled_in == ["kvist-compile"]
-    assert "cannot be started, a thread does instead" in caplog.text
+    assert "compiling in a thread, as no process can be started" in caplog.text
 
 
 async def test_where_nothing_can_be_written_a_thread_compiles_and_the_log_says_what_to_set(
@@ -64,7 +64,7 @@ async def test_where_nothing_can_be_written_a_thread_compiles_and_the_log_says_w
     await compilation.load()
     assert compiled_in == ["kvist-compile"]
     assert not compiling.started.is_set()
-    assert "set NUMBA_CACHE_DIR to a directory that is writable" in caplog.text
+    assert "set NUMBA_CACHE_DIR" in caplog.text
 
 
 async def test_with_a_filled_cache_no_process_is_started(

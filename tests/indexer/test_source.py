@@ -166,7 +166,7 @@ def test_an_engine_that_comes_after_a_reconnect_takes_over(world, caplog):
     assert world.resyncing == set()
     world.take(engines(3, 9))
     assert world.holds(7, 8, 9)
-    assert caplog.text.count("stream changed its form") == 1
+    assert caplog.text.count("stream changed its format") == 1
 
 
 def test_a_publisher_that_comes_back_after_a_reconnect_stays(world):

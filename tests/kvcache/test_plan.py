@@ -77,7 +77,7 @@ def test_scratch_slots_that_no_layer_can_use_are_said_to_change_nothing(logged: 
     assert not logged("kvist.kvcache.plan")
     plan_windows([NARROW, WHOLE], 512).check_scratch()
     (said,) = logged("kvist.kvcache.plan")
-    assert "scratch slots change nothing: no layer has a window" in said
+    assert "scratch slots have no effect: no layer has a window" in said
 
 
 def test_scratch_slots_are_refused_where_another_layer_writes_between_a_source_and_its_reader() -> None:

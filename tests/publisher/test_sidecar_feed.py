@@ -213,7 +213,7 @@ def test_an_engine_restarted_meanwhile_is_noticed_although_it_is_further_than_it
     second.settle(restarted, 2.0)
     assert second.held() == {block_of(number) for number in (1, 4, 5, 6, 7)}
     assert second.state is SourceState.LIVE
-    assert "saved state is not believed" in caplog.text
+    assert "saved state discarded" in caplog.text
 
 
 @pytest.mark.parametrize("has_answer", [True, False])

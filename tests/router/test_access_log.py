@@ -86,7 +86,7 @@ def test_a_full_disk_costs_lines_that_are_counted_and_told_of(caplog) -> None:
         write(log, number)
     log.close()
     assert log.num_dropped == 300
-    assert "access log has lost lines num_dropped=300 reason=[Errno 28]" in caplog.text
+    assert "access log dropped lines num_dropped=300 reason=[Errno 28]" in caplog.text
 
 
 def test_a_torn_line_spoils_no_other(tmp_path: Path, monkeypatch) -> None:
@@ -167,7 +167,7 @@ async def test_each_request_has_its_line(worker, router, http_bytes, until, tmp_
     told |= {"status": 200, "model": "m", "worker": one.url, "num_attempts": 1, "queue_s": 0.0, "error": None}
     told |= {"method": "POST", "path": "/v1/completions"}
     assert told.items() <= whole.items()
-    assert (wrong["status"], wrong["worker"], wrong["error"]) == (400, one.url, "the worker answered so")
+    assert (wrong["status"], wrong["worker"], wrong["error"]) == (400, one.url, "answered by the worker")
     assert (cut["status"], one.url in cut["error"], cut["output_tokens"]) == (200, True, None)
     assert (unknown["status"], len(unknown["model"]), unknown["worker"], len(unknown["error"])) == (404, 300, None, 300)
     assert (malformed["status"], malformed["request_id"], malformed["model"]) == (400, "mine", None)

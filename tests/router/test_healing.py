@@ -191,7 +191,7 @@ async def test_healing_ends_once_the_index_predicts_all_that_the_engine_has_of_t
         for prompt in prompts:
             await front.until_overlap(one.url, prompt, len(prompt) // 16)
         assert (await front.metrics())[f'kvist_router_healed_total{{reason="stable",worker="{one.url}"}}'] == 1
-        text = f"asked no more: stable worker={one.url} rank=0 num_asked={num_asked} num_hits={len(vllm.cache.held)}"
+        text = f"stable worker={one.url} rank=0 num_asked={num_asked} num_hits={len(vllm.cache.held)}"
         assert logged("kvist.router.healing")[-1].endswith(text)
 
 
@@ -326,7 +326,7 @@ def test_requests_that_are_not_answered_yet_count_among_those_that_may_ask(monke
     rank = OneRank(monkeypatch)
     assert [rank.asks() for _ in range(5)] == [True, True, True, False, False]
     rank.answer(None)
-    assert rank.ends == ["asked enough"]
+    assert rank.ends == ["report limit"]
 
 
 async def test_requests_to_a_partial_rank_ask_until_nothing_new_is_hit(worker, router, engine, monkeypatch):
@@ -361,7 +361,9 @@ async def test_an_engine_that_does_not_tell_is_asked_a_bounded_number_of_times(w
         for _ in range(3):
             await front.complete(PROMPT)
         assert asked(one) == [True, True, False]
-        assert (await front.metrics())[f'kvist_router_full_reports_total{{report="untold",worker="{one.url}"}}'] == 2
+        assert (await front.metrics())[
+            f'kvist_router_full_reports_total{{report="unreported",worker="{one.url}"}}'
+        ] == 2
 
 
 async def test_engines_that_are_not_vllm_get_the_clients_bytes(worker, router, engine):

@@ -78,7 +78,7 @@ async def test_the_stream_that_a_vllm_announces_is_followed(worker, router, engi
     async with worker(**vllm, metrics=metrics) as one, router(one.url) as front:
 
         async def shown() -> list[Any]:
-            names = ("engine", "version", "block_size", "num_cache_tokens")
+            names = ("engine", "version", "block_size", "cache_size_tokens")
             told = (await front.workers())[one.url]
             return [told[name] for name in names]
 

@@ -179,9 +179,9 @@ def test_a_collector_that_takes_nothing_is_told_of_once_and_again_when_it_does(
         record.getMessage() for record in caplog.records if "opentelemetry" in record.name or "traces" in record.msg
     ]
     assert len(messages) == 2
-    assert messages[0].startswith(f"traces are not taken and will be lost url={trace_collector.url}/v1/traces reason=")
+    assert messages[0].startswith(f"traces cannot be exported and are dropped url={trace_collector.url}/v1/traces")
     assert "400" in messages[0]
-    assert messages[1].startswith("traces are taken again")
+    assert messages[1].startswith("traces are exported again")
 
 
 def test_a_queue_that_is_full_drops_spans_and_waits_for_nobody(

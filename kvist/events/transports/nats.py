@@ -75,7 +75,7 @@ class NatsPublication(BrokerPublication[Client]):
         except InvalidValueError as error:
             if not self._has_stream:
                 raise
-            _logger.error("events are no longer kept: %s", error)
+            _logger.error("JetStream no longer stores events: %s", error)
         self._has_stream = True
 
     async def _deliver(self, client: Client, messages: Sequence[Message]) -> None:
@@ -270,7 +270,7 @@ class NatsLink(BrokerLink[Client]):
     def _report_error(self, error: Exception, host: Host) -> None:
         """Report an error that a client tells of beside its work."""
         if "permissions violation" in str(error).lower():
-            _logger.warning("broker does not permit it: %s broker=%s", error, host)
+            _logger.warning("broker permits no access: %s broker=%s", error, host)
             self.problem = self.forbidden = f"broker {host} does not permit it: {error}"
         elif not isinstance(error, FAILURES):
             _logger.error("unexpected error broker=%s", host, exc_info=error)

@@ -70,7 +70,7 @@ class StateStatistics:
         }
 
     def metrics(self) -> Iterator[Metric]:
-        text = "Streams loaded from disk by what became of them"
+        text = "Streams loaded from disk, by outcome"
         streams = GaugeMetricFamily("kvist_state_streams", text, labels=["fate"])
         for fate, number in self.fates.items():
             streams.add_metric([fate], number)
@@ -78,7 +78,7 @@ class StateStatistics:
         yield CounterMetricFamily("kvist_state_saves", "Times that the index was saved", self.num_saves)
         yield CounterMetricFamily("kvist_state_save_failures", "Saves that failed", self.num_failures)
         if self.age_s is not None:
-            yield GaugeMetricFamily("kvist_state_age_seconds", "Since the last save", self.age_s)
+            yield GaugeMetricFamily("kvist_state_age_seconds", "Time since the last save", self.age_s)
         if self.size_bytes is not None:
             yield GaugeMetricFamily("kvist_state_bytes", "Size of the last save", self.size_bytes)
 
@@ -148,7 +148,7 @@ class StateKeeper:
             self._unproven = [source for _, source in takeover.sources]
             self._fates["loaded"] = len(self._unproven)
         except FileNotFoundError:
-            _logger.info("no state to start from path=%s", self._path)
+            _logger.info("no saved state path=%s", self._path)
         except (MalformedMessageError, OSError) as error:
             set_aside(self._path, self._path.with_name(f"{self._path.name}.damaged"), error)
         else:

@@ -59,7 +59,7 @@ class Registrations:
             await self._registry.register(namespace, block_size, instance_id, dp_rank, stream)
         except ApiError as error:
             if error.status != HTTPStatus.CONFLICT:
-                _logger.warning("not followed as before: %s instance_id=%d", error, instance_id)
+                _logger.warning("stream not restored: %s instance_id=%d", error, instance_id)
 
     async def register_all(self, head: NamespaceHead) -> None:
         """Register the streams of a namespace, except those that need a login, which is not in a dump."""
@@ -68,7 +68,7 @@ class Registrations:
             name = parse_stream_name(state.worker)
             if name is None or state.has_login:
                 if self._find_stream(namespace, state) is None:
-                    _logger.warning("not followed as before: its login is not kept worker=%s", state.worker)
+                    _logger.warning("stream not restored: its login is not saved worker=%s", state.worker)
                 continue
             await self.register(namespace, state.block_size, *name, state.endpoint, state.url)
 
@@ -127,10 +127,10 @@ class Restorer:
                     await self._register_streams_of(pool, peer)
                     await self._load_dump(pool, peer)
                 except (UpstreamError, MalformedMessageError) as error:
-                    _logger.warning("not restored: %s peer=%s", error, peer)
+                    _logger.warning("peer not used: %s peer=%s", error, peer)
                 else:
                     return True
-        _logger.warning("no peer could be restored from, and the index starts empty peers=%s", list(peers))
+        _logger.warning("no peer could be used, starting with an empty index peers=%s", list(peers))
         return False
 
     async def _register_streams_of(self, pool: UpstreamPool, peer: str) -> None:

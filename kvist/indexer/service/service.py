@@ -65,7 +65,7 @@ class IndexService:
         await self._server.__aenter__()
         await self._tasks.__aenter__()
         self._index = self._tasks.create_task(self._run_index(), name="kvist-index")
-        logger.info("index listens url=%s", self.url)
+        logger.info("listening url=%s", self.url)
         if compilation.is_loaded():
             try:
                 await self._joined.wait()
@@ -106,7 +106,7 @@ class IndexService:
             api.cold_start_s = time.monotonic() - self._started_s
             self._api = api
             self._joined.set()
-            logger.info("the index has joined url=%s cold_start_s=%.2f", self.url, api.cold_start_s)
+            logger.info("index ready url=%s cold_start_s=%.2f", self.url, api.cold_start_s)
             await self._has_stopped.wait()
 
     def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:

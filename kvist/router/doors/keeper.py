@@ -174,7 +174,7 @@ class Keeper(ComposedContext):
                 return Answer(HTTPStatus.OK, await self._page.text(), CONTENT_TYPE_LATEST)
             endpoint = self._endpoints.get((method, question.path))
             if endpoint is None:
-                message = f"{question.method} {question.path}: the endpoint is not used so"
+                message = f"{question.method} {question.path}: expected another method"
                 raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
             return endpoint(question)
         except RequestError as error:

@@ -118,7 +118,7 @@ class LiveState:
         if view not in VIEWS:
             raise InvalidValueError("view", view, f"one of {', '.join(VIEWS)}")
         if not since.isdecimal():
-            raise InvalidValueError("since", since, "a number that was told before")
+            raise InvalidValueError("since", since, "the `number` of an earlier answer")
         self._refresh(view)
         known = int(since)
         is_whole = not self._whole_since <= known <= self._number

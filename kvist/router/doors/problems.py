@@ -23,7 +23,7 @@ def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
     streams = sorted(events["sources"], key=lambda each: _STREAMS.index(each["condition"]))
     known: tuple[str, str | None, str] = ("none", None, "")
     if any(rank["state"] == APPROXIMATE for rank in events["ranks"]):
-        known = "approximate", "no stream tells of it", "warn"
+        known = "approximate", "estimated from its prompts, without KV events", "warn"
     elif events["error"] is not None:
         known = "not followed", events["error"], "bad"
     elif streams:
@@ -48,20 +48,21 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if worker["state"] != "healthy":
         yield _problem(f"is {worker['state']}", worker["last_failure"], "fleet", is_bad=worker["state"] == "unhealthy")
     elif worker["unavailable_reason"] is not None:
-        yield _problem("takes no requests", worker["unavailable_reason"], "operating")
+        yield _problem("gets no requests", worker["unavailable_reason"], "operating")
     if events["error"] is not None:
         is_expected = any(rank["state"] == APPROXIMATE for rank in events["ranks"])
-        yield _problem("has no events that are followed", events["error"], "engines", is_bad=not is_expected)
+        yield _problem("has no KV events that can be followed", events["error"], "engines", is_bad=not is_expected)
     for source in events["sources"]:
         if source["condition"] != "live":
-            yield _problem(f"has a stream that is {source['condition']}: {source['url']}", source["reason"], "recovery")
+            state = source["condition"].replace("no_events", "without events")
+            yield _problem(f"has an event stream that is {state}: {source['url']}", source["reason"], "recovery")
         if source["malformed"] or source["refused_batches"] or source["refused_ranks"]:
             counts = {name: source[name] for name in ("malformed", "refused_batches", "refused_ranks") if source[name]}
             why = ", ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in counts.items())
-            yield _problem(f"has a stream of which parts are refused: {source['url']}", why, "engines")
+            yield _problem(f"sends events that are refused: {source['url']}", why, "engines")
     rendering = worker["rendering"]
     if rendering is not None and rendering["state"] == "differs":
-        yield _problem("makes other tokens of chats than the router", rendering["reason"], "engines")
+        yield _problem("renders chats differently than the router", rendering["reason"], "engines")
     if hits is not None and hits["prompt_tokens_with_report"] > _MIN_REPORT_TOKENS:
         predicted, reported = hits["predicted_tokens"], hits["reported_tokens"]
         if reported < _MIN_FOUND_SHARE * predicted:
@@ -79,8 +80,8 @@ def _of_router(readiness: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield _problem(f"cannot read prompts of {name}", model["problem"], "engines")
     for source in readiness.get("discovery", ()):
         if source["reason"] is not None:
-            yield _problem(f"cannot ask {source['source']} who the workers are", source["reason"], "fleet")
+            yield _problem(f"cannot query the worker source {source['source']}", source["reason"], "fleet")
     if (problem := readiness.get("replicas", {}).get("problem")) is not None:
-        yield _problem("does not hear other routers", problem, "operating")
+        yield _problem("is not connected to other routers", problem, "operating")
     if (failure := readiness.get("state", {}).get("last_save_failure")) is not None:
-        yield _problem("cannot save what it knows of caches", failure, "operating")
+        yield _problem("cannot save its state", failure, "operating")

@@ -126,7 +126,7 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
                     fleet.expect()
                     await asyncio.sleep(_EXPECT_INTERVAL_S)
         except Exception:
-            logger.exception("requests are routed by Serve alone deployment=%s", self._deployment_id)
+            logger.exception("falling back to Ray Serve's own routing deployment=%s", self._deployment_id)
             raise
         finally:
             self._router = None

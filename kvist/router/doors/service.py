@@ -180,14 +180,14 @@ class RouterService(ComposedContext):
         keeper.load.set_listening()
         exits.push_async_exit(self._drain)
         logger.info(
-            "router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, time.monotonic() - self._started_s
+            "listening url=%s policy=%s start_s=%.2f", self.url, config.policy, time.monotonic() - self._started_s
         )
 
     async def _drain(self, kind: type[BaseException] | None, *_: object) -> None:
         """Fail `/readiness` for a while, so that load balancers go elsewhere before the router stops to listen."""
         self._is_draining = True
         if kind is None:
-            logger.info("router drains delay_s=%g", self._config.drain_delay_s)
+            logger.info("draining delay_s=%g", self._config.drain_delay_s)
             await asyncio.sleep(self._config.drain_delay_s)
 
     def _own_keeper(

@@ -119,7 +119,7 @@ class Discovery:
     def metrics(self) -> Iterator[Metric]:
         """Yield how many workers each source names, and whether it can be asked."""
         named = GaugeMetricFamily("kvist_router_discovered_workers", "Workers that a source names", labels=["source"])
-        text = "Whether a source of workers can be asked"
+        text = "1 if a source of workers can be queried"
         up = GaugeMetricFamily("kvist_router_discovery_up", text, labels=["source"])
         for source in self.sources.values():
             named.add_metric([source.url.name], source.num_workers)
@@ -135,7 +135,7 @@ class Discovery:
                 return  # a worker announced itself while the source was dropped
             num_failures = 0
             if source.problem is not None:
-                logger.info("discovery goes on source=%s", source.url.name)
+                logger.info("discovery works again source=%s", source.url.name)
             wanted = {worker.url: worker for worker in workers}
             source.num_workers, source.problem, source.answered_at_s = len(wanted), None, monotonic()
             source.is_complete |= is_complete
@@ -150,7 +150,7 @@ class Discovery:
                 await follow(report)
             except (KvistError, OSError) as error:
                 if source.problem != str(error):
-                    logger.error("discovery failed, what was found stays source=%s reason=%s", source.url.name, error)
+                    logger.error("discovery failed, workers kept source=%s reason=%s", source.url.name, error)
                 source.problem = str(error)
             source.was_tried.set()
             await asyncio.sleep(min(MIN_RETRY_S * 2**num_failures, longest_s) * random.uniform(0.5, 1.0))
@@ -293,7 +293,7 @@ class Announcements:
         except (msgspec.DecodeError, UnicodeDecodeError, InvalidValueError) as error:
             if not self._is_malformed:
                 self._is_malformed = True
-                logger.warning("announcement skipped, as others may be: %s source=%s", error, self._url.name)
+                logger.warning("announcement skipped: %s source=%s", error, self._url.name)
             return False
         before = self._announced.pop(announced.url, None)
         if announced.leaving or len(self._announced) >= MAX_ANNOUNCED:

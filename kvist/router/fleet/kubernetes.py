@@ -264,7 +264,7 @@ class Objectives:
                 except (SourceError, OSError) as error:
                     if problems.get(place) != str(error):
                         problems[place] = str(error)
-                        logger.info("objectives are not read path=%s reason=%s", place.path, error)
+                        logger.info("inference objectives cannot be read path=%s reason=%s", place.path, error)
             await asyncio.sleep(OBJECTIVES_RETRY_S)
 
     def priority(self, name: str) -> int:

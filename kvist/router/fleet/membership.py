@@ -269,9 +269,9 @@ class Membership(ComposedContext):
 
     def _give_up(self, worker: Worker, silent_s: float) -> None:
         """Set a silent worker unhealthy, and let other workers have the requests that it has not begun to answer."""
-        logger.warning("worker is silent url=%s silent_s=%g", worker.url, silent_s)
+        logger.warning("worker does not respond url=%s silent_s=%g", worker.url, silent_s)
         worker.health.set_unhealthy()
-        worker.last_failure = f"said nothing for {silent_s:g} s, though asked"
+        worker.last_failure = f"sent no byte for {silent_s:g} s, not even its /metrics"
         worker.give_up(silent_s)
         self._fleet.on_room()
 
@@ -351,6 +351,6 @@ class Membership(ComposedContext):
         except InvalidValueError as refusal:
             error = str(refusal)
         if error is not None and error != worker.event_error:
-            logger.warning("worker is expected to hold what it is given url=%s reason=%s", worker.url, error)
+            logger.warning("cache estimated, as no KV events are followed url=%s reason=%s", worker.url, error)
         worker.event_error = error
         index.follow(worker.url, endpoints, identity.block_size)

@@ -41,7 +41,7 @@ class ModelFiles(NamedTuple):
     path: str | None = None
     tokenizer: ChatTokenizer | None = None
     alpha: float = DEFAULT_ALPHA
-    problem: str | None = "no worker names a directory of this machine, and no configuration does"
+    problem: str | None = "no tokeniser: no --model-path, and no worker reports a directory that is on this machine"
 
 
 class ModelPolicy(NamedTuple):
@@ -206,7 +206,7 @@ class Models(ComposedContext):
         files = load.result()
         self.refresh()
         if files.tokenizer is None:
-            logger.warning("prompts are routed by load path=%s reason=%s", files.path, files.problem)
+            logger.warning("no tokeniser, text is routed by load path=%s reason=%s", files.path, files.problem)
         else:
             logger.info("tokeniser loaded path=%s", files.path)
             self._on_loaded(files.tokenizer)

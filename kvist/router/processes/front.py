@@ -296,7 +296,7 @@ class RemoteKeeper(ComposedContext):
         else:
             if not link.is_closed:  # else the keeper is gone, and another may have started
                 index.attach(reader)
-                logger.info("the index has joined")
+                logger.info("index ready")
 
     def _update_worker(self, news: WorkerNews) -> None:
         self._listed_urls.add(news.url)

@@ -179,7 +179,7 @@ class Supervisor:
                 pause_s = min(_MAX_PAUSE_S, 2 * self._pauses_s.get(child.front, 0.05))
             self._pauses_s[child.front] = pause_s
             self._due_s[child.front] = time.monotonic() + pause_s
-            logger.error("process ended, and is started anew process=%s code=%d pause_s=%g", name, code, pause_s)
+            logger.error("process ended, restarting process=%s code=%d pause_s=%g", name, code, pause_s)
         return 0
 
     def _remove(self, child: _Child) -> None:

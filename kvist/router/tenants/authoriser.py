@@ -78,7 +78,7 @@ class Authoriser(ComposedContext):
                 verdict = await self._answer(key)
         except (TimeoutError, UpstreamError, ValueError) as error:  # msgspec's errors are, too
             if not self._is_failing:
-                logger.error("authoriser says nothing of use url=%s reason=%s", self._url, str(error) or "timeout")
+                logger.error("authoriser gave no valid answer url=%s reason=%s", self._url, str(error) or "timeout")
             self._is_failing = True
             return HTTPStatus.SERVICE_UNAVAILABLE
         finally:

@@ -90,7 +90,7 @@ class Keys(ComposedContext):
                 self._listed = await asyncio.to_thread(read_tenants, path)
                 logger.info("tenants reloaded num_keys=%d", len(self._listed))
             except InvalidValueError as error:
-                logger.error("tenants stay as they were reason=%s", error)
+                logger.error("tenants not reloaded reason=%s", error)
 
 
 def _admitted(verdict: Verdict) -> Tenant:

@@ -96,7 +96,7 @@ async def test_a_login_stays_in_no_file_and_its_stream_is_registered_by_somebody
     assert b"nats://127.0.0.1:1/m/w" in state
     async with start() as client:
         assert (await client.get("/workers")).json() == []
-        assert "its login is not kept worker=1:0" in caplog.text
+        assert "its login is not saved worker=1:0" in caplog.text
         await register(client, endpoint)
 
 

@@ -61,7 +61,7 @@ async def test_vllm_tells_its_version_its_cache_and_the_streams_of_its_ranks(wor
     sources = {"1": EVENTS | {"endpoint": "tcp://*:5702", "replay_endpoint": None}, "0": EVENTS}
     async with worker(models=VLLM, version={"version": "0.32.0"}, event_sources=sources, metrics=CACHE) as one:
         found = await identity(one.url)
-    assert (found.engine, found.version, found.num_cache_tokens) == ("vllm", "0.32.0", 524288)
+    assert (found.engine, found.version, found.cache_size_tokens) == ("vllm", "0.32.0", 524288)
     assert found.cache_block == (128, "auto")
     assert found.event_endpoints == ("tcp://*:5701?replay_port=5801", "tcp://*:5702?replay_port=none")
 

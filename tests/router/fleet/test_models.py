@@ -136,7 +136,10 @@ async def test_readiness_says_what_is_served_and_workers_why_one_gets_nothing(wo
         await front.until_state(other.url, "healthy")
         page = (await front.client.get("/readiness")).json()["models"]["b"]
         assert (page["healthy"], page["tokenizer"]) == (1, None)
-        assert page["problem"] == "no worker names a directory of this machine, and no configuration does"
+        assert (
+            page["problem"]
+            == "no tokeniser: no --model-path, and no worker reports a directory that is on this machine"
+        )
 
 
 async def test_an_alias_stands_for_its_model(worker, router) -> None:
