@@ -313,10 +313,7 @@ class RadixIndex:
     # --- Inside -----------------------------------------------------------------------------------------------------
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
-        if rank is not None:
-            source = WorkerRank(worker, rank)
-            return [source] if source in self._slots.by_rank else []
-        return [*self._slots.ranks_of.get(worker, ())]
+        return [source for source in self._slots.ranks_of.get(worker, ()) if rank in (None, source.rank)]
 
     def _retire(self, source: WorkerRank) -> None:
         with self.writing:
