@@ -23,7 +23,7 @@ from kvist.openai.requests import with_fields
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import MAX_KEPT_BYTES, LocalReason
-from kvist.router.prefill.handover import Handover, Plan
+from kvist.router.prefill.handover import Handover, Plan, begins_with_failure
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
 from kvist.router.usage import ReportedUsage, UsageReader
@@ -234,6 +234,8 @@ class AnswerAttempt(_Attempt):
         self._buffer = bytearray() if handover is not None and handover.handoff.is_merged else None
         """Keeps an answer that part of the prefill worker's is to be merged into, until both have ended."""
         self._is_buffer_complete = False
+        self._first_events = b""
+        """Kept until they show whether the prompt was fetched."""
         body, chosen, computes = owner.body, decision.chosen, handover is None or owner.pull is not None
         if handover is not None:
             handover.sent_s = router.now_s()
@@ -250,10 +252,7 @@ class AnswerAttempt(_Attempt):
         super().on_head(status, headers)
         owner = self.owner
         if owner.handover is not None and status == _SERVER_ERROR:
-            if owner.paired_prefill is None or owner.may_retry():
-                self.exchange.close()
-                self._end(status)
-                owner.on_transfer_failed(self.decision)
+            self._report_failed_transfer()
             return
         self._judge_worker()
         if status in RETRIED_STATUSES and owner.may_retry():
@@ -273,6 +272,11 @@ class AnswerAttempt(_Attempt):
                 self._buffer += piece
                 self._limit_length(len(self._buffer))
                 return
+            if self.owner.handover is not None and self.status == OK:
+                piece = self._first_events = self._first_events + piece
+                has_failed = begins_with_failure(piece)
+                if has_failed is None or (has_failed and self._report_failed_transfer()):
+                    return
             self._begin(is_empty=False)
         self._load.add_tokens(self._usage.feed(piece))
         self.owner.responder.send(piece)
@@ -285,7 +289,9 @@ class AnswerAttempt(_Attempt):
                 self.on_peer_prefilled(self.owner.paired_prefill)
             return
         if not self.has_begun:
-            self._begin(is_empty=True)
+            self._begin(is_empty=not self._first_events)
+            if self._first_events:
+                self.owner.responder.send(self._first_events)
         owner, router, decision = self.owner, self.owner.router, self.decision
         if self._is_stored and self.status == OK:
             worker, is_event = decision.chosen.target.worker, self.is_event_stream
@@ -310,6 +316,16 @@ class AnswerAttempt(_Attempt):
                 router.on_routed(owner.routed)
         owner.responder.end()
         owner.end()
+
+    def _report_failed_transfer(self) -> bool:
+        """Have the owner ask another worker, and return whether it may."""
+        owner = self.owner
+        may_ask = owner.paired_prefill is None or owner.may_retry()
+        if may_ask:
+            self.exchange.close()
+            self._end(_SERVER_ERROR)
+            owner.on_transfer_failed(self.decision)
+        return may_ask
 
     def _count_output(self) -> None:
         """Count the answer's tokens, and the time that it took."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from urllib.parse import quote
 
 import msgspec
@@ -37,6 +38,9 @@ DIALECTS: Mapping[str, Dialect] = {
 
 MAX_WAITING = 1024
 """What a decode worker that dies can leave behind at once; beyond it releases are dropped, and counted."""
+
+MAX_FIRST_EVENTS_BYTES = 65536
+"""What is kept of a stream until it shows whether it begins with an error."""
 
 _OUTCOMES = {204: "released", 404: "unknown"}
 
@@ -64,6 +68,34 @@ def why_local(local: Decision, max_local_prefill_tokens: int) -> LocalReason | N
     if is_worth_handing_over(local.prompt, local.overlap_tokens, max_local_prefill_tokens):
         return None
     return LocalReason.SHORT if local.prompt.num_tokens <= max_local_prefill_tokens else LocalReason.CACHED
+
+
+def begins_with_failure(answer: bytes) -> bool | None:
+    """Return whether a stream begins with a worker's own error; None if the bytes that follow may tell.
+
+    vLLM answers 200 before it has fetched anything, and a chat with a first event that has no token yet.
+    """
+    start = answer.replace(b"\r\n", b"\n")
+    if not start.startswith(b"data:"):
+        return None if b"data:".startswith(start) else False
+    event, end, rest = start.partition(b"\n\n")
+    if end and b'"content":""' in event:
+        event, end, _ = rest.partition(b"\n\n")
+    if not end:
+        return None if len(answer) < MAX_FIRST_EVENTS_BYTES else False
+    try:
+        failure = msgspec.json.decode(event.removeprefix(b"data:"), type=_Failure)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return failure.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: int
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    error: _Error
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvist.router.prefill.dialect import Side
-from kvist.router.prefill.handover import DIALECTS
+from kvist.router.prefill.handover import DIALECTS, begins_with_failure
 from kvist.router.prompts import ParsedRequest
 
 LONG = list(range(1000, 1400))
@@ -53,6 +53,20 @@ class Engines:
             self.held.remove(name)
         text = "fetched" if params else "computed"
         writer.write(self.bytes.response(json.dumps({"choices": [{"text": text}]}).encode()))
+
+    async def fail(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        """Cannot fetch the blocks, and in a stream has answered 200 by then."""
+        if "kv_transfer_params" not in json.loads(received.body):
+            await self.decode(received, writer)
+            return
+        first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        error = {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}
+        opening = [first] if received.target.endswith("chat/completions") else []
+        events = [f"data: {json.dumps(each, separators=(',', ':'))}\n\n".encode() for each in [*opening, error]]
+        writer.write(self.bytes.event_stream_head)
+        for event in [*events, b"data: [DONE]\n\n", b""]:
+            writer.write(self.bytes.chunk(event))
+            await writer.drain()
 
 
 @pytest.fixture
@@ -119,6 +133,46 @@ async def test_a_chat_that_limits_its_completion_is_asked_one_token_of(worker, r
         answer = await front.client.post("/v1/chat/completions", json=chat | {"top_logprobs": 1, "logprobs": True})
         assert answer.json()["choices"] == [{"text": "fetched"}]
         assert json.loads(p.completions[0].body)["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_whose_blocks_could_not_be_fetched_is_made_anew(worker, router, engines, path: str) -> None:
+    async with (
+        worker(models=MODELS, answer=engines.prefill) as p,
+        worker(models=MODELS, answer=engines.fail) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), max_local_prefill_tokens=0) as front,
+    ):
+        prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in path else {"prompt": LONG}
+        answer = await front.client.post(path, json={"model": "m", "stream": True} | prompt)
+        assert answer.json()["choices"] == [{"text": "computed"}]
+        assert (await front.metrics())['kvist_router_disaggregation_fallbacks_total{reason="transfer_failed"}'] == 1
+
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+FAILED, REFUSED = (b'data: {"error":{"message":"x","code":%d}}\n\n' % code for code in (500, 400))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (ROLE + FAILED, True),
+        ((ROLE + FAILED).replace(b"\n", b"\r\n"), True),
+        (FAILED, True),
+        (REFUSED, False),
+        (ROLE + REFUSED, False),
+        (TOKEN + FAILED, False),
+        (ROLE + TOKEN, False),
+        (b"data: [DONE]\n\n", False),
+        (b'{"error":{"code":500}}', False),
+        (b"da", None),
+        (ROLE, None),
+        (FAILED[:-1], None),
+        (b"data: " + bytes(65536), False),
+    ],
+)
+def test_how_a_stream_begins_shows_whether_the_worker_failed(answer: bytes, expected: bool | None) -> None:
+    assert begins_with_failure(answer) is expected
 
 
 @pytest.mark.parametrize(
