@@ -554,9 +554,11 @@ class Forwarding:
             self.tried.discard(decision.chosen.target.worker)
         self.on_answer_failed(decision, "the transfer failed")
 
-    def on_answer_failed(self, decision: Decision, reason: str) -> None:
+    def on_answer_failed(self, decision: Decision, reason: str, *, was_sent: bool = True) -> None:
         """Have another worker answer."""
         self._count_retry(decision, reason)
+        if was_sent and self.handover is not None and self.handover.handoff.is_for_one:
+            self._fall_back(LocalReason.DECODE_FAILED)
         self._send_next()
 
     def on_no_endpoint(self, decision: Decision) -> None:
@@ -575,7 +577,7 @@ class Forwarding:
         """
         is_lost = self.was_moved or isinstance(error, ConnectError)
         if not isinstance(error, UpstreamTimeoutError) and (self.has_alternative() if is_lost else self.may_retry()):
-            self.on_answer_failed(decision, error.reason)
+            self.on_answer_failed(decision, error.reason, was_sent=not isinstance(error, ConnectError))
         else:
             self._refuse(worker_failure(error))
 

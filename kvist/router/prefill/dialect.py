@@ -69,6 +69,9 @@ class Handoff(msgspec.Struct, frozen=True):
     """Whether the prompt's log probabilities, in the prefill worker's answer, are merged into the decode worker's."""
     num_tokens: int = 0
     """How many of the prompt's tokens are handed over, where the prefill worker says so."""
+    is_for_one: bool = False
+    """Whether only one decode worker may be sent it: the blocks are freed after the first, and a second would read
+    what they hold by then."""
 
 
 class Dialect:

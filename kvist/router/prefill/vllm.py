@@ -36,6 +36,8 @@ class VllmDialect(Dialect):
     """Has the prefill worker compute one token, and passes its params on unchanged."""
 
     hands_logprobs = True
+    checks_fetches = False
+    """Whether a prefill worker refuses to hand over blocks that it has freed."""
 
     def begin(self, parsed: ParsedRequest, *_: object) -> tuple[Fields, Handoff | None]:
         """Ask for one token, not as a stream, and for the blocks to be kept."""
@@ -48,7 +50,8 @@ class VllmDialect(Dialect):
         try:
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
             read, fields = msgspec.json.decode(params, type=_Params), {"kv_transfer_params": params}
-            return Handoff(fields, read.remote_request_id, num_tokens=read.num_tokens)
+            is_for_one = not self.checks_fetches
+            return Handoff(fields, read.remote_request_id, num_tokens=read.num_tokens, is_for_one=is_for_one)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
@@ -60,6 +63,7 @@ class KvistDialect(VllmDialect):
     """
 
     hands_logprobs = False
+    checks_fetches = True
     hands_over_early = True
 
     def begin(self, parsed: ParsedRequest, *others: object) -> tuple[Fields, Handoff | None]:

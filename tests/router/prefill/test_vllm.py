@@ -50,8 +50,8 @@ class Engines:
             if name != received.headers["x-request-id"] or params["remote_block_ids"] is None or body.get("n", 1) != 1:
                 writer.write(self.bytes.response(b'{"error": {"message": "bad params"}}', status=400))
                 return
-            self.held.remove(name)
-        text = "fetched" if params else "computed"
+        text = "computed" if params is None else "fetched" if name in self.held else "another prompt"  # nothing checks
+        self.held -= {name} if params else set()
         writer.write(self.bytes.response(json.dumps({"choices": [{"text": text}]}).encode()))
 
     async def fail(self, received: Any, writer: asyncio.StreamWriter) -> None:
@@ -146,6 +146,34 @@ async def test_a_stream_whose_blocks_could_not_be_fetched_is_made_anew(worker, r
         answer = await front.client.post(path, json={"model": "m", "stream": True} | prompt)
         assert answer.json()["choices"] == [{"text": "computed"}]
         assert (await front.metrics())['kvist_router_disaggregation_fallbacks_total{reason="transfer_failed"}'] == 1
+
+
+@pytest.mark.parametrize("failure", ["it ends", "503", "it is gone"])
+async def test_only_one_decode_worker_is_sent_the_blocks_as_they_are_freed_then(
+    worker, router, engines, failure: str
+) -> None:
+    async def fetch_and_fail(received: Any, writer: asyncio.StreamWriter) -> None:
+        engines.held.discard(received.headers["x-request-id"])
+        if failure == "503":
+            writer.write(engines.bytes.response(b"{}", status=503))
+        else:
+            writer.transport.abort()
+
+    async with (
+        worker(models=MODELS, answer=engines.prefill) as p,
+        worker(models=MODELS, answer=fetch_and_fail) as broken,
+        worker(models=MODELS, answer=engines.decode) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(broken.url, d.url), policy="round-robin") as front,
+    ):
+        if failure == "it is gone":
+            broken.kill()
+        answers = [(await front.complete(LONG)).json()["choices"][0]["text"] for _ in range(3)]
+        num_failed = len(broken.completions)
+        assert (num_failed == 0) is (failure == "it is gone")
+        assert sorted(answers) == ["computed"] * num_failed + ["fetched"] * (len(answers) - num_failed)
+        metrics = await front.metrics()
+        name = 'kvist_router_disaggregation_fallbacks_total{reason="decode_failed"}'
+        assert metrics.get(name, 0) == num_failed
 
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
