@@ -1,4 +1,4 @@
-"""The `kv_transfer_params` of vLLM's connectors such as NIXL's (read in 0.33.0), and of Kvist's own workers.
+"""The `kv_transfer_params` of vLLM's connectors such as NIXL's (read in 0.33.0, run in 0.32.0), and of Kvist's workers.
 
 The prefill worker computes the prompt and one token, keeps the blocks, and answers with params that name them. The
 decode worker gets the client's request with those params, fetches the blocks, and samples the first token itself.
