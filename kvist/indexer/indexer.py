@@ -66,6 +66,7 @@ class Indexer:
         self._clock, self._max_delay_s = clock, max_delay_s
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, dict[Source, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._parked: dict[str, list[Source]] = {}
         self.resyncing: set[WorkerRank] = set()
         """The ranks whose overlap must count as zero now, because their blocks may be gone; always up to date."""
@@ -118,6 +119,8 @@ class Indexer:
         """Stop following a worker and drop its blocks, at once; no-op for a worker without a stream."""
         for task in self._sources.pop(worker, {}).values():
             task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
         self._parked.pop(worker, None)
         self._limits.pop(worker, None)
         self.block_sizes = {name: size for name, size in self.block_sizes.items() if name != worker}
@@ -226,6 +229,8 @@ class Indexer:
         self.resyncing.difference_update([source for source in self.resyncing if source.worker == worker])
 
     async def _follow(self, source: Source) -> None:
+        if source.endpoint.is_bound and self._ending:  # one of these may still listen at the address
+            await asyncio.wait(self._ending)
         try:
             async with open_subscription(source.endpoint, split, self._max_delay_s) as subscription:
                 source.subscription = subscription
