@@ -301,7 +301,7 @@ class Sender:
                 self._disconnect(name, now_s)
             self._receivers[name] = _Receiver(request.hello, peer)
         self._receivers.move_to_end(name)
-        for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
+        for oldest in list(self._receivers)[:-_MAX_RECEIVERS]:
             self._disconnect(oldest, now_s)
         return None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvist.transfer import sender as module
 from kvist.transfer.agents import Write, WriteFailedError
 from kvist.transfer.commands import Computed, Offer, OfferReleased, TransferLimits
 from kvist.transfer.heads import WHOLE, Part
@@ -297,6 +298,16 @@ def test_who_is_let_go_of_gets_no_more_of_what_it_waits_for() -> None:
     done = [result(FAILED, 8), OfferReleased("s", False), result(CANCELLED), GIVEN_UP, LET_GO]
     assert done_by(ends, written(False)) == done
     assert done_by(ends, computed()) == []
+
+
+def test_only_beyond_so_many_receivers_those_that_asked_least_recently_are_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MAX_RECEIVERS", 4)
+    ends = Ends()
+    for name in ["a", "b", "c", "d", "a", "e", "f"]:
+        asks(name=name, request_id="unknown")(ends)
+    assert [what for what in ends.log if what[0] == "let go of"] == [("let go of", "b"), ("let go of", "c")]
 
 
 def test_receivers_may_number_their_transfers_alike() -> None:
