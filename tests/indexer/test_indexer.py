@@ -131,7 +131,7 @@ async def test_a_heartbeat_heals_the_loss_of_the_last_event_of_all(indexer, make
         assert sole(indexer).num_recovered == 1
 
 
-async def test_a_worker_that_is_followed_anew_may_connect_to_the_address_that_was_listened_at(indexer, until, free_port):
+async def test_a_worker_that_is_followed_anew_may_connect_to_the_same_address(indexer, until, free_port):
     url = f"tcp://127.0.0.1:{free_port()}?bind=1"
     for _ in range(2):
         indexer.add_source("w", url)
