@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError, invalid_field
-from kvist.openai.requests import ChatCompletionRequest, Message, is_text_part
+from kvist.openai.requests import ChatCompletionRequest, Message, text_of_part
 
 # Marks where the rendered text is cut: at an image, and at the end of the message for `continue_final_message`. No
 # conversation contains it. A template that trims the space after it would also have trimmed the text.
@@ -161,7 +161,7 @@ class ChatTemplate:
         texts: list[str] = []
         shown_parts: list[dict[str, str]] = []
         for part in parts:
-            text = part if isinstance(part, str) else part["text"] if is_text_part(part) else None
+            text = text_of_part(part)
             if text is None:
                 shown_parts.append({"type": "text", "text": _CUT})
                 if is_marked and isinstance(part, dict):
@@ -202,7 +202,7 @@ def has_items(request: ChatCompletionRequest) -> bool:
     """Return whether some part of a message is not text, but for example an image."""
     contents = [message.get("content") for message in request.messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return not all(isinstance(part, str) or is_text_part(part) for part in parts)
+    return any(text_of_part(part) is None for part in parts)
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments, without_billing_header
 from kvist.openai.errors import RequestError, invalid_field
-from kvist.openai.requests import ChatCompletionRequest, Fields, Message, convert, is_text_part
+from kvist.openai.requests import ChatCompletionRequest, Fields, Message, convert, text_of_part
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -95,8 +95,8 @@ def messages_of_response(output: Any) -> list[Message]:
     """Return the messages that a response adds to its conversation: those of its message items, but no calls."""
     items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
     contents = [item.get("content") for item in items if item.get("type") == "message"]
-    parts = [part for content in contents if isinstance(content, list) for part in content if is_text_part(part)]
-    return [{"role": "assistant", "content": part["text"]} for part in parts]
+    texts = [text_of_part(part) for content in contents if isinstance(content, list) for part in content]
+    return [{"role": "assistant", "content": text} for text in texts if text is not None]
 
 
 _CONTINUED = ("message", "reasoning")

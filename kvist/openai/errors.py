@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -20,6 +21,7 @@ class RequestError(KvistError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        allowed_methods: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -27,6 +29,7 @@ class RequestError(KvistError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.allowed_methods = allowed_methods
 
 
 def invalid_field(param: str, problem: str, *, code: str | None = None) -> RequestError:
@@ -35,13 +38,16 @@ def invalid_field(param: str, problem: str, *, code: str | None = None) -> Reque
 
 
 def error_body(error: RequestError) -> bytes:
-    """Return the JSON body that OpenAI clients understand: `{"error": {message, type, param, code}}`."""
+    """Return a JSON body that clients of OpenAI and Anthropic understand: `{"error": {message, type, …}, "type"}`."""
     kind = "server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     return msgspec.json.encode(
-        {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+        {
+            "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code},
+            "type": "error",
+        }
     )
 
 
-def error_event(error: RequestError) -> bytes:
-    """Return the server-sent event that ends a stream with an error."""
-    return b"data: " + error_body(error) + b"\n\n"
+def error_event(error: RequestError, *, is_named: bool) -> bytes:
+    """Return the server-sent event that ends a stream with an error; those of responses and messages are named."""
+    return (b"event: error\n" if is_named else b"") + b"data: " + error_body(error) + b"\n\n"

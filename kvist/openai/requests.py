@@ -23,9 +23,12 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 Part = TypeVar("Part")
 
 
-def is_text_part(part: Any) -> bool:
-    """Return whether a part of a message's content is text, not for example an image, or malformed."""
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+def text_of_part(part: Any) -> str | None:
+    """Return the text of a part of a message's content; None if it is for example an image, or malformed."""
+    if isinstance(part, dict):
+        kind = part.get("type")
+        part = part.get(kind if kind in ("refusal", "thinking") else "text")
+    return part if isinstance(part, str) else None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

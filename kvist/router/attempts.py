@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvist.http import Deadline, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
-from kvist.openai.chats import RESPONSES_PATH
+from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import with_fields
 from kvist.router import spans
@@ -379,7 +379,8 @@ class AnswerAttempt(_Attempt):
         if not self.has_begun:
             return False
         if self._usage.is_between_events:
-            self.owner.responder.send(error_event(error))
+            is_named = self.owner.parsed.path in (MESSAGES_PATH, RESPONSES_PATH)
+            self.owner.responder.send(error_event(error, is_named=is_named))
             self.owner.responder.end()
         else:
             self.owner.responder.cut()

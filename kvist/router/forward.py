@@ -326,7 +326,7 @@ class Forwarding:
             self._match(_MAX_MATCH_RETRIES)
             return
         self.body = without_field(self.request.body, parsed.fields, *REPORT_MODE)
-        if not router.config.workers_use_priority:  # vLLM refuses one that it does not use
+        if not router.config.workers_use_priority:  # vLLM does not allow one that it does not use
             self.body = without_field(self.body, parsed.fields, "priority")
         self.body = with_model(self.body, parsed)
         self._reading_step.end()

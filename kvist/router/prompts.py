@@ -21,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 from kvist.events import WorkerRank
 from kvist.openai.chat_template import has_items
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
-from kvist.openai.errors import RequestError
+from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -55,14 +55,17 @@ FORM_PATHS = frozenset(
 _REWRITING = {
     CHAT_PATH: ("chat_template", "add_special_tokens", "truncate_prompt_tokens"),
     COMPLETION_PATH: ("suffix", "truncate_prompt_tokens"),
-    RESPONSES_PATH: ("truncation",),
+    RESPONSES_PATH: (),
     MESSAGES_PATH: (),
     GENERATE_PATH: (
         *("lora_path", "extra_key", "session_params", "input_embeds"),
         *("image_data", "video_data", "audio_data"),
     ),
 }
-"""Fields that make an engine use other tokens than those of the model's template and the text."""
+"""Fields that make an engine use other tokens than those of the model's template and the text.
+
+Those that only cut a prompt beyond the model's context, as `truncation` of responses, are none of them.
+"""
 
 INLINE_TOKENIZED_BODY_BYTES = 2 * 2**20
 """A prompt of token ids up to here is read on the event loop if there is an index: 300,000 ids take 2.2 ms."""
@@ -110,6 +113,12 @@ class ParsedRequest(msgspec.Struct, frozen=True, eq=False):
             return "load only"
         return "tokens" if self.obstacle is None else "partly"
 
+    @property
+    def is_computed_whole(self) -> bool:
+        """Return whether an engine computes all of the prompt, cached or not, for its log probabilities."""
+        get = self.fields.get
+        return get("prompt_logprobs") is not None or bool(get("echo") and get("logprobs") is not None)
+
 
 class KnownModels(Protocol):
     """The models that are served, as far as reading prompts needs them."""
@@ -121,6 +130,9 @@ class KnownModels(Protocol):
     def tokenizer(self, model: str | None) -> ChatTokenizer | None:
         """Return the model's tokeniser, None where its text cannot be read."""
 
+    def is_on_vllm(self, model: str | None) -> bool:
+        """Return whether a worker that serves the model is vLLM."""
+
     def resolve_alias(self, fields: Fields) -> str | None:
         """Return the model of a request that names an alias, None if it names none."""
 
@@ -130,6 +142,7 @@ class OneModel:
     """A `KnownModels` where all prompts are of one model, which may have no tokeniser here."""
 
     only: ChatTokenizer | None
+    is_vllm: bool = False
 
     @property
     def inline_body_bytes(self) -> int:
@@ -140,13 +153,17 @@ class OneModel:
         """Return the tokeniser."""
         return self.only
 
+    def is_on_vllm(self, _: str | None) -> bool:
+        """Return whether vLLM serves it."""
+        return self.is_vllm
+
     def resolve_alias(self, _: Fields) -> str | None:
         """Return None, as there are no aliases."""
         return None
 
 
 class PromptReader:
-    """Parses request bodies; refuses only those that no worker would accept."""
+    """Parses request bodies; refuses those that could be read in two ways, and leaves all else to the worker."""
 
     def __init__(
         self,
@@ -211,10 +228,8 @@ class PromptReader:
         return target is not None
 
     def _read_fields(self, path: str, fields: Fields, num_bytes: int) -> ParsedRequest:
-        if path == COMPLETION_PATH:
-            return self._read_completion(path, fields, fields)
-        if path == GENERATE_PATH:
-            return self._read_generate(fields, num_bytes)
+        if path in (COMPLETION_PATH, GENERATE_PATH):
+            return self._read_completion(path, fields, num_bytes)
         if path.startswith(RESPONSES_PATH + "/"):
             stored = self.conversations.get(path.split("/")[3])
             return _read_other(fields, num_bytes, worker=None if stored is None else stored.worker)
@@ -243,32 +258,35 @@ class PromptReader:
         return ParsedRequest(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
 
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> ParsedRequest:
-        chat = convert(fields, ChatCompletionRequest) if api == CHAT_PATH else None
         previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
         stored = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
         worker = None if stored is None else stored.worker
         try:
             _check_is_plain(api, fields)
             tokenizer = self._loaded_tokenizer(fields)
-            chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, stored))
-            token_ids = tokenizer.tokenize_chat(chat)
+            if api == CHAT_PATH:
+                chat = convert(fields, ChatCompletionRequest)
+            else:
+                chat = chat_of(api, fields, tokenizer.template, _messages_of(previous_id, stored))
+            # To a response's prompt, rendered by a template or not, vLLM has the tokeniser add its special tokens.
+            adds_special_tokens = api == RESPONSES_PATH and self._models.is_on_vllm(chat.model)
+            token_ids = tokenizer.tokenize_chat(chat, add_special_tokens=adds_special_tokens)
         except RequestError as error:
             return _read_other(fields, num_bytes, error, worker)
         obstacle = "image" if has_items(chat) else None
         num_tokens, salt = len(token_ids), chat.cache_salt
         return ParsedRequest(chat.model, num_tokens, token_ids, salt, None, 1, fields, chat, worker, obstacle)
 
-    def _read_generate(self, fields: Fields, num_bytes: int) -> ParsedRequest:
-        prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
-        try:
+    def _read_completion(self, api: str, fields: Fields, num_bytes: int) -> ParsedRequest:
+        asked = fields
+        if api == GENERATE_PATH:
+            prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
             asked = {"prompt": prompt, "model": fields.get("model"), "cache_salt": fields.get("cache_salt")}
-            return self._read_completion(GENERATE_PATH, fields, asked)
+        try:
+            request = convert(asked, CompletionRequest)
+            prompts = request.prompts
         except RequestError as error:
             return _read_other(fields, num_bytes, error)
-
-    def _read_completion(self, api: str, fields: Fields, asked: Fields) -> ParsedRequest:
-        request = convert(asked, CompletionRequest)
-        prompts = request.prompts
         longest = max(prompts, key=_length_in_tokens)
         num_other_tokens = sum(map(_length_in_tokens, prompts)) - _length_in_tokens(longest)
         token_ids, reason, obstacle = None, None, "batch" if len(prompts) > 1 else None
@@ -328,12 +346,16 @@ def _read_tokens(fields: Fields) -> ParsedRequest:
 def _client_fields(body: bytes) -> Fields:
     fields = read_fields(body)
     refuse_fields(fields)
+    if not isinstance(model := fields.get("model"), str | None):
+        raise invalid_field("model", f"got {model!r:.100}, expected a string")
+    if model == "":  # to vLLM the same as none
+        del fields["model"]
     return fields
 
 
 def _check_is_plain(api: str, fields: Fields) -> None:
     for name in _REWRITING[api]:
-        if fields.get(name) not in (None, False, "", "disabled"):
+        if fields.get(name) not in (None, False, "", -1):
             raise RequestError(400, f"{name}: changes how the prompt is tokenised", param=name, code="rewritten")
 
 

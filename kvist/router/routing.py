@@ -93,11 +93,11 @@ class Routing:
         self._now_s = now_s
 
     def match(self, parsed: ParsedRequest) -> Prefix | None:
-        """Match the prompt against the index; return an empty Prefix where that is not possible.
+        """Match the prompt against the index; return an empty Prefix where that is not possible, or of no use.
 
         None means that another process is writing to the index: try again soon.
         """
-        if self._index is None or not self._index.has_joined or parsed.token_ids is None:
+        if self._index is None or not self._index.has_joined or parsed.token_ids is None or parsed.is_computed_whole:
             return Prefix()
         sizes = self._fleet.block_sizes(parsed.model)
         prefix = self._match_blocks(parsed, parsed.token_ids, sizes.unit, self._index)

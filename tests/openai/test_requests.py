@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_body, error_event
 from kvist.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -187,9 +187,11 @@ def test_a_body_with_one_reading_is_read(body: bytes) -> None:
     assert read_fields(body) == json.loads(body)
 
 
-def test_a_refusal_has_the_shape_that_openai_clients_read() -> None:
-    body = json.loads(error_body(RequestError(400, "n: too many", param="n")))
-    assert body == {"error": {"message": "n: too many", "type": "invalid_request_error", "param": "n", "code": None}}
+def test_a_refusal_has_the_shape_that_clients_of_openai_and_anthropic_read() -> None:
+    refusal = RequestError(400, "n: too many", param="n")
+    error = {"message": "n: too many", "type": "invalid_request_error", "param": "n", "code": None}
+    assert json.loads(error_body(refusal)) == {"error": error, "type": "error"}
+    assert error_event(refusal, is_named=True) == b"event: error\ndata: " + error_body(refusal) + b"\n\n"
     assert json.loads(error_body(RequestError(503, "away")))["error"]["type"] == "server_error"
 
 

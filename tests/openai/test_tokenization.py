@@ -89,6 +89,15 @@ def test_text_in_parts_is_the_same_prompt_as_plain_text(tokenizer: ChatTokenizer
     assert tokenizer.tokenize_chat(parts).tolist() == tokenizer.tokenize_chat(plain).tolist()
 
 
+def test_refusals_and_thoughts_in_parts_are_text(tokenizer: ChatTokenizer) -> None:
+    plain, thought, refusal = [
+        ChatCompletionRequest(messages=[TURNS[0], {"role": "assistant", "content": [{"type": kind, kind: "one"}]}])
+        for kind in ("text", "thinking", "refusal")
+    ]
+    expected = tokenizer.tokenize_chat(plain).tolist()
+    assert [tokenizer.tokenize_chat(each).tolist() for each in (thought, refusal)] == [expected] * 2
+
+
 def test_a_continued_message_ends_where_its_text_ends(
     tokenizer: ChatTokenizer, oracle: PreTrainedTokenizerFast
 ) -> None:

@@ -390,13 +390,6 @@ async def test_models_are_routed_to_the_workers_that_have_them(worker, router) -
     ("path", "body", "param"),
     [
         ("/v1/completions", b"{", None),
-        ("/v1/completions", b"", None),
-        ("/v1/completions", b'{"model": "m"}', None),
-        ("/v1/completions", b'{"model": "m", "prompt": [1, "a"]}', "prompt"),
-        ("/v1/completions", b'{"model": "m", "prompt": []}', "prompt"),
-        ("/v1/completions", b'{"model": "m", "prompt": [-1]}', "prompt"),
-        ("/v1/chat/completions", b'{"model": "m", "messages": []}', "messages"),
-        ("/v1/chat/completions", b'{"model": "m", "messages": "hi"}', "messages"),
         ("/v1/chat/completions", b'{"model": 7, "messages": [{"role": "user"}]}', "model"),
         ("/v1/chat/completions", b"\xff\xfe", None),
     ],
@@ -407,6 +400,38 @@ async def test_a_body_no_worker_would_take_is_a_400_that_names_the_field(worker,
         assert answer.status_code == 400
         assert (answer.json()["error"]["param"] or "").startswith(param or "")
         assert not one.completions
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b""),
+        ("/v1/completions", b'{"model": "m"}'),
+        ("/v1/completions", b'{"model": "m", "prompt": [1, "a"]}'),
+        ("/v1/completions", b'{"model": "m", "prompt": [-1]}'),
+        ("/v1/chat/completions", b'{"model": "m", "messages": []}'),
+        ("/v1/chat/completions", b'{"model": "m", "messages": "hi", "stream": 1}'),
+    ],
+)
+async def test_fields_of_another_form_are_left_to_the_worker(worker, router, path, body) -> None:
+    async with worker() as one, router(one.url) as front:
+        assert (await front.client.post(path, content=body)).status_code == 200
+        assert [received.body for received in one.completions] == [body]
+
+
+async def test_an_anthropic_client_is_told_by_a_named_event_that_its_stream_broke_off(
+    worker, router, http_bytes
+) -> None:
+    begun = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    async def hang(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(begun))
+        await asyncio.Event().wait()
+
+    async with worker(answer=hang) as one, router(one.url, idle_timeout_s=0.05) as front:
+        answer = await front.client.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
+        name, data = answer.content.removeprefix(begun).split(b"\n", 1)
+        assert (name, json.loads(data.removeprefix(b"data: "))["type"]) == (b"event: error", "error")
 
 
 async def test_a_body_over_the_limit_is_a_413(worker, router) -> None:

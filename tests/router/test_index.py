@@ -93,6 +93,18 @@ async def test_the_stream_that_a_vllm_announces_is_followed(worker, router, engi
             assert await shown() == ["vllm", "0.32.0", 16, 4096]  # the block size of its events
 
 
+async def test_a_prompt_whose_log_probabilities_are_wanted_is_matched_by_none(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                wanted = {"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}, {"echo": True}, {"logprobs": 1}
+                answers = [await front.complete(TOKENS, **fields) for fields in wanted]
+                assert [each.headers["x-kvist-overlap-tokens"] for each in answers] == ["0", "0", "144", "144"]
+
+
 async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, router, engine) -> None:
     async with worker() as one:
         with engine("one", num_ranks=4) as cache:

@@ -125,15 +125,20 @@ async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "fields", [{"prompt": []}, {"prompt": [2**32]}, {"prompt": [1], "stream": 5}, {"prompt": [1.5]}]
 )
-async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> None:
-    errors = []
+async def test_a_prompt_of_another_form_is_left_to_the_worker(fields: dict[str, Any]) -> None:
+    reasons = set()
     for has_index in (False, True):
-        with pytest.raises(RequestError) as caught:
-            await PromptReader(OneModel(None), lambda has_index=has_index: has_index).read(
-                COMPLETION_PATH, body(**fields)
-            )
-        errors.append(caught.value.message)
-    assert errors[0] == errors[1]
+        reader = PromptReader(OneModel(None), lambda has_index=has_index: has_index)
+        ask = await reader.read(COMPLETION_PATH, body(**fields))
+        assert (ask.outcome, ask.obstacle, ask.model) == ("load only", "not_understood", "m")
+        reasons.add(ask.untokenized_reason)
+    assert len(reasons) == 1
+
+
+async def test_a_model_is_named_by_text_and_none_by_an_empty_one(reader: PromptReader) -> None:
+    assert (await reader.read(COMPLETION_PATH, body(model="", prompt=[1]))).model is None
+    with pytest.raises(RequestError, match="model: got 7, expected a string"):
+        await reader.read("/v1/embeddings", body(model=7))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,8 @@ async def test_a_body_to_be_explained_may_be_of_any_kind(reader: PromptReader) -
     assert (await reader.read(None, b'{"token_ids": [1, 2, 3]}')).token_ids.tolist() == [1, 2, 3]
     assert (await reader.read(None, body(prompt="hello"))).token_ids.tolist() == [2]
     assert (await reader.read(None, body(messages=[{"role": "user", "content": "hello"}]))).num_tokens == 4
-    for wrong in (b"{", b'{"token_ids": "x"}', b'{"token_ids": [-1]}', b"{}"):
+    assert (await reader.read(None, b"{}")).obstacle == "not_understood"
+    for wrong in (b"{", b'{"token_ids": "x"}', b'{"token_ids": [-1]}'):
         with pytest.raises(RequestError) as refusal:
             await reader.read(None, wrong)
         assert refusal.value.status == 400
@@ -312,8 +318,10 @@ async def test_a_chat_is_the_same_prompt_by_every_api(reader: PromptReader, path
         (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "chat_template": None}, "tokens", None),
         (COMPLETION_PATH, {"prompt": [1, 2], "truncate_prompt_tokens": 1}, "load only", "rewritten"),
         (COMPLETION_PATH, {"prompt": "hello", "suffix": "x"}, "load only", "rewritten"),
-        (RESPONSES_PATH, {"input": "hello", "truncation": "auto"}, "load only", "rewritten"),
-        (RESPONSES_PATH, {"input": "hello", "truncation": "disabled"}, "tokens", None),
+        (COMPLETION_PATH, {"prompt": "hello", "truncate_prompt_tokens": -1}, "tokens", None),
+        (COMPLETION_PATH, {"prompt_embeds": "AAAA"}, "load only", "not_understood"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "stream": 1}, "load only", "not_understood"),
+        (RESPONSES_PATH, {"input": "hello", "truncation": "auto"}, "tokens", None),
     ],
 )
 async def test_how_well_a_prompt_is_read_is_said(
@@ -321,6 +329,16 @@ async def test_how_well_a_prompt_is_read_is_said(
 ) -> None:
     ask = await reader.read(path, body(**fields))
     assert (ask.outcome, ask.obstacle, ask.model) == (outcome, obstacle, "m")
+
+
+async def test_on_vllm_the_tokeniser_adds_its_special_tokens_to_the_prompts_of_responses() -> None:
+    tokenizer, asked = ChatTokenizer.load(bundled_model_path()), body(messages=[TURN], input=TURN["content"])
+    chat, of_others, of_vllm = [
+        (await PromptReader(OneModel(tokenizer, is_vllm=is_vllm)).read(path, asked)).token_ids.tolist()
+        for path, is_vllm in ((CHAT_PATH, True), (RESPONSES_PATH, False), (RESPONSES_PATH, True))
+    ]
+    assert of_others == chat
+    assert of_vllm == [chat[0], *chat]
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH])

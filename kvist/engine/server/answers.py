@@ -277,7 +277,7 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
         if output.error is not None and not has_begun:
             raise RequestError(500, output.error)
         if output.error is not None:
-            yield error_event(RequestError(500, output.error))
+            yield error_event(RequestError(500, output.error), is_named=not shape.is_ended_by_done)
             break
         counter.add(index, output)
         for body in shape.events(index, output, counter):

@@ -269,7 +269,7 @@ def _check_chat(fields: api.Fields, request: api.ChatCompletionRequest) -> None:
     for message_idx, message in enumerate(request.messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if not api.is_text_part(part):
+            if isinstance(part, str) or api.text_of_part(part) is None:
                 kind = part.get("type") if isinstance(part, dict) else part
                 message_field = f"messages[{message_idx}].content"
                 raise RequestError(400, f"{message_field}: got a part {kind!r:.100}, expected text", param="messages")

@@ -66,7 +66,7 @@ def check_client_request(request: Request) -> None:
     assert methods is not None
     if request.method not in methods:
         message = f"{request.method} {request.path}: expected {' or '.join(methods)}"
-        raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
+        raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message, allowed_methods=methods)
     refuse_headers(request.headers)
     content_type = _content_type(request.headers)
     if request.path in FORM_PATHS:

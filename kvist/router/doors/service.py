@@ -250,6 +250,8 @@ class RouterService(ComposedContext):
         headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        if error.allowed_methods:
+            headers.append((b"allow", ", ".join(error.allowed_methods).encode()))
         if error.status == HTTPStatus.UNAUTHORIZED:
             headers.append((b"www-authenticate", b"Bearer"))
         responder.answer(error.status, headers, error_body(error))

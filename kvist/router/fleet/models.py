@@ -99,6 +99,10 @@ class Models(ComposedContext):
         """Return the model's tokeniser, None if its prompts cannot be tokenised."""
         return self.files(model).tokenizer
 
+    def is_on_vllm(self, model: str | None) -> bool:
+        """Return whether a worker that serves the model is vLLM."""
+        return any(worker.engine == "vllm" and worker.serves(model) for worker in self._fleet.workers)
+
     def policy(self, model: str | None) -> ModelPolicy:
         """Return the model's policy by the configuration."""
         known = model if model in self._files_of else None

@@ -20,7 +20,7 @@ from kvist.contexts import BackgroundTasks
 from kvist.errors import MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest, TokenId, is_text_part
+from kvist.openai.requests import ChatCompletionRequest, TokenId, text_of_part
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.identity import fetch
@@ -318,5 +318,5 @@ def _first_difference(tokenizer: ChatTokenizer, expected: list[int], tokens: lis
 
 
 def _texts_of(content: Any) -> list[str]:
-    parts = content if isinstance(content, list) else ()
-    return [content] if isinstance(content, str) else [part["text"] for part in parts if is_text_part(part)]
+    parts = content if isinstance(content, list) else [content]
+    return [text for text in map(text_of_part, parts) if text is not None]

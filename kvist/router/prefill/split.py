@@ -175,7 +175,7 @@ class SplitAttempt:
         """End a stream that has begun, with an event that says why unless one did, and return whether it had begun."""
         if self._has_begun:
             if not self._has_sent_error:
-                self._owner.responder.send(error_event(error))
+                self._owner.responder.send(error_event(error, is_named=False))
             self._owner.responder.end()
         return self._has_begun
 
