@@ -221,7 +221,7 @@ class Receiver:
             pieces = [incoming_pieces(hello, block_ids, Part(rank, len(ranks))) for rank in ranks]
             busy.update(fetch.endpoints)
             senders = [self._senders.connect(endpoint, busy, now_s) for endpoint in fetch.endpoints]
-        except InvalidValueError as error:
+        except (InvalidValueError, zmq.ZMQError) as error:  # the latter where no more sockets can be opened
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))
             return

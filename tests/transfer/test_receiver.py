@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import zmq
 
 from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import Fetch, FetchCompleted, FetchFailed, FetchReleased, TransferLimits
@@ -20,7 +21,7 @@ from kvist.transfer.messages import (
     ResultStatus,
     encode_message,
 )
-from kvist.transfer.receiver import Receiver
+from kvist.transfer.receiver import Receiver, SenderConnections
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, cancel_retry_s=1.0)
 ENDPOINTS = ("tcp://p:1", "tcp://p:2")
@@ -221,6 +222,16 @@ def test_each_input_in_each_state_does_what_the_table_says(way: str, one_input: 
     for earlier in WAYS[way]:
         earlier(ends)
     assert done_by(ends, one_input) == done
+
+
+def test_a_fetch_fails_alone_where_no_more_ranks_can_be_connected_to() -> None:
+    log: list[Any] = []
+    with zmq.Context() as context:
+        context.max_sockets = 1
+        receiver = Receiver(SenderConnections(context, zmq.Poller(), b"me"), HELLO, LIMITS, log.append, None)
+        receiver.fetch(Fetch("r", ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), "held", 8, ((3, 4),)), 0.0)
+        assert log == [FetchFailed("r", "Too many open files"), FetchReleased("r")]
+        context.destroy(linger=0)
 
 
 def test_who_says_to_have_bounced_without_a_room_has_failed() -> None:
