@@ -26,7 +26,8 @@ _POSTED = FORM_PATHS | {
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v2/embed", "/v1/pooling", "/pooling"),
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/classify", "/classify"),
-    *("/v1/decisions", "/v1/moderations", "/v1/audio/speech", "/v1/images/generations"),
+    *("/v1/decisions", "/v1/systemone", "/generative_scoring"),
+    *("/v1/moderations", "/v1/audio/speech", "/v1/images/generations"),
     *("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize"),
 }
 _STORED_RESPONSE = re.compile(r"/v1/responses/[\w.-]+(/cancel)?", re.ASCII)

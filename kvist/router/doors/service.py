@@ -325,12 +325,16 @@ class RouterService(ComposedContext):
 
     def _named_worker(self, request: Request) -> str:
         """Return the URL of the worker that an administrator's request is for."""
-        url = (request.header(WORKER_HEADER) or b"").decode("latin-1").rstrip("/")
-        if self.fleet.get(url) is None:
-            expected = f"the URL of a known worker, as {request.method} {request.path} is no endpoint of the router"
-            raise RequestError(
-                HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
+        named = request.header(WORKER_HEADER)
+        if named is None:
+            message = (
+                f"{request.method} {request.path} is no endpoint of the router; x-kvist-worker would name a worker"
             )
+            raise RequestError(HTTPStatus.NOT_FOUND, message, param="x-kvist-worker", code="endpoint_not_found")
+        url = named.decode("latin-1").rstrip("/")
+        if self.fleet.get(url) is None:
+            message = f"x-kvist-worker: got {url!r:.200}, expected the URL of a known worker"
+            raise RequestError(HTTPStatus.BAD_REQUEST, message, param="x-kvist-worker")
         return url
 
     async def _pass_to_worker(self, request: Request, url: str, responder: Responder, request_id: bytes) -> None:

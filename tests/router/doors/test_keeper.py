@@ -149,7 +149,7 @@ async def test_where_clients_need_keys_only_administrators_learn_what_is_served(
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 400), ("GET", "/v1/completions", 405)],
+    [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 404), ("GET", "/v1/completions", 405)],
 )
 async def test_wrong_methods_and_paths_are_refused_in_openais_shape(
     router, method: str, path: str, status: int
