@@ -311,7 +311,8 @@ class AnswerAttempt(_Attempt):
         if self.status == OK:
             if handover is not None and owner.pull is not None:
                 self._count_pulled(handover.handoff.num_tokens)
-            owner.routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, usage)
+            known = usage if handover is None or owner.pull is not None else None  # vLLM's reports the prefill worker's
+            owner.routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, known)
             if owner.routed is not None:
                 router.on_routed(owner.routed)
         owner.responder.end()

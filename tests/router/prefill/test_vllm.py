@@ -176,6 +176,22 @@ async def test_only_one_decode_worker_is_sent_the_blocks_as_they_are_freed_then(
         assert metrics.get(name, 0) == num_failed
 
 
+async def test_cached_tokens_of_a_fetched_prompt_are_not_taken_for_the_decode_workers(worker, router, engines) -> None:
+    async def decode(received: Any, writer: asyncio.StreamWriter) -> None:
+        engines.held.discard(received.headers["x-request-id"])
+        writer.write(engines.bytes.response(engines.bytes.completion(cached_tokens=384, prompt_tokens=400)))
+
+    async with (
+        worker(models=MODELS, answer=engines.prefill) as p,
+        worker(models=MODELS, answer=decode) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
+    ):
+        for prompt, num_reported in ((LONG, 0), (LONG[:200], 384)):
+            await front.complete(prompt)
+            assert (await front.workers())[d.url]["hits"]["reported_tokens"] == num_reported
+        assert len(p.completions) == 1
+
+
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 FAILED, REFUSED = (b'data: {"error":{"message":"x","code":%d}}\n\n' % code for code in (500, 400))
