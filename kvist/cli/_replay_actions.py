@@ -106,11 +106,11 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
             holders = [rank._asdict() | {"tokens": tokens} for rank, tokens in held.items()]
             print(json.dumps({"prompt_tokens": len(ask.token_ids), "holders": holders}))
             return
-        print(f"of {len(ask.token_ids)} tokens were held, in each tier or a faster one:")
+        print(f"tokens held of {len(ask.token_ids)}, by tier (each includes the faster ones):")
         for (worker, rank), tokens in held.items():
             print(f"{worker} rank {rank}: " + ", ".join(f"{tier} {number}" for tier, number in tokens.items()))
         if not held:
-            print("nothing, by nobody")
+            print("no rank held any")
 
 
 def compare(args: argparse.Namespace, script: Script) -> int:
@@ -131,7 +131,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     found = differences(ours, theirs)
     for each in found:
         holder = f"{each.worker} rank {each.rank} {each.tier}"
-        counts = f"{each.only_first} only here, {each.only_second} only there, {each.both} in both"
+        counts = f"{each.only_first} only in the first, {each.only_second} only in the second, {each.both} in both"
         print(json.dumps(each._asdict()) if args.json else f"{holder}: {counts}")
     return int(any(each.only_first or each.only_second for each in found))
 
@@ -223,11 +223,11 @@ def _print_warnings(file: Path, script: Script) -> None:
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.missing is not None:
-        text = "may be missing: the part before it has no mark of a recorder's end"
+        text = "may be missing: the part before it does not end as a finished recording does"
         print(f"kvist replay: {script.missing}: {text}", file=sys.stderr)
     if script.is_over and script.num_selected == 0:
-        began = "" if script.first_ns is None else f" that is meant: the first came at {iso_time(script.first_ns)}"
-        print(f"kvist replay: {file}: no message in it{began}", file=sys.stderr)
+        began = " in it" if script.first_ns is None else f" selected; the first came at {iso_time(script.first_ns)}"
+        print(f"kvist replay: {file}: no message{began}", file=sys.stderr)
 
 
 async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:

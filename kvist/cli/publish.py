@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         has_full_reports=args.full_reports,
         has_all_groups=args.groups == "all",
     ) as sidecar:
-        block_size = sidecar.block_size or "learnt from the first event"
+        block_size = sidecar.block_size or "from the first event"
         ready_line = f"kvist publish: ready at {sidecar.endpoint} worker={args.worker} block_size={block_size}"
         asyncio.run(run_until_signalled(sidecar.run(), ready_line))
     statistics = sidecar.statistics()

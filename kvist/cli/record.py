@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             f"{report.num_restarts} restarts, {report.num_malformed} malformed; "
             f"{report.num_snapshots} snapshots and {report.num_recovered} messages asked for and recorded"
             + (f"; partial: {_abbreviate(report.partial)}" if report.partial else "")
-            + (f"; not heard: {report.problem}" if report.problem else "")
+            + (f"; not received: {report.problem}" if report.problem else "")
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
     return 0
@@ -71,7 +71,10 @@ def _skip_recorded(recorder: Recorder, earlier: Path) -> None:
         try:
             recorder.skip(reader)
         except RecordingError as error:
-            print(f"kvist record: what follows is recorded anew: {error}", flush=True)
+            print(
+                f"kvist record: the existing recording is damaged, later messages may be recorded twice: {error}",
+                flush=True,
+            )
 
 
 def _totals(writer: RecordingWriter) -> str:

@@ -68,14 +68,14 @@ class SnapshotCollector:
 
 
 class Change(NamedTuple):
-    """What an event changed in one tier; `num_in_vain` counts stores of held blocks and removals of others."""
+    """What an event changed in one tier; `num_without_effect` counts stores of held blocks and removals of others."""
 
     tier: Tier
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
     added_ms: Sequence[int] = ()
     """When each block that an event removed had been added."""
-    num_in_vain: int = 0
+    num_without_effect: int = 0
 
 
 class RankBlocks:
@@ -97,7 +97,7 @@ class RankBlocks:
             added = dict.fromkeys((block for block in blocks if block not in held), time_ms)
             held.update(added)
             self.digest = self.digest + blocks_digest(list(added), event.tier) & _U64_MASK
-            return [Change(event.tier, list(added), num_in_vain=len(blocks) - len(added))]
+            return [Change(event.tier, list(added), num_without_effect=len(blocks) - len(added))]
         removed = list(dict.fromkeys(block for block in blocks if block in held))
         self.digest = self.digest - blocks_digest(removed, event.tier) & _U64_MASK
         added_ms = [held.pop(block) for block in removed]

@@ -41,16 +41,16 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class RankStatistics:
-    """One rank. Blocks count once per tier; storing a block that is held, or removing one that is not, is in vain."""
+    """One rank. Blocks count once per tier; `stored_twice` were held already, `removed_not_held` were not."""
 
     num_restored: int = 0
     """Blocks known from snapshots alone: held when the recording began, or stored in a gap."""
     num_stored: int = 0
     num_stored_again: int = 0
     """Blocks stored again after their removal, which a larger cache would have kept."""
-    num_stored_in_vain: int = 0
+    num_stored_twice: int = 0
     num_removed: int = 0
-    num_removed_in_vain: int = 0
+    num_removed_not_held: int = 0
     num_cleared: int = 0
     num_heartbeats_agreeing: int = 0
     num_heartbeats_differing: int = 0
@@ -292,12 +292,12 @@ class StatisticsCollector:
             removed -= again
             statistics.num_stored += len(change.added)
             statistics.num_stored_again += len(again)
-            statistics.num_stored_in_vain += change.num_in_vain
+            statistics.num_stored_twice += change.num_without_effect
         elif isinstance(event, Removed):
             rank.removed[event.tier].update(change.removed)
             lifetimes_ms = (self.time_ms - added_ms for added_ms in change.added_ms if added_ms != _UNKNOWN_MS)
             self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
-            statistics.num_removed_in_vain += change.num_in_vain
+            statistics.num_removed_not_held += change.num_without_effect
         else:
             statistics.num_cleared += 1
         self._record_changes(rank, changes)
@@ -329,7 +329,7 @@ def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequenc
         "from": iso_time(statistics.first_ns),
     }
     yield [*overview], [[*overview.values()]]
-    ranks = [{"blocks of": f"{key.worker} {key.rank}"} | _counts(rank) for key, rank in statistics.ranks.items()]
+    ranks = [{"rank": f"{key.worker} {key.rank}"} | _counts(rank) for key, rank in statistics.ranks.items()]
     for rows in ([*map(_source_row, statistics.sources)], ranks):
         names = [name for name in rows[0] if any(row[name] != "0" for row in rows)] if rows else []
         if names:
@@ -341,9 +341,9 @@ def statistics_tables(statistics: RecordingStatistics) -> Iterator[tuple[Sequenc
     yield (
         ("blocks", "number"),
         [
-            ("live at the end that more than one rank holds", f"{shared:,} ({shared / (live or 1):.1%})"),
-            ("live at the end, by how many ranks hold them", _histogram(holders)),
-            ("removed, by the seconds they lived at least", _histogram(statistics.lifetimes_s)),
+            ("live at the end on more than one rank", f"{shared:,} ({shared / (live or 1):.1%})"),
+            ("live at the end, by number of ranks", _histogram(holders)),
+            ("removed, by lifetime: at least so many seconds", _histogram(statistics.lifetimes_s)),
             ("stored again after a removal", f"{again:,} ({again / (stored or 1):.1%})"),
         ],
     )
@@ -359,11 +359,11 @@ def _counts(statistics: RecordingStatistics | SourceStatistics | RankStatistics)
 
 
 def _source_row(source: SourceStatistics) -> dict[str, str]:
-    kind = "canonical" if source.is_canonical else "an engine's own"
+    kind = "canonical" if source.is_canonical else "engine's own"
     names = {
         "source": source.name,
         "URL": source.url,
-        "stream": kind if source.is_from_start else f"{kind}, recorded from amid it: what was before is not known",
+        "stream": kind if source.is_from_start else f"{kind}, recorded from its middle: earlier blocks are unknown",
         "block size": ", ".join(map(str, source.block_sizes)) or "unknown",
     }
     return names | _counts(source)

@@ -82,7 +82,7 @@ class Tracing(Collector):
         for name, text, value in (
             ("made", "Spans of requests that were sampled.", self._processor.num_made),
             ("exported", "Spans that the collector took.", self._exporter.num_exported),
-            ("lost", "Spans that it did not take.", self._exporter.num_lost),
+            ("lost", "Spans that could not be exported.", self._exporter.num_lost),
         ):
             yield CounterMetricFamily(f"kvist_trace_spans_{name}", text, value)
 

@@ -245,7 +245,7 @@ def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
         "holders": [{"worker": "theirs", "rank": 0, "tokens": tokens}],
     }
     _, out, _ = run(capsys, recorded, "--at", "0.5", "--prompt", prompt)
-    assert out == "of 5 tokens were held, in each tier or a faster one:\nnothing, by nobody\n"
+    assert out == "tokens held of 5, by tier (each includes the faster ones):\nno rank held any\n"
     prompt.write_text(json.dumps({"model": "m", "prompt": "some text"}))
     code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
     assert code == 2
@@ -266,8 +266,8 @@ def test_two_recordings_differ_in_what_they_hold(recorded, tmp_path, capsys):
     code, out, _ = run(capsys, recorded, "--diff", other)
     assert code == 1
     assert out.splitlines() == [
-        "gpu-0 rank 0 gpu: 60 only here, 1 only there, 40 in both",
-        "theirs rank 0 gpu: 1 only here, 0 only there, 0 in both",
+        "gpu-0 rank 0 gpu: 60 only in the first, 1 only in the second, 40 in both",
+        "theirs rank 0 gpu: 1 only in the first, 0 only in the second, 0 in both",
     ]
     code, out, _ = run(capsys, recorded, "--diff", recorded, "--json")
     assert code == 0
@@ -280,7 +280,7 @@ def test_two_recordings_differ_in_what_they_hold(recorded, tmp_path, capsys):
         "both": 100,
     }
     code, out, _ = run(capsys, recorded, "--diff", recorded, "--worker", "gpu-0", "--until", "0.3")
-    assert (code, out) == (0, "gpu-0 rank 0 gpu: 0 only here, 0 only there, 30 in both\n")
+    assert (code, out) == (0, "gpu-0 rank 0 gpu: 0 only in the first, 0 only in the second, 30 in both\n")
 
 
 async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recorded, tmp_path, capsys):
@@ -296,7 +296,7 @@ async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recor
                 dump = (await client.get(f"{service.url}/dump")).content
                 args = ["replay", str(recorded), "--diff", service.url]
                 assert await asyncio.to_thread(main, args) == 1
-    differs = "0 only here, 3 only there, 0 in both"
+    differs = "0 only in the first, 3 only in the second, 0 in both"
     assert differs in capsys.readouterr().out
     state = tmp_path / "index.state"
     state.write_bytes(dump)
@@ -310,5 +310,5 @@ async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recor
 def test_that_nothing_of_a_recording_is_meant_is_said(recorded, capsys):
     for flags in (["--worker", "gpu-9"], ["--since", "3600"], ["--until", "2001-01-01T00:00Z", "--since", "1e9"]):
         code, _, err = run(capsys, recorded, "--stats", *flags)
-        told = "no message in it that is meant: the first came at 1970-01-01T00:00:00+00:00"
+        told = "no message selected; the first came at 1970-01-01T00:00:00+00:00"
         assert (code, err) == (0, f"kvist replay: {recorded}: {told}\n")

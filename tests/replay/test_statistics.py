@@ -44,8 +44,8 @@ def test_blocks_are_followed_from_store_to_removal_and_back(make):
         )
     )
     rank = statistics.ranks[WorkerRank("w", 0)]
-    assert (rank.num_stored, rank.num_stored_again, rank.num_stored_in_vain) == (5, 1, 1)
-    assert (rank.num_removed, rank.num_removed_in_vain, rank.num_cleared) == (5, 1, 1)
+    assert (rank.num_stored, rank.num_stored_again, rank.num_stored_twice) == (5, 1, 1)
+    assert (rank.num_removed, rank.num_removed_not_held, rank.num_cleared) == (5, 1, 1)
     assert (rank.num_live, rank.num_live_peak) == (0, 4)
     assert (rank.num_heartbeats_agreeing, rank.num_heartbeats_differing) == (1, 1)
     assert (statistics.num_distinct, statistics.num_live_distinct) == (4, 0)
@@ -77,7 +77,7 @@ def test_gaps_duplicates_and_a_beginning_amid_the_stream_are_told(make):
     assert dict(zip(columns, rows[0], strict=True)) == {
         "source": "pod-1",
         "URL": "tcp://127.0.0.1:5557",
-        "stream": "canonical, recorded from amid it: what was before is not known",
+        "stream": "canonical, recorded from its middle: earlier blocks are unknown",
         "block size": "4",
         "messages": "4",
         "bytes": str(statistics.sources[0].num_bytes),
@@ -175,8 +175,8 @@ def test_the_tables_and_the_json_have_the_figures(make):
         ["messages", "events", "sessions", "distinct"],
         ["50", "50", "1", "50"],
     )
-    assert ranks == (["blocks of", "stored", "live", "live peak"], [["w 0", "50", "50", "50"]])
-    assert blocks[1][1] == ("live at the end, by how many ranks hold them", "1: 50")
+    assert ranks == (["rank", "stored", "live", "live peak"], [["w 0", "50", "50", "50"]])
+    assert blocks[1][1] == ("live at the end, by number of ranks", "1: 50")
     read = json.loads(json.dumps(statistics_json(statistics)))
     assert read["ranks"][0] | {"worker": "w", "rank": 0, "num_stored": 50, "num_live": 50} == read["ranks"][0]
     assert read["holders"] == {"1": 50}

@@ -60,14 +60,14 @@ class EngineCollector(Collector):
         scheduler, kv_cache = statistics.scheduler, statistics.kv_cache
         yield _gauge("requests_running", "Sequences that hold KV blocks.", scheduler.num_running)
         yield _gauge("requests_waiting", "Sequences queued for their first or next admission.", scheduler.num_waiting)
-        yield _counter("preemptions", "Sequences that gave their blocks back to start over.", scheduler.num_preemptions)
+        yield _counter("preemptions", "Preempted sequences, which start over.", scheduler.num_preemptions)
         yield _counter("output_tokens", "Tokens generated.", statistics.num_output_tokens)
-        yield _counter("failed_steps", "Steps that ended their requests with an error.", statistics.num_failed_steps)
+        yield _counter("failed_steps", "Steps that failed and ended their requests.", statistics.num_failed_steps)
         yield _counter("refused", "Requests refused because too many were open.", self._engine.num_refused)
         yield _counter("admitted_tokens", "Tokens of admitted sequences.", kv_cache.num_queried_tokens)
-        yield _counter("cached_tokens", "Those of them that the prefix cache served.", kv_cache.num_hit_tokens)
+        yield _counter("cached_tokens", "Prompt tokens served by the prefix cache.", kv_cache.num_hit_tokens)
         used = _blocks("used", "KV blocks that sequences hold.")
-        scratch = _blocks("scratch", "Those of them that hold, for a step, blocks which slide out of the window in it.")
+        scratch = _blocks("scratch", "KV blocks shared in a step by blocks that leave the window.")
         free = _blocks("free", "KV blocks that no sequence holds, cached or not.")
         cached = _blocks("cached", "KV blocks in the prefix cache, held or not.")
         for pool in kv_cache.pools:
@@ -82,11 +82,11 @@ class EngineCollector(Collector):
         yield _gauge("requests_receiving", "Requests whose blocks are being fetched.", handoffs.num_receiving)
         yield _gauge("fetches_abandoned", "Fetches whose blocks may still be written to.", handoffs.num_abandoned)
         yield _counter("prompts_offered", "Prompts held for another worker.", handoffs.num_offered)
-        yield _counter("prompts_sent", "Those of them that another worker has fetched.", handoffs.num_sent)
-        yield _counter("prompts_given_up", "Those of them that nobody has fetched.", handoffs.num_given_up)
+        yield _counter("prompts_sent", "Offered prompts that another worker has fetched.", handoffs.num_sent)
+        yield _counter("prompts_given_up", "Offered prompts that nobody has fetched.", handoffs.num_given_up)
         yield _counter("prompts_fetched", "Prompts fetched from another worker.", handoffs.num_fetched)
         yield _counter("fetches_failed", "Prompts that could not be fetched.", handoffs.num_failed)
-        yield _counter("fallbacks", "Those of them that were computed here instead.", handoffs.num_fallbacks)
+        yield _counter("fallbacks", "Prompts computed here as they could not be fetched.", handoffs.num_fallbacks)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -20,19 +20,19 @@ _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
 SOURCE_COUNTERS = {
     "batches": "Messages applied",
     "events": "Events applied",
-    "gaps": "Losses seen in a stream",
-    "replays": "Answers to questions for what was lost",
-    "snapshots": "Answers that began with a snapshot",
-    "recovered": "Messages that a replay brought",
+    "gaps": "Gaps in the sequence numbers of a stream",
+    "replays": "Replays of lost messages received",
+    "snapshots": "Replays that began with a snapshot",
+    "recovered": "Messages recovered by a replay",
     "cleared": "Times that a stream's blocks were dropped because events were lost",
-    "diverged": "Heartbeats that told of other blocks than the index has",
-    "restarts": "Epochs after the first",
-    "duplicates": "Messages that came again",
-    "malformed": "Messages not understood",
+    "diverged": "Heartbeats whose digest differs from the index",
+    "restarts": "Restarts of a stream's publisher",
+    "duplicates": "Duplicate messages",
+    "malformed": "Malformed messages",
     "unknown_events": "Events of a kind that is not indexed",
-    "refused_batches": "Batches of another block size",
-    "refused_events": "Stored events whose parent is not held",
-    "refused_ranks": "Batches of ranks beyond those that a stream may name",
+    "refused_batches": "Batches refused for their block size",
+    "refused_events": "Stored events refused as their parent is not held",
+    "refused_ranks": "Batches refused for a rank beyond --data-parallel-size",
 }
 """Counters of `SourceStatistics`, there with the prefix `num_`, and their descriptions."""
 
@@ -45,7 +45,7 @@ class RequestCounters:
         requests = Counter("kvist_index_requests", "Requests answered", ["endpoint", "status"], registry=self.registry)
         seconds = Histogram(
             "kvist_index_request_seconds",
-            "From a whole request to its answer",
+            "Time from a whole request to its answer",
             ["endpoint"],
             buckets=_LATENCY_BOUNDS_S,
             registry=self.registry,
@@ -76,7 +76,9 @@ def _index_metrics(registry: Registry) -> Iterator[Metric | None]:
         "num_ranks": GaugeMetricFamily("kvist_index_ranks", "Ranks that hold blocks", labels=labels),
         "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
     }
-    evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
+    evicted = CounterMetricFamily(
+        "kvist_index_evicted_blocks", "Blocks evicted to stay below --max-blocks", labels=labels
+    )
     for member in [*registry]:
         statistics = member.index.statistics()
         for name, gauge in gauges.items():
@@ -89,10 +91,8 @@ def _index_metrics(registry: Registry) -> Iterator[Metric | None]:
 def _stream_metrics(registry: Registry) -> Iterator[Metric | None]:
     labels = ["model", "instance", "dp_rank"]
     sources = ((member, source) for member in [*registry] for source in member.indexer.each_statistics())
-    states = GaugeMetricFamily(
-        "kvist_index_stream_ranks", "Its ranks by how well their blocks are known", labels=[*labels, "state"]
-    )
-    ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Since a stream's last event", labels=labels)
+    states = GaugeMetricFamily("kvist_index_stream_ranks", "Ranks of a stream by state", labels=[*labels, "state"])
+    ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Time since a stream's last event", labels=labels)
     lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
     counters = {
         name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
@@ -110,5 +110,5 @@ def _stream_metrics(registry: Registry) -> Iterator[Metric | None]:
             counter.add_metric(names, getattr(source, f"num_{name}"))
         yield None
     yield from (states, ages, lags, *counters.values())
-    text = "Answers of any stream given up because all that came in took too much memory"
+    text = "Replay answers dropped to bound memory, of all streams"
     yield CounterMetricFamily("kvist_index_answers_refused", text, BUDGET.num_refused)
