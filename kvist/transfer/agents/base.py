@@ -172,10 +172,9 @@ class TransferAgent(ABC):
         return msgspec.msgpack.encode(metadata)
 
     def connect(self, metadata: bytes) -> PeerId:
-        """Connect to a peer, anew if it is known; raises MalformedMessageError or PeerUnreachableError."""
+        """Connect to a peer, or update its regions; raises MalformedMessageError or PeerUnreachableError."""
         decoded = decode_metadata(metadata, self.kind)
         peer_id = PeerId(decoded.name)
-        self.disconnect(peer_id)
         self._peers[peer_id] = self._connect(decoded)
         return peer_id
 

@@ -66,6 +66,8 @@ class NixlAgent(base.TransferAgent):
         return details
 
     def _connect(self, metadata: base.AgentMetadata) -> base.RegionTable:
+        if self._peers.pop(PeerId(metadata.name), None) is not None:
+            self._disconnect(PeerId(metadata.name))
         try:
             self._agent.add_remote_agent(metadata.details)
         except _NIXL_ERRORS as error:
