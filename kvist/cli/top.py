@@ -34,7 +34,7 @@ _MAX_LINES = 5
 _COLUMN_GAP = 2
 _TTFT = "kvist_router_time_to_first_byte_seconds_bucket"
 _TOKENS = ("kvist_router_prompt_tokens_total", "kvist_router_output_tokens_total")
-_COLUMNS = ("worker", "state", "requests", "prefill", "cache", "predicted", "reported", "events", "tokens/s", "model")
+_COLUMNS = ("worker", "state", "reqs", "prefill", "cache", "hits", "reported", "events", "tok/s", "model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

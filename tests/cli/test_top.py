@@ -157,9 +157,9 @@ def test_the_fleet_is_shown_while_the_router_changes_dies_and_comes_back(setting
 
             terminal.until(has_rates)
             terminal.resize(80, 20)
-            terminal.until(lambda text: "healthy" in text and "speed" in text)
+            terminal.until(lambda text: "healthy" in text and "tok/s" in text)
             terminal.resize(50, 16)
-            terminal.until(lambda text: f"{urlsplit(worker_url).netloc}  healthy" in text and "speed" not in text)
+            terminal.until(lambda text: f"{urlsplit(worker_url).netloc}  healthy" in text and "tok/s" not in text)
             settings.write_text(settings.read_text().replace('"right"', '"another"'))
             terminal.until(lambda text: "not ready" in text and "401" in text)
         terminal.until(lambda text: "refused" in text)
