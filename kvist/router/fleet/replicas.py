@@ -171,7 +171,9 @@ class ReplicaRows:
         for prompt in summary.prompts:
             if 0 <= prompt.rank_idx < len(columns) and (column := int(columns[prompt.rank_idx])) >= 0:
                 marks = np.frombuffer(prompt.marks, "<u8").copy()  # compiled code takes no bytes
-                in_flight.add_marks(board.in_flight[row], marks, column, now_s + prompt.left_s)
+                is_new = not summary.is_whole and prompt.left_s > in_flight.UNTIL_INDEXED_S
+                until_s = now_s + prompt.left_s
+                in_flight.add_marks(board.in_flight[row], marks, column, until_s, now_s, float(is_new))
         return True
 
     def forget_silent(self, now_s: float) -> list[str]:

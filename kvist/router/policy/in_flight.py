@@ -1,7 +1,11 @@
-"""Prompts in flight: their blocks are as good as cached where they run, before any event reports them."""
+"""Prompts in flight: their blocks are as good as cached where they run, before any event reports them.
+
+Marks also count the requests for a prefix in the last seconds, as these share the computation of a copy.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
@@ -19,21 +23,41 @@ IN_FLIGHT_S: Final = 300.0
 """How long a prompt counts without any answer."""
 UNTIL_INDEXED_S: Final = 5.0
 """How long it counts after its first token: until the index has its blocks."""
+REQUESTS_WINDOW_S: Final = 5.0
+"""A prefix's requests are counted over so long: each counts less by a factor e after this time. Over 10 s, hot prefixes
+are copied for differences that pass by themselves (docs/decisions.md)."""
 
 _LAST_SLOT: Final = np.uint64(NUM_SLOTS - 1)
 _MASK: Final = (1 << 64) - 1
 
 Marks = NDArray[np.uint64]
 Depths = NDArray[np.int64]
+Counts = NDArray[np.float64]
 
-SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), ("rank", "i4", NUM_RANKS_OF_A_MARK)])
+SLOT: Final = np.dtype(
+    [
+        ("hash", "u8"),
+        ("num_requests", "f8"),
+        ("counted_at_s", "f8"),
+        ("until_s", "f8", NUM_RANKS_OF_A_MARK),
+        ("rank", "i4", NUM_RANKS_OF_A_MARK),
+    ]
+)
 
 
 def read_depths(
-    tables: NDArray[np.void], marks: Marks, depths: Depths, now_s: float, columns: Depths, ranks: Depths, found: Depths
+    tables: NDArray[np.void],
+    marks: Marks,
+    depths: Depths,
+    now_s: float,
+    columns: Depths,
+    ranks: Depths,
+    found: Depths,
+    num_requests: Counts,
 ) -> None:
     """Raise what each of `ranks` holds, in `found`, to the depth of the deepest mark that it has.
 
+    Each mark's requests of late, or those of a deeper one where its own were lost, are added to `num_requests`.
     `columns` is scratch space for the index of each rank of the tables among `ranks`; all are -1 before and after. This
     and the two functions below are plain loops, for `kvist.router.compiled` to compile.
     """
@@ -44,21 +68,30 @@ def read_depths(
             entry = tables[row, marks[idx] & _LAST_SLOT]
             if entry["hash"] != marks[idx]:
                 continue
+            num_requests[idx] += entry["num_requests"] * math.exp((entry["counted_at_s"] - now_s) / REQUESTS_WINDOW_S)
             for way in range(NUM_RANKS_OF_A_MARK):
                 column = columns[entry["rank"][way]]
                 if column >= 0 and entry["until_s"][way] > now_s:
                     found[column] = max(found[column], depths[idx])
     for idx in range(len(ranks)):
         columns[ranks[idx]] = -1
+    for idx in range(len(marks) - 1, 0, -1):
+        num_requests[idx - 1] = max(num_requests[idx - 1], num_requests[idx])
 
 
-def add_marks(table: NDArray[np.void], marks: Marks, rank: int, until_s: float) -> None:
-    """Add the rank to each mark, in its own place or else in the one that expires first."""
+def add_marks(
+    table: NDArray[np.void], marks: Marks, rank: int, until_s: float, now_s: float, num_requests: float
+) -> None:
+    """Add the rank to each mark, in its own place or else in the one that expires first, and so many requests."""
     for mark in marks:
         entry = table[mark & _LAST_SLOT]
         if entry["hash"] != mark:
             entry["hash"] = mark
+            entry["num_requests"] = 0.0
             entry["until_s"][:] = 0.0
+        entry["num_requests"] *= math.exp((entry["counted_at_s"] - now_s) / REQUESTS_WINDOW_S)
+        entry["num_requests"] += num_requests
+        entry["counted_at_s"] = now_s
         chosen = 0
         for way in range(NUM_RANKS_OF_A_MARK):
             if entry["rank"][way] == rank:
@@ -107,20 +140,24 @@ class PromptsInFlight:
             return marks
         return np.array([int(block_hashes[idx]) & _MASK for idx in idxs.tolist()], np.uint64)
 
-    def depths(self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None) -> Depths:
-        """Return how many leading blocks each rank holds or is computing; `held` are those in the index."""
-        if not len(marks):
-            return held
-        depths = held.copy()
-        ranks = self._all_ranks if ranks is None else ranks
-        read_depths(self._tables, marks, self._depths, now_s, self._columns, ranks, depths)
-        return depths
+    def read(
+        self, now_s: float, marks: Marks, held: Depths, ranks: Depths | None = None
+    ) -> tuple[Depths, Depths, Counts]:
+        """Return how many leading blocks each rank holds or computes, and how often prefixes were requested of late.
+
+        `held` are those in the index. The other two are how many blocks each mark's prefix has, and its requests.
+        """
+        depths, num_requests = held, np.zeros(len(marks))
+        if len(marks):
+            depths, ranks = held.copy(), self._all_ranks if ranks is None else ranks
+            read_depths(self._tables, marks, self._depths, now_s, self._columns, ranks, depths, num_requests)
+        return depths, self._depths[: len(marks)], num_requests
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return the time that `settle` needs to find its marks."""
         until_s = now_s + IN_FLIGHT_S
         if len(marks):
-            add_marks(self._own, marks, rank, until_s)
+            add_marks(self._own, marks, rank, until_s, now_s, 1.0)
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:

@@ -1,22 +1,27 @@
 """The `kv` policy: a request's cost at a rank, in seconds of waiting and computing, at a price that rises with load.
 
     cost = wait + max(p · r + s, highest s) + context_scale · C · r + recent_scale · R · r̄      the lowest wins
-    p = (1 + κ) · e + (1 − ρ) · d,  s = spread_scale · C · r
+    p = e − h + κ · e + (1 − ρ) · d,  s = spread_scale · C · r
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(max_price, price_scale · ρ² / (1 − ρ))
+    h = Σ over the prompt's marks that are not held here of min(2/3, q / (q + number of ranks)) · (F(to) − F(from))
 
 Where that is faster, blocks that another worker holds are fetched: those seconds replace their e · r, but not their
 κ · e · r, as a copy evicts other prefixes whether it was computed or fetched (docs/decisions.md).
 
 n: prompt tokens; from, to: the tokens that each tier adds, prompts in flight there counting as in the fastest; d: the
-work of those in flight; r: seconds a unit of work, r̄: its mean over the candidates, C: context tokens, R: recent work,
-ρ: utilisation, see `work`; α: attention relative to the rest of the model.
+work of those in flight; q: recent requests for the prefix up to a mark; r: seconds a unit of work, r̄: its mean over
+the candidates, C: context tokens, R: recent work, ρ: utilisation, see `work`; α: attention relative to the rest of the
+model.
 
 A greedy cost would recompute 5,000 tokens to skip a queue of 5,000 tokens. That is right for the one request, but
 later ones pay for it: prefixes spread until caches thrash. So recomputation has a price that rises with load.
 
 A prefix that is requested again while it is being computed will be requested more often. So in an idle fleet other
 ranks compute it too, rather than all wait for one: as far as the fleet is idle, d counts as if nothing were in flight.
+
+A rank with a copy of a prefix takes its share of the later requests for it. So they share the computation of the copy,
+e: h is the part that they take over. They do not share the price, as a copy evicts other prefixes.
 
 The term s makes it worth computing at a rank that runs less, but not waiting in its queue: it saves at most p.
 
@@ -30,7 +35,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,10 +45,16 @@ from kvist.router.policy.in_flight import NUM_SLOTS, SLOT, Marks, PromptsInFligh
 from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, Floats, Work, WorkRows
 
+MAX_SHARE: Final = 2 / 3
+"""Later requests take over no more than this of a computation, as this request waits for it. Without a limit, hot
+prefixes are copied for a difference of a few running requests (docs/decisions.md)."""
+
 
 def weigh_ranks(
     work: Floats,
     running: NDArray[np.int64],
+    marked: NDArray[np.int64],
+    num_requests: Floats,
     held: NDArray[np.int64],
     tier_credits: Floats,
     usable: int,
@@ -59,10 +70,18 @@ def weigh_ranks(
     weighed: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
-    """Write each rank's cost, work and work in flight into `weighed`, and its tokens cached or in flight.
+    """Write each rank's cost, work, work in flight and shared work into `weighed`, and its tokens cached or in flight.
 
-    `work` is `Work.by_rank`. A plain loop, for `kvist.router.compiled` to compile.
+    `work` is `Work.by_rank`, `marked` the blocks up to each of the prompt's marks. Plain loops, for
+    `kvist.router.compiled` to compile.
     """
+    shared_to, before = np.zeros(len(marked) + 1), 0.0
+    for idx in range(len(marked)):
+        tokens = min(marked[idx], usable) * block_size
+        done = tokens * (1.0 + half_alpha * tokens) * compute_scale
+        share = min(MAX_SHARE, num_requests[idx] / (num_requests[idx] + len(held)))
+        shared_to[idx + 1] = shared_to[idx] + share * (done - before)
+        before = done
     recent_unit_s, most_s = recent_scale * work[1].mean(), spread_scale * (work[1] * work[2]).max()
     for idx in range(len(held)):
         before, saved, tokens = 0.0, 0.0, 0
@@ -75,9 +94,12 @@ def weigh_ranks(
         compute = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
         num_held, num_running = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
         pending = max(0, num_running - num_held) * (1.0 + half_alpha * (num_running + num_held)) * compute_scale
-        priced_s = ((1.0 + price) * compute + idle * pending + spread_scale * context_tokens) * unit_s
+        # Up to the next mark the rank may hold some: that is not shared.
+        next_idx = min(np.searchsorted(marked, tokens // block_size, side="right") + 1, len(marked))
+        shared = shared_to[-1] - shared_to[next_idx]
+        priced_s = ((1.0 + price) * compute - shared + idle * pending + spread_scale * context_tokens) * unit_s
         rest_s = context_scale * context_tokens * unit_s + recent * recent_unit_s
-        weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending
+        weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending, shared
         cached_tokens[idx] = tokens
 
 
@@ -98,6 +120,8 @@ class Prices(NamedTuple):
     """e; times `load.unit_s` it is in seconds, as are the terms of `load`."""
     pending: Floats
     """d, which counts as far as the fleet is idle."""
+    shared: Floats
+    """h, the part of `compute` that later requests for the prefix take over."""
     price: float
     """κ: computing costs 1 + `price` times its time."""
     cached_tokens: NDArray[np.int64]
@@ -116,7 +140,7 @@ class Prices(NamedTuple):
         unit_s, compute_s = self.load.unit_s, self.compute * self.load.unit_s
         terms = {
             "wait": self.load.wait_s,
-            "compute": compute_s,
+            "compute": compute_s - self.shared * unit_s,
             "price_of_computing": self.price * (compute_s + self.spared * unit_s),
             "in_flight": (1.0 - self.load.utilisation) * self.pending * unit_s,
             "fetch": self.fetch_s,
@@ -219,10 +243,10 @@ class PricedPolicy:
         marks = self._in_flight.marks(block_hashes)
         idle = 1.0 - work.utilisation
         price = min(settings.max_price, settings.price_scale * work.utilisation**2 / idle)
-        weighed, cached_tokens = np.empty((3, len(held))), np.empty(len(held), np.int64)
+        weighed, cached_tokens = np.empty((4, len(held))), np.empty(len(held), np.int64)
         weigh_ranks(
             work.by_rank,
-            self._in_flight.depths(now_s, marks, held[:, 0], ranks),
+            *self._in_flight.read(now_s, marks, held[:, 0], ranks),
             held,
             self._credits,
             max(0, num_tokens - 1) // self.block_size,
@@ -249,9 +273,12 @@ class PricedPolicy:
         fetch_s = PULL_LATENCY_S + np.maximum(missing, 1) * pull.token_s
         is_pulled = (missing > pull.min_tokens) & (fetch_s < spared * prices.load.unit_s)
         spared, fetch_s = np.where(is_pulled, spared, 0.0), np.where(is_pulled, fetch_s, 0.0)
+        unshared = spared - prices.shared  # a copy that is fetched costs no more than one that is computed
+        shared = np.where(is_pulled, np.maximum(fetch_s / prices.load.unit_s - unshared, 0.0), prices.shared)
         return prices._replace(
-            cost_s=prices.cost_s - spared * prices.load.unit_s + fetch_s,
+            cost_s=prices.cost_s - (unshared + shared) * prices.load.unit_s + fetch_s,
             compute=prices.compute - spared,
+            shared=shared,
             fetched_tokens=np.where(is_pulled, missing, 0),
             spared=spared,
             fetch_s=fetch_s,

@@ -31,7 +31,7 @@ def test_marks_of_prompts_in_flight(seed: int) -> None:
         marks = np.array([random.randrange(6) + NUM_SLOTS * random.randrange(2) for _ in range(8)], np.uint64)
         row, rank, until_s = random.randrange(2), random.randrange(NUM_RANKS), float(step + random.randrange(20))
         for each, table in zip(add, (plain, compiled), strict=True):
-            each(table[row], marks, rank, until_s)
+            each(table[row], marks, rank, until_s, float(step), float(step % 2))
         added.append((row, marks, rank, until_s))
         if random.random() < 0.5:
             row, *of = added.pop(random.randrange(len(added)))
@@ -40,10 +40,12 @@ def test_marks_of_prompts_in_flight(seed: int) -> None:
         assert plain.tobytes() == compiled.tobytes()
         ranks = np.array(random.sample(range(NUM_RANKS), random.randrange(1, NUM_RANKS)))
         found = [np.arange(len(ranks)) % 3 for _ in range(2)]
-        for each, table, depths_found in zip(read, (plain, compiled), found, strict=True):
-            each(table, marks, depths, float(step), columns, ranks, depths_found)
+        num_requests = np.zeros((2, len(marks)))
+        for each, table, *into in zip(read, (plain, compiled), found, num_requests, strict=True):
+            each(table, marks, depths, float(step), columns, ranks, *into)
             assert (columns == -1).all()
         assert found[0].tolist() == found[1].tolist()
+        assert num_requests[1] == pytest.approx(num_requests[0])
     assert not any(memory[:, NUM_SLOTS:]["hash"].any() for memory in memories)
 
 
@@ -58,3 +60,23 @@ def test_rows_of_work(seed: int) -> None:
     )
     assert compiled == pytest.approx(plain)
     assert found[1] == pytest.approx(found[0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_costs_of_ranks(seed: int) -> None:
+    numbers = np.random.default_rng(seed)
+    work = numbers.exponential(1.0, (4, NUM_RANKS)) * np.array([[1.0], [40e-6], [1e5], [1e4]])
+    held = np.sort(numbers.integers(0, 40, (NUM_RANKS, 2)), axis=1)
+    running = np.maximum(held[:, 0], numbers.integers(0, 40, NUM_RANKS))
+    marked = np.arange(2, 2 + 2 * int(numbers.integers(0, 15)), 2)
+    num_requests = np.sort(numbers.exponential(20.0, len(marked)))[::-1].copy()
+    weighed, cached = np.empty((2, 4, NUM_RANKS)), np.empty((2, NUM_RANKS), np.int64)
+    weights = (1.5e-5, 1.0, 0.8, 0.5, 0.02, 0.03, 0.03)
+    for each, *into in zip(both(loops.weigh_ranks), weighed, cached, strict=True):
+        query = (work, running, marked, num_requests, held, np.array([1.0, 0.75]), 30, 128, 4000)
+        each(*query, *weights, *into)
+    assert weighed[1] == pytest.approx(weighed[0])
+    assert cached[1].tolist() == cached[0].tolist()
+    _, compute, _, shared = weighed[0]
+    assert (shared >= 0).all()
+    assert (shared <= compute).all()

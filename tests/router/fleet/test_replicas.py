@@ -145,7 +145,7 @@ def test_what_is_done_at_the_very_moment_of_a_summary_is_told() -> None:
     theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 7.0)
     prices = theirs.policies[0].weigh(7.0, 1000, hashes, np.zeros(len(RANKS), int), np.arange(len(RANKS)))
     theirs.policies[0].dispatched(7.0, 0, prices, 0)
-    ours.rows.apply("other", theirs.builder.build(7.0, is_whole=True), 51.0)
+    ours.rows.apply("other", theirs.builder.build(7.0, is_whole=False), 51.0)
     for later_s in (0.0, 1.5):
         assert ours.view(51.0 + later_s, hashes) == theirs.view(7.0 + later_s, hashes)
 

@@ -132,6 +132,7 @@ class Life:
         self.log: list[tuple[float, str, Sent, int]] = []
         self.sent: list[Sent] = []
         self.slots: dict[int, tuple[int, dict[tuple[WorkerRank, int], float]]] = {}
+        self.asked_s: dict[int, tuple[int, list[float]]] = {}
         self.lives: dict[str, int] = {}
         self.num_lives = 0
 
@@ -409,7 +410,7 @@ class Life:
         utilisation = min(0.99, given / (window_s * (1 - math.exp(-seen_s / window_s)) * len(targets)))
         price = min(40.0, 2.5 * utilisation**2 / (1 - utilisation))
         usable = max(0, num_tokens - 1) // BLOCK
-        works, pendings = [], []
+        works, pendings, unshared = [], [], []
         for target in targets:
             held = self.caches.held[target][family] if is_read else (0, 0, 0, 0)
             coming = max(held[0], self.under_way((target, self.lives[target.worker]), blocks))
@@ -419,12 +420,15 @@ class Life:
                 saved, before = saved + credit * (there - before), there
             works.append(work_of(num_tokens) - saved)
             pendings.append(work_of(min(coming, usable) * BLOCK) - work_of(min(held[0], usable) * BLOCK))
+            depth = min(max(held[-1], coming), usable)
+            unshared.append(works[-1] - self.shared(blocks, depth, usable, len(targets)))
         most_s = max(0.03 * each.context * unit_s for each, unit_s in zip(known, units, strict=True))
         mean_s, costs = math.fsum(units) / len(units), []
-        for target, each, unit_s, work, pending in zip(targets, known, units, works, pendings, strict=True):
+        terms = zip(targets, known, units, works, unshared, pendings, strict=True)
+        for target, each, unit_s, work, own, pending in terms:
             wait_s = abs(each.queued * unit_s + each.answered_s - self.now_s) if each.queued > 0 else 0.0
             wait_s += min(max(each.busy_s - self.now_s, 0.0), each.whole * unit_s) + room_s.get(target.worker, 0.0)
-            priced = (1 + price) * work + (1 - utilisation) * pending + 0.03 * each.context
+            priced = own + price * work + (1 - utilisation) * pending + 0.03 * each.context
             rest_s = 0.02 * each.context * unit_s + 0.03 * each.recent * mean_s
             costs.append(wait_s + max(priced * unit_s, most_s) + rest_s)
         return costs, works, units, [window_s] * len(targets)
@@ -436,12 +440,30 @@ class Life:
             until_s[sent.key] = sent.sent_s + 300.0
             assert len(until_s) <= 8
             self.slots[mark % 4096] = name, until_s  # type: ignore[assignment]
+            asked = self.asked_s.get(mark % 4096, (None, []))
+            self.asked_s[mark % 4096] = mark, [*(asked[1] if asked[0] == mark else []), sent.sent_s]
 
     def settle(self, sent: Sent, then_s: float) -> None:
         for mark in sent.marks:
             name, until_s = self.slots.get(mark % 4096, (None, {}))
             if name == mark and until_s.get(sent.key) == sent.sent_s + 300.0:
                 until_s[sent.key] = then_s
+
+    def shared(self, blocks: Any, depth: int, usable: int, num_ranks: int) -> float:
+        """Return the work that later requests take over: from the second mark on that a rank may lack."""
+        ends = range(STRIDE, len(blocks) + 1, STRIDE)
+        asked = [self.asked_s.get(int(blocks[end - 1]) % 4096, (None, [])) for end in ends]
+        counts = [
+            math.fsum(math.exp((at_s - self.now_s) / 5.0) for at_s in times if name == int(blocks[end - 1]))
+            for end, (name, times) in zip(ends, asked, strict=True)
+        ]
+        shared = 0.0
+        for idx, end in enumerate(ends):
+            if idx > depth // STRIDE:
+                num = max(counts[idx:])
+                work = work_of(min(end, usable) * BLOCK) - work_of(min(end - STRIDE, usable) * BLOCK)
+                shared += min(2 / 3, num / (num + num_ranks)) * work
+        return shared
 
     def under_way(self, key: tuple[WorkerRank, int], blocks: Any) -> int:
         found = 0

@@ -8,8 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvist.router.policy.in_flight import NUM_RANKS_OF_A_MARK, NUM_SLOTS, SLOT, PromptsInFlight
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, Pull
+from kvist.router.policy.in_flight import (
+    NUM_RANKS_OF_A_MARK,
+    NUM_SLOTS,
+    REQUESTS_WINDOW_S,
+    SLOT,
+    PromptsInFlight,
+)
+from kvist.router.policy.priced import MAX_SHARE, Dispatched, PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, WorkRows
 
@@ -270,6 +276,51 @@ def test_who_runs_less_is_worth_computing_for_and_not_waiting_for() -> None:
     assert prices.load.wait_s[1] < 0.05 * prices.load.context_tokens[0] * UNIT_S
 
 
+def test_later_requests_share_the_computation_of_a_prefix_that_is_requested_often_and_not_its_price() -> None:
+    policy, prefix, num_tokens = policy_of(2), hashes_of(10_240), 10_752
+    before = policy.weigh(1.0, num_tokens, [*prefix, 9001, 9002], [40, 0])
+    assert list(before.shared) == [0, 0]
+    for number in range(30):  # the last two blocks of each are its own
+        query = policy.weigh(1.0, num_tokens, [*prefix, 8000 + number, 9000 + number], [40, 0])
+        policy.dispatched(1.0, 0, query, 0)
+    first = work_of(BLOCK)  # up to a mark some may be held
+    num_requests = 30 * math.exp(-12.0 / REQUESTS_WINDOW_S)
+    for now_s, share in ((7.0, MAX_SHARE), (13.0, num_requests / (num_requests + 2))):
+        after = policy.weigh(now_s, num_tokens, [*prefix, 7001, 7002], [40, 0])
+        assert after.compute == pytest.approx(before.compute)
+        assert after.shared == pytest.approx([0, share * (work_of(10_240) - first)])
+    terms = after.terms_s()
+    assert terms["compute"] == pytest.approx((after.compute - after.shared) * after.load.unit_s)
+    assert terms["price_of_computing"] == pytest.approx(after.price * after.compute * after.load.unit_s)
+    assert list(policy.weigh(7.0, num_tokens, hashes_of(num_tokens, 5), [0, 0]).shared) == [0, 0]
+
+
+def test_a_prefix_that_is_requested_all_the_time_is_copied_before_its_holder_runs_many_requests() -> None:
+    policy, now_s, num_sent = policy_of(8), 100.0, 0
+    while True:
+        prices = policy.weigh(now_s, 30_500, hashes_of(30_000), [117] + [0] * 7)
+        if prices.cost_s.argmin() != 0:
+            break
+        policy.dispatched(now_s, 0, prices, 0).answered(now_s + 0.02)
+        num_sent, now_s = num_sent + 1, now_s + 0.1
+    assert 5 <= num_sent <= 15  # 29 would make up for all of the computation
+
+
+def test_fetching_a_prefix_that_is_requested_often_costs_no_more_than_computing_it() -> None:
+    policy, hashes = policy_of(2), hashes_of(10_240)
+    for _ in range(100):
+        policy.dispatched(1.0, 0, policy.weigh(1.0, 10_240, hashes, [40, 0]), 0)
+    computed = policy.weigh(2.0, 10_240, hashes, [40, 0])
+    fast, slow = (
+        policy.weigh(2.0, 10_240, hashes, [40, 0], pull=Pull(40, np.full(2, token_s), 256)) for token_s in (1e-5, 3e-5)
+    )
+    assert fast.shared[1] == 0
+    assert fast.cost_s[1] < computed.cost_s[1]
+    assert slow.fetch_s[1] > 0
+    assert slow.cost_s == pytest.approx(computed.cost_s)
+    assert slow.terms_s()["cost"] == pytest.approx(slow.cost_s)
+
+
 def test_a_prompt_that_was_computed_counts_until_the_index_should_know_of_it() -> None:
     policy = policy_of(1)
     request = send(policy, 10.0, 0, 4000)
@@ -309,7 +360,7 @@ def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
             rank, marks = random.randrange(4), table.marks(chain)
             running.append((rank, chain, marks, table.add(step, rank, marks)))
         held = np.array([random.randrange(3) for _ in range(4)])
-        found = table.depths(step + 0.5, table.marks(chain), held)
+        found, _, _ = table.read(step + 0.5, table.marks(chain), held)
         for rank in range(4):
             there = {block for at, blocks, _, _ in running if at == rank for block in blocks} | set(chain[: held[rank]])
             expected = next((depth for depth, block in enumerate(chain) if block not in there), len(chain))
@@ -324,10 +375,10 @@ def test_a_mark_names_the_ranks_that_had_it_last() -> None:
     for rank in range(99, -1, -1):
         table.add(100.0 - rank, rank, marks)
     table.add(101.0, 1, marks)  # again: that takes no other's place
-    found = table.depths(102.0, marks, np.zeros(100, np.int64))
+    found, _, _ = table.read(102.0, marks, np.zeros(100, np.int64))
     assert list(found.nonzero()[0]) == list(range(NUM_RANKS_OF_A_MARK))
     some = np.array([50, 3, 99, 0])
-    assert list(table.depths(102.0, marks, np.array([1, 1, 0, 0]), some)) == [1, 4, 0, 4]
+    assert list(table.read(102.0, marks, np.array([1, 1, 0, 0]), some)[0]) == [1, 4, 0, 4]
 
 
 def test_a_mark_that_takes_anothers_slot_takes_none_of_its_ranks() -> None:
@@ -335,9 +386,26 @@ def test_a_mark_that_takes_anothers_slot_takes_none_of_its_ranks() -> None:
     table.add(0.0, 0, marks)
     for other in range(8, 20 * NUM_SLOTS):
         table.add(0.0, 1, np.array([other], np.uint64))
-        if not table.depths(1.0, marks, np.zeros(2, np.int64)).any():
+        if not table.read(1.0, marks, np.zeros(2, np.int64))[0].any():
             break
-    assert list(table.depths(1.0, np.array([other], np.uint64), np.zeros(2, np.int64))) == [0, 1]
+    found, _, num_requests = table.read(1.0, np.array([other], np.uint64), np.zeros(2, np.int64))
+    assert list(found) == [0, 1]
+    assert num_requests == pytest.approx([math.exp(-1.0 / REQUESTS_WINDOW_S)])
+
+
+def test_requests_for_a_prefix_are_counted_over_some_seconds_and_a_deeper_mark_tells_of_those_before_it() -> None:
+    tables = np.zeros((2, NUM_SLOTS), SLOT)
+    fronts = [PromptsInFlight(tables, 2, BLOCK, own_idx) for own_idx in range(2)]
+    long, short = np.arange(1, 5, dtype=np.uint64), np.arange(1, 3, dtype=np.uint64)
+    for at_s, front, marks in ((0.0, 0, long), (4.0, 1, long), (6.0, 0, short)):
+        fronts[front].add(at_s, 0, marks)
+    of_short = sum(math.exp(-since_s / REQUESTS_WINDOW_S) for since_s in (10.0, 6.0, 4.0))
+    of_long = of_short - math.exp(-4.0 / REQUESTS_WINDOW_S)
+    _, marked, num_requests = fronts[0].read(10.0, long, np.zeros(2, np.int64))
+    assert list(marked) == [1, 2, 3, 4]
+    assert num_requests == pytest.approx([of_short, of_short, of_long, of_long])
+    tables[:, 3] = np.zeros(2, SLOT)  # the third mark's slot goes to others
+    assert fronts[0].read(10.0, long, np.zeros(2, np.int64))[2] == pytest.approx([of_short, of_short, of_long, of_long])
 
 
 def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
