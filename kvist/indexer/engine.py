@@ -28,7 +28,7 @@ from kvist.indexer.compiled.names import FIELDS
 from kvist.indexer.engine_rank import EngineRank, Names
 from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.publisher.engine_feed import EngineFeed
-from kvist.publisher.filter import FilterState
+from kvist.publisher.filter import FilterState, largest_windows_first
 from kvist.radix import RadixIndex
 
 _MAX_STEPS_A_BLOCK = 256
@@ -230,7 +230,8 @@ class EngineFollower:
         number = self._bound.own_rank if batch.rank is None else batch.rank
         if number not in self._ranks and not self._bound.admits(number, self._worker, self._counters):
             return
-        for event in batch.events:
+        is_first = number not in self._ranks or self._ranks[number].is_new
+        for event in largest_windows_first(batch.events) if is_first else batch.events:
             self._check_block_size(event)
             rank = self._rank(number)
             rank.admit(event)

@@ -388,6 +388,7 @@ class EngineRank:
 
     def admit(self, event: EngineEvent) -> None:
         """Apply one event to the index."""
+        self.is_new = False
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         before, counts_copies = (self.filter.state, self.splitter.rules), self.residency.counts_copies
         self.residency.counts_copies &= not self.splitter.is_report(event)
@@ -431,6 +432,8 @@ class EngineRank:
         self._forget_verdicts()
 
     def _reset(self) -> None:
+        self.is_new = True
+        """Whether no event was applied yet."""
         self.filter = WindowFilter(self._source.rank)
         options = self._num_ahead, self._has_full_reports
         self.splitter = GroupSplitter(self.filter, self._block_size, self.residency, *options)

@@ -9,7 +9,7 @@ well, may be gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -189,11 +189,27 @@ class WindowFilter:
         return isinstance(event, EngineRemoved) and self._window is not None
 
 
+def largest_windows_first(events: Sequence[EngineEvent]) -> Sequence[EngineEvent]:
+    """Return the stores of a batch with those of larger windows first, and in each group as they came.
+
+    vLLM names a prompt's sliding groups before the full one. In this order, what they hold is known to be theirs from
+    an engine's first batch on. A batch with other events is returned as it is.
+    """
+    if len(events) < 2 or not all(isinstance(event, EngineStored) for event in events):
+        return events
+    return sorted(events, key=_size_of_window, reverse=True)
+
+
 def block_size_of(events: Iterable[EngineEvent]) -> int | None:
     """Return the block size of the group with the largest window of these events, None if none tells its size."""
-    stored = [each for each in events if isinstance(each, EngineStored) and each.block_size > 0]
-    windows = [0 if (it := each.window) is UNKNOWN or it is STATE else window_size(it) for each in stored]
-    return stored[windows.index(max(windows))].block_size if stored else None
+    stored = [event for event in events if isinstance(event, EngineStored) and event.block_size > 0]
+    return max(stored, key=_size_of_window).block_size if stored else None
+
+
+def _size_of_window(event: EngineEvent) -> float:
+    """Return the size of the window of a store, 0 if the engine does not tell it or the group has states."""
+    assert isinstance(event, EngineStored)
+    return 0 if event.window is UNKNOWN or event.window is STATE else window_size(event.window)
 
 
 def _is_larger(window: KnownWindow, other: KnownWindow) -> bool:

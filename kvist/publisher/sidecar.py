@@ -23,6 +23,7 @@ from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.files import in_thread
 from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
 from kvist.publisher.engine_feed import EngineFeed
+from kvist.publisher.filter import largest_windows_first
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
 from kvist.publisher.stream import RankState, StreamOptions, Streams
@@ -160,7 +161,7 @@ class SidecarFeed:
         self._resume_ranks()
         if not self._publisher.learn_block_size(batch.events):
             return
-        for event in batch.events:
+        for event in largest_windows_first(batch.events):
             self._ranks.add(event.rank)
             self._publisher.report(event)
             if isinstance(event, EngineStored) and event.tier is not Tier.GPU:

@@ -38,6 +38,7 @@ class PlainRank:
         self._begin()
 
     def _begin(self) -> None:
+        self.is_new = True
         self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0, has_all_groups=True, **self._options)
 
     @property
@@ -53,6 +54,7 @@ class PlainRank:
         return self._stream.is_exact != self._stream.is_complete or not self._stream.is_expressible
 
     def admit(self, event) -> None:
+        self.is_new = False
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         self._stream.admit(event)
         for batch in self._stream.close_batches(0.0):
@@ -636,3 +638,19 @@ def test_what_is_loaded_from_the_host_again_is_no_report_of_what_the_gpu_holds(p
     pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4], medium="CPU")], [removed(2)])
     pair.take([stored([1, 2], [1, 2, 3, 4], session_id=REPORT_SESSION)], [removed(1)], [removed(1, medium="CPU")])
     assert len(pair.lane.held()) == 2
+
+
+def test_what_sliding_groups_hold_is_known_from_an_engines_first_prompt_on():
+    side, tokens = Side(False, "vllm"), [*range(8)]
+    sliding = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
+    full = {"group_idx": 2, "kv_cache_spec_kind": "full_attention"}
+    # vLLM names the full group last, and all tokens where a sliding group skips the first blocks.
+    events = [stored([3, 4], tokens, group_idx=group, **sliding) for group in (0, 1)]
+    payload = encode([1.5, [*events, stored([1, 2, 3, 4], tokens, **full)], 0])
+    hashes = block_hashes([*tokens, 8, 8], BLOCK_SIZE)
+    for _ in range(2):
+        side.take([Message(b"", 0, payload)], 0.0)
+        assert side.index.match(hashes, 4).depths.tolist() == [[4, 4, 4, 4]]
+        assert side.index.match(hashes, 3).depths.tolist() == []  # up to there they do not hold what a hit needs
+        side.follower.clear()  # as when the engine starts again
+        side.follower._feed.session.resume(side.follower._feed.restarts.epoch, 0, is_complete=True)

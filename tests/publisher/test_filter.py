@@ -20,7 +20,7 @@ from kvist.events.engine_events import (
     Window,
 )
 from kvist.events.types import Tier
-from kvist.publisher.filter import WindowFilter, block_size_of
+from kvist.publisher.filter import WindowFilter, block_size_of, largest_windows_first
 
 
 def created(window: Window, group: int | None = None) -> EngineCreated:
@@ -288,3 +288,11 @@ def test_the_block_size_of_the_largest_window_is_that_of_what_is_published():
     assert block_size_of([of[8], of[4], of[16], EngineCleared()]) == 16
     assert block_size_of([of[8], of[0]]) == 8
     assert block_size_of([of[0], EngineCleared()]) is None
+
+
+def test_the_stores_of_a_batch_come_with_the_largest_windows_first_and_as_they_are_beside_other_events():
+    first, second = stored(FULL, 5, 1), stored(FULL, 5, 2)
+    events = [stored(64, 0), stored(STATE, 3), first, stored(64, 1), second, stored(128, 2)]
+    ordered = [first, second, stored(128, 2), stored(64, 0), stored(64, 1), stored(STATE, 3)]
+    assert [*largest_windows_first(events)] == ordered
+    assert [*largest_windows_first([removed(group=5), *events])] == [removed(group=5), *events]

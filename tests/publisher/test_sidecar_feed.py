@@ -510,3 +510,18 @@ def test_a_rank_that_once_kept_blocks_beside_the_gpu_may_have_some_that_are_not_
     second.receive(engine.say({"type": "AllBlocksCleared"}), 3.0)
     second.publisher.close()
     assert not publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_what_sliding_groups_hold_is_published_from_an_engines_first_prompt_on(publication):
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, limits=QUICK, has_all_groups=True)
+    feed, tokens = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), publisher), [*range(16)]
+    groups = [
+        ([3, 4], {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}),
+        ([1, 2, 3, 4], {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}),
+    ]
+    of_all = {"type": "BlockStored", "parent_block_hash": None, "token_ids": tokens, "block_size": 4, "medium": "GPU"}
+    payload = msgspec.msgpack.encode([1.5, [of_all | {"block_hashes": names} | group for names, group in groups], 0])
+    feed.feed.receive(Message(b"", 0, payload), 1.0)
+    publisher.close()
+    assert len(publication.held()) == 4
+    assert publication.held(MAX_RANKS) == {(int(block_hash), 0) for block_hash in block_hashes(tokens, 4)[2:]}

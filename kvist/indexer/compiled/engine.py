@@ -215,6 +215,8 @@ def apply_messages(
             stream.budget -= num_bytes
         if stream.checked_rank != held.rank.number:
             return layout.OTHER_RANK
+        if held.rank.num_verdicts == 0 and stream.event_idx == 0 and stream.block_idx == 0:
+            return layout.UNUSUAL_MESSAGE  # the first, whose windows Python compares
         result = _apply_events(held, stream, events, hashes, token_bytes)
         if result != layout.DONE:
             return result
