@@ -134,11 +134,11 @@ def test_an_engine_that_has_no_queue_before_its_first_request_is_waited_for(publ
 
     caplog.set_level("INFO")
     with TrtllmPoller(poll, publisher, block_size=4):
-        until_true(lambda: "no events before its first request" in caplog.text)
+        until_true(lambda: "no events before the engine's first request" in caplog.text)
         llm.happens(stored(1))
         has_request.set()
         until_true(lambda: publication.held() == held_blocks(1))
-    assert caplog.text.count("no events before its first request") == 1
+    assert caplog.text.count("no events before the engine's first request") == 1
 
 
 class FakeAsyncLlm:
