@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack
 
 import msgspec
@@ -22,7 +22,7 @@ EngineHash: TypeAlias = int | bytes
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class UnsizedWindow(Enum):
+class UnsizedWindow(StrEnum):
     """The windows that are not a number of tokens.
 
     FULL is full attention, and larger than any number. UNKNOWN is that of an engine that never says: such a group
