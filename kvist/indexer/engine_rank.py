@@ -215,6 +215,7 @@ class EngineResidency:
         record["num_groups"], record["num_kinds"] = len(others), len(kinds)
         record["kinds"][: len(others)] = [kinds.index(rule) for rule in others]
         record["num_trusted"][: len(others)] = [rule.num_needed for rule in others]
+        record["strides"][: len(others)] = [rule.stride for rule in others]
         self._rules = [published, *kinds] if others or published != GroupRule(0) else []
         self._index.clear(*self._source.companion)
         if self._rules:
@@ -234,8 +235,8 @@ class EngineResidency:
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         self._change(compiled.REMOVE_FROM_GROUP, group, _folded(engine_hashes))
 
-    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
-        names = _folded(name for name in engine_hashes if name is not None).tolist()
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash]) -> bool:
+        names = _folded(engine_hashes).tolist()
         if group < 0:
             blocks = np.array([*map(self.names.get, names)], np.uint64)
             return bool(self._are_held(Tier.GPU, blocks).all())

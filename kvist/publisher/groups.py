@@ -37,7 +37,7 @@ class GroupHolder(Protocol):
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         """Record that a group holds blocks no more, or one copy less of each."""
 
-    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash]) -> bool:
         """Return whether a group, -1 for the published one, holds all these blocks."""
 
     def group_counts(self) -> list[tuple[Any, int, int]]:
@@ -103,7 +103,8 @@ class GroupSplitter:
         for group, rule in enumerate(self.rules, -1):
             names = event.block_hashes[rule.stride - 1 :: rule.stride]
             num_needed = len(names) if rule.num_needed == 0 and group < 0 else rule.num_needed - rule.num_ahead
-            if not self._holder.are_held(group, names[max(0, len(names) - num_needed) :]):
+            needed = names[max(0, len(names) - num_needed) :]
+            if not self._holder.are_held(group, [name for name in needed if name is not None]):
                 return False
         return True
 

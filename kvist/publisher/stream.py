@@ -163,7 +163,7 @@ class Companion(Stream):
             elif num_copies and (block_hash := self._find(name)) is not None:
                 self._remove(self._kind_of[group], (block_hash,))
 
-    def are_held(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> bool:
+    def are_held(self, group: int, engine_hashes: Sequence[EngineHash]) -> bool:
         if group < 0:
             return all(self._find(name) is not None for name in engine_hashes)
         return all((name, group) in self._counts for name in engine_hashes)

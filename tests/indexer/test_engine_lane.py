@@ -502,6 +502,21 @@ def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies
     assert found[WorkerRank("w", 0)].gpu == 1
 
 
+def test_a_group_whose_blocks_turn_out_larger_is_followed_as_such_or_else_the_rank_is_partial(pair):
+    of = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
+    chain = [1, 2, 3], range(6)
+    larger, odd = (sliding | {"block_size": size} for size in (2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1))
+    for num_hit, sizes in ((3, sliding), (2, larger)):
+        for _ in range(2):  # the lane knows the group only by the second
+            pair.take([stored(*chain, **of)], [stored(*chain, **sliding)])
+        pair.take([stored([2], range(4), **sizes)])
+        assert pair.lane.index.match(block_hashes([*range(6)], BLOCK_SIZE))[WorkerRank("w", 0)].gpu == num_hit
+    assert pair.lane.follower.states() == {0: SourceState.LIVE}
+    pair.take([stored([2], range(4), **larger)], [stored([2], range(5), **odd)])
+    assert pair.lane.follower.states() == {0: SourceState.PARTIAL}
+
+
 @pytest.mark.parametrize(
     ("told", "num_held"), [(removed(2, medium="CPU"), 1), (stored([1], [1, 2], medium="CPU"), 1), (removed(2), 2)]
 )
@@ -654,3 +669,9 @@ def test_what_sliding_groups_hold_is_known_from_an_engines_first_prompt_on():
         assert side.index.match(hashes, 3).depths.tolist() == []  # up to there they do not hold what a hit needs
         side.follower.clear()  # as when the engine starts again
         side.follower._feed.session.resume(side.follower._feed.restarts.epoch, 0, is_complete=True)
+
+
+def test_a_report_with_a_block_that_cannot_be_hashed_is_no_copy_of_those_before_it(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2, None], [1, 2, 3, 4, 5, 6], session_id=REPORT_SESSION)])
+    pair.take([removed(1, 2)])
+    assert pair.lane.held() == {}

@@ -93,7 +93,10 @@ def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> i
 
 @helper
 def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: Words) -> int:
-    """Count an event's blocks as held or released by one of the other groups; return DONE or PAUSED."""
+    """Count an event's blocks as held or released by one of the other groups; return DONE or why it stopped."""
+    is_state = event.key >> 32 == layout.STATE_WINDOW
+    if event.kind == layout.STORED and not is_state and event.block_size > held.rank.strides[group] * stream.block_size:
+        return layout.UNUSUAL_EVENT  # the group turns out to have larger blocks than its rule says
     if event.tier != 0:
         return layout.DONE
     if event.kind == layout.STORED and held.rank.counts_copies == 0:

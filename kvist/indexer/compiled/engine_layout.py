@@ -70,6 +70,7 @@ RANK = np.dtype(
         ("num_kinds", "i8"),
         ("kinds", "i8", MAX_OTHER_GROUPS),  # of each group
         ("num_trusted", "i8", MAX_OTHER_GROUPS),  # by group: blocks at the end of a store that count if copies do not
+        ("strides", "i8", MAX_OTHER_GROUPS),  # published blocks in one of each group's
         ("num_verdicts", "i8"),
         ("keys", "i8", NUM_VERDICTS),
         ("passes", "u1", NUM_VERDICTS),
