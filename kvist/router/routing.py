@@ -447,9 +447,15 @@ class Routing:
         )
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
-        """Return whether the worker has several ranks, so that it must be sent which one was chosen."""
+        """Return whether the worker has several ranks, so that it must be sent which one was chosen.
+
+        While some of its streams have no events yet, the worker itself chooses: else their ranks would never get any.
+        """
         worker = self._fleet.get(target.worker)
-        return worker is not None and len(self._fleet.ranks(worker)) > 1
+        if worker is None:
+            return False
+        num_streams = len(worker.configured_event_sources or worker.identity.event_endpoints)
+        return len(self._fleet.ranks(worker)) >= max(2, num_streams)
 
     def _hashes_of(self, parsed: ParsedRequest, block_size: int) -> Callable[..., NDArray[np.uint64]]:
         """Return the function that hashes the blocks of a prompt as the workers' streams do."""

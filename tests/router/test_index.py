@@ -119,6 +119,23 @@ async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, rou
                 assert one.completions[0].headers["x-data-parallel-rank"] == "2"
 
 
+async def test_a_worker_chooses_the_rank_while_some_of_its_streams_are_without_events(worker, router, engine) -> None:
+    async with worker(models=[{"id": "m", "owned_by": "vllm"}]) as one, router(one.url) as front:
+        with engine("one", num_ranks=2) as cache:
+            endpoint = Endpoint.parse(cache.publisher.endpoint)
+            addresses = {"endpoint": endpoint.address, "replay_endpoint": endpoint.replay_address, "publisher": "zmq"}
+            silent = {"endpoint": "tcp://127.0.0.1:9", "replay_endpoint": None, "publisher": "zmq"}
+            one.event_sources = {"0": addresses, "1": silent, "2": silent | {"endpoint": "tcp://127.0.0.1:10"}}
+            cache.store(TOKENS, rank=1)
+            await front.until_overlap(one.url, TOKENS, 9)
+            await front.until_ranks(one.url, 2)
+            await front.complete(TOKENS)
+            assert "x-data-parallel-rank" not in one.completions[-1].headers
+            one.event_sources = {"0": addresses}
+            while "x-data-parallel-rank" not in one.completions[-1].headers:
+                await front.complete(TOKENS)
+
+
 async def test_a_worker_of_one_rank_is_not_told_which(worker, router, engine) -> None:
     async with worker() as one:
         with engine("one") as cache:
