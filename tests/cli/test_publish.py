@@ -40,7 +40,9 @@ async def test_publish_stands_between_an_engine_and_an_indexer_until_signalled(s
     process = kvist("--engine", "vllm", "--endpoint", endpoint, "--to", "tcp://127.0.0.1:0", "--worker", "pod-1")
     assert process.stdout is not None
     ready = process.stdout.readline()
-    published_at = re.fullmatch(r"kvist publish: ready at (\S+) worker=pod-1 block_size=learnt.*\n", ready)
+    published_at = re.fullmatch(
+        r"kvist publish: ready at (\S+) worker=pod-1 block_size=from the first event.*\n", ready
+    )
     assert published_at, ready
     index = RadixIndex()
     block_hash = int(block_hashes(TOKENS, 4)[0])
