@@ -161,7 +161,7 @@ def test_the_first_process_of_a_container_ends_at_sigterm_though_its_service_doe
     ("argv", "said"),
     [
         (["fly"], "kvist: error: argument command: invalid choice: 'fly'"),
-        (["route", "--fly"], "kvist route: error: unrecognized arguments: --fly (kvist route --help"),
+        (["route", "--fly"], "kvist route: error: unrecognized arguments: --fly (see kvist route --help"),
         (["route", "--policy", "best"], "kvist route: error: argument --policy: invalid choice: 'best'"),
     ],
 )

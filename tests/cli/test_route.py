@@ -128,7 +128,7 @@ def test_an_error_about_a_key_does_not_show_it(tmp_path: Path, capsys, content: 
 def test_help_says_where_keys_may_be(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["route", "--help"])
-    assert capsys.readouterr().out.count("env:NAME or") == 4
+    assert " ".join(capsys.readouterr().out.split()).count("env:NAME or file:PATH") == 4
 
 
 def test_help_is_in_groups_and_every_key_of_the_file_but_mappings_is_a_flag(capsys) -> None:

@@ -265,7 +265,7 @@ async def test_what_a_stopped_worker_has_not_begun_to_answer_goes_elsewhere_and_
         answers = await asyncio.gather(*asked)
         assert [answer.headers["x-kvist-worker"] for answer in answers] == [two.url] * 3
         assert (await front.workers())[one.url]["state"] == "unhealthy"
-        assert "said nothing" in (await front.workers())[one.url]["last_failure"]
+        assert "sent no byte" in (await front.workers())[one.url]["last_failure"]
         assert (await front.complete()).headers["x-kvist-worker"] == two.url
         assert len(one.completions) == 3
 

@@ -134,7 +134,7 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
     stopped.process.send_signal(signal.SIGSTOP)
     try:
         await router.until_state(stopped, "unhealthy")
-        assert "said nothing" in (await router.workers())[stopped.url]["last_failure"]
+        assert "sent no byte" in (await router.workers())[stopped.url]["last_failure"]
 
         async def all_moved() -> bool:
             return sum("hold" in prompt for prompt in await all_prompts(fleet[1:])) == len(held)
