@@ -79,7 +79,7 @@ async def test_four_fronts_decide_as_one_process_does(
     now_s = 0.0  # the same for all: who is asked a millisecond later may decide otherwise
     for owner, names in (
         (WorkRows, ("read", "dispatch", "answer", "withdraw", "end_unstreamed")),
-        (PromptsInFlight, ("depths", "add", "settle")),
+        (PromptsInFlight, ("read", "add", "settle")),
         (LoadTracker, ("begin", "load")),
     ):
         for name in names:

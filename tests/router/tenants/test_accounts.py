@@ -45,7 +45,7 @@ async def test_each_sees_its_own_and_administrators_all(worker, router, tenants,
         stream = {"model": "m", "prompt": [1] * 50, "stream": True}
         await front.client.post("/v1/completions", json=stream, headers=bearing("b"))
         refused = await front.client.post("/v1/completions", json={"model": "x"}, headers=bearing("b"))
-        assert refused.status_code == 400
+        assert refused.status_code == 404
         a, b, own = row("a", 2, 200, 120, 2), row("b", 2, 150, 60 + 48, 5), row("default", 1, 100, 60, 1)
         assert await usage(front, "a") == [a]
         assert await usage(front, "b") == [b]
