@@ -148,7 +148,8 @@ async def test_the_next_turn_goes_where_the_conversation_is_and_brings_the_answe
 
 
 async def test_what_is_expected_says_that_it_is_approximate(worker, router, engine, monkeypatch) -> None:
-    monkeypatch.setattr("kvist.router.routing.RANKS_MAX_AGE_S", -1.0)
+    for module in ("routing", "fleet.fleet"):
+        monkeypatch.setattr(f"kvist.router.{module}.RANKS_MAX_AGE_S", -1.0)
     async with worker() as silent, worker() as one:
         with engine("one") as cache:
             one.server_info = cache.server_info

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 
 import nats.errors
@@ -236,18 +237,30 @@ async def test_a_server_that_is_none_of_natss_is_a_problem(wire, until, line):
             await until(lambda: num_visits > 1 and f"broker 127.0.0.1:{port}: " in subscription.problem)
 
 
+class SlowSource:
+    """Answers once it may."""
+
+    def __init__(self):
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def replay(self, _):
+        self.is_asked.set()
+        assert self.may_answer.wait(180)
+        return []
+
+
 async def test_a_question_cancelled_while_the_server_is_away_ends_cancelled(wire, until):
-    server = wire.start_server()
-    wire.publish(wire.url(server)).serve_replay(wire.keep([]))
+    server, source = wire.start_server(), SlowSource()
+    publication = wire.publish(wire.url(server))
+    publication.serve_replay(source)
     async with wire.subscribe(wire.url(server)) as subscription:
-        await until(lambda: subscription.num_connects == 1)
-        assert await subscription.replay(ReplayRequest(TOPIC, 0), 10) == []
-        server.signal(signal.SIGSTOP)
-        asking = asyncio.create_task(subscription.replay(ReplayRequest(TOPIC, 0), 60))
-        await asyncio.sleep(0)
+        await until(lambda: publication._link.client and subscription.num_connects == 1)
+        asking = asyncio.create_task(subscription.replay(ReplayRequest(TOPIC, 0), 600))
+        await until(source.is_asked.is_set)
         server.kill()
         await until(lambda: subscription._link.client is None)
         asking.cancel()
+        source.may_answer.set()
         with pytest.raises(asyncio.CancelledError):
             await asking
 
