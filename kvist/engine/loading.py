@@ -251,6 +251,7 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
     if config.kv_memory_mib is not None:
         memory_bytes = config.kv_memory_mib * _MIB
     elif facts.device.type == "cuda":
+        torch.cuda.empty_cache()  # torch keeps what loading took beside the weights, which would not count as free
         memory_bytes = int(torch.cuda.mem_get_info(facts.device)[0] * GPU_KV_MEMORY_FRACTION)
     else:
         memory_bytes = DEFAULT_CPU_KV_MEMORY_MIB * _MIB

@@ -111,6 +111,53 @@ def fuse_norms(decoder: nn.Module) -> None:
             module.__class__ = FusedRMSNorm
 
 
+class PackedLinear(nn.Linear):
+    """The first of several projections of the same input: it computes all as one product, and hands the others theirs.
+
+    `pack_projections` makes them.
+    """
+
+    sizes: list[int]
+    others: tuple[HandedLinear, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first projection of `x`."""
+        first, *rest = torch.split(super().forward(x), self.sizes, dim=-1)
+        for other, out in zip(self.others, rest, strict=True):
+            other.handed = x, out
+        return first
+
+
+class HandedLinear(nn.Module):
+    """A projection that a `PackedLinear`, which has its weight, computes for it."""
+
+    handed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the projection of `x`, which must be what the `PackedLinear` was called with just before."""
+        assert self.handed is not None
+        (packed_input, out), self.handed = self.handed, None
+        assert packed_input is x
+        return out
+
+
+def pack_projections(decoder: nn.Module) -> None:
+    """Store projections that transformers calls one after another with the same input as one, after loading."""
+    for module in decoder.modules():
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            parts: list[Any] = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]
+            if len(parts) < 2:
+                continue
+            first, *others = parts
+            first.sizes, first.others = [len(part.weight) for part in parts], tuple(others)
+            for name, parameter in list(first.named_parameters()):
+                parameter.data = torch.cat([getattr(part, name) for part in parts])
+            for other in others:
+                other._parameters.clear()
+                other.__class__ = HandedLinear
+            first.__class__ = PackedLinear
+
+
 class RowParallelLinear(nn.Linear):
     """A projection whose inputs are split over the ranks; its output is the sum of all ranks' and, once, the bias."""
 
@@ -164,7 +211,8 @@ def attend(
     without a cache of its own stores nothing.
     """
     pages = batch.layers[module.layer_idx]
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    taken = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in taken)  # kernels take rows apart
     source = model.config.layers[module.layer_idx].kv_source
     owner = module.layer_idx if source is None else source
     scales = model.kv_scales.get(owner) if pages.cache.itemsize == 1 else None

@@ -14,7 +14,7 @@ from torch import nn
 
 from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
 from kvist.engine.models.quantization import dequantize, split_name
-from kvist.engine.models.transformer import CausalLM, fuse_norms, split_vocabulary
+from kvist.engine.models.transformer import CausalLM, fuse_norms, pack_projections, split_vocabulary
 from kvist.errors import InvalidValueError
 from kvist.settings import read_json_object
 from kvist.transfer.heads import WHOLE, Part
@@ -63,6 +63,7 @@ def load_model(
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
     fuse_norms(model.decoder)
+    pack_projections(model.decoder)
     if shard is not None and model.config.vocab_size < config.vocab_size:
         split_vocabulary(model.decoder, shard.rank, config.vocab_size)
     if device.type == "cpu" and dtype == torch.float32:

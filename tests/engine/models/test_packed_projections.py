@@ -1,0 +1,79 @@
+"""Projections of the same input are one product. That results stay the same is what the tests of all families say."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._dynamo.utils import counters
+
+from kvist.engine.models import transformer
+from kvist.engine.models.transformer import HandedLinear, PackedLinear, pack_projections
+
+
+def block(*names: str, has_bias: bool = False) -> nn.Module:
+    module = nn.Module()
+    for i, name in enumerate(names):
+        module.add_module(name, nn.Linear(8, 4 + i, bias=has_bias))
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_product_computes_all_with_no_more_weights_than_before(has_bias: bool) -> None:
+    module, x = block("q_proj", "k_proj", "v_proj", has_bias=has_bias), torch.randn(1, 5, 8)
+    expected, size = [part(x) for part in module.children()], sum(each.numel() for each in module.parameters())
+    pack_projections(module)
+    assert sum(each.numel() for each in module.parameters()) == size
+    assert [type(part) for part in module.children()] == [PackedLinear, HandedLinear, HandedLinear]
+    for _ in range(2):
+        torch.testing.assert_close([part(x) for part in module.children()], expected)
+
+
+def test_nothing_is_kept_once_all_are_handed_over() -> None:
+    module, x = block("gate_proj", "up_proj"), torch.randn(1, 5, 8)
+    pack_projections(module)
+    kept = [weakref.ref(part(x)) for part in module.children()] + [weakref.ref(x)]
+    del x
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+
+
+def test_another_input_is_refused() -> None:
+    module, x = block("gate_proj", "up_proj"), torch.randn(1, 5, 8)
+    pack_projections(module)
+    module.gate_proj(x)
+    with pytest.raises(AssertionError):
+        module.up_proj(x.clone())
+
+
+def test_a_projection_alone_stays_as_it_is() -> None:
+    module = block("q_proj", "o_proj")
+    pack_projections(module)
+    assert {type(part) for part in module.children()} == {nn.Linear}
+
+
+def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle, monkeypatch) -> None:
+    """Attention, which is not traced, splits a layer in two; the second layer and later steps compile nothing more."""
+    family, tokens = "llama-tied-biased-llama3", torch.randint(3, 512, (40,)).tolist()
+    monkeypatch.setattr("kvist.kernels._triton._import_loops", lambda: None)  # they could not be traced either
+    attend = torch.compiler.disable(transformer.attend)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "kvist_paged", attend)
+
+    def num_graphs() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        model = harness(family)
+        for layer in model.model.decoder.model.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager")
+        request = model.open(tokens)
+        got = torch.cat([model.step((request, 30)), model.step((request, 7)), model.decode(request, 40)])
+        torch.testing.assert_close(got, oracle(family, tokens), rtol=0, atol=1e-4)
+        return counters["stats"]["unique_graphs"]
+
+    packed = num_graphs()
+    monkeypatch.setattr("kvist.engine.models.weights.pack_projections", lambda _: None)
+    assert 0 < packed == num_graphs()
