@@ -31,6 +31,15 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert all(f"  {command} " in output for command in COMMANDS)
 
 
+def test_a_process_of_its_own_collects_rarely_and_nothing_at_its_end() -> None:
+    program = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 0))\n"
+        "from kvist.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "why", "--help"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\n10000 True\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
