@@ -33,6 +33,8 @@ from websockets.asyncio.client import ClientConnection, connect
 
 DEADLINE_S = 180.0  # far more than a machine with nothing else to do needs
 
+gc.set_threshold(10_000)  # what is imported stays, and what a test leaves is collected at its end
+
 os.environ["OMP_NUM_THREADS"] = "1"  # as many engines run at once as there are cores, or more
 
 # A slow machine is no defect.
@@ -54,10 +56,20 @@ def workers_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvist.transfer.agents.shared_memory._is_this_process", lambda _: False)
 
 
+_num_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of collections of garbage, which then take no time after each test."""
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Collect garbage, and keep what was imported out of further collections: each would take a tenth of a second."""
+    global _num_frozen_modules
     gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _num_frozen_modules:
+        gc.freeze()
+        _num_frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +80,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     """
     processes, threads = _child_processes(), set(threading.enumerate())
     yield
-    gc.collect()  # what is unclosed warns now, and a warning is this test's error
+    _collect_garbage()  # what is unclosed warns now, and a warning is this test's error
     late_processes = {pid: name for pid, name in _child_processes().items() if pid not in processes}
     late_threads = [each for each in threading.enumerate() if not (each in threads or _is_kept(each) or _ends(each))]
     assert not late_processes, f"left processes: {late_processes}"
