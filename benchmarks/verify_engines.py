@@ -5,7 +5,7 @@ chunks, answers token by token, shared beginnings, eviction, preemption, resets.
 what is stored, evicted and reported. The events go over ZMQ to `kvist index`, to another one through a sidecar, and to
 `dynamo.indexer`. After every few steps all get the same prompts, and the engine itself says what is right: vLLM's
 `get_computed_blocks`, SGLang's `match_prefix`. An answer is *short* if the engine would reuse more of its cache, *long*
-if it would reuse less, and *blind* if it is wrong although nothing said that the rank is `partial`. A side is *deaf* if
+if it would reuse less. A wrong answer is *partial* if the rank was said to be, and else *blind*. A side is *deaf* if
 it did not show a block that was reported to it; it is queried all the same. *Events* is what vLLM's events say by
 themselves if none was lost: copies counted, and a hit found by the rule that its groups follow.
 
@@ -53,7 +53,7 @@ SETTLE_S, LATE_S = 15.0, 0.2
 """How long a side may take to show what was sent; one that never does is given a little while each time."""
 PLAIN = Mix()
 EVENTS = "events"
-VERDICTS = ("probes", "exact", "short", "long", "over a block long", "blind")
+VERDICTS = ("probes", "exact", "short", "long", "over a block long", "partial", "blind")
 RESET_SHARE = 0.05
 """Of rounds that begin with the cache dropped."""
 
@@ -113,7 +113,8 @@ SCENARIOS = {
     "three data-parallel ranks": Scenario(VllmModel(), num_ranks=3),
     "full reports": Scenario(VllmModel(), Mix(reported=0.3)),
     "full + sliding, full reports": Scenario(VllmModel(((16, None), (16, 64)), 300), Mix(reported=0.3)),
-    "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32), is_short=True),
+    "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32)),
+    "blocks of 64 full, 16 sliding": Scenario(VllmModel(((64, None), (16, 65)), 500), Mix(aligned=64)),
     "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
     "full + sliding, sparsely kept": Scenario(VllmModel(((16, None), (16, 64)), 300, retention=0)),
     "full attention + states": Scenario(VllmModel(((16, None), (16, 0)), 300)),
@@ -296,7 +297,8 @@ class Judge:
         verdict = "exact" if given == true else "long" if too_many > 0 else "short"
         counts["probes"] += 1
         counts[verdict] += 1
-        counts["blind"] += verdict != "exact" and is_live
+        if verdict != "exact":
+            counts["blind" if is_live else "partial"] += 1
         counts["over a block long"] += too_many > block_size
         counts["hit tokens"] += true[-1]
         counts["missed tokens"] += max(0, true[-1] - given[-1])

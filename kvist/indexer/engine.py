@@ -157,7 +157,7 @@ class EngineFollower:
                     number,
                     rank.filter.state,
                     number in self._complete_ranks and rank.is_dumpable,
-                    rank.residency.dump_copies(),
+                    rank.dump_copies(),
                     dict(rank.splitter.other_rules),
                     rank.is_offloading,
                 )

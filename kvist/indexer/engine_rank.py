@@ -210,6 +210,10 @@ class EngineResidency:
 
     # --- Other groups -------------------------------------------------------------------------------------------------
 
+    @property
+    def trusts_stores(self) -> bool:
+        return self.counts_copies
+
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         kinds, record = [*dict.fromkeys(others)], self.record[0]
         record["num_groups"], record["num_kinds"] = len(others), len(kinds)
@@ -397,8 +401,10 @@ class EngineRank:
         self.residency.counts_copies = counts_copies
         if self._normaliser.in_doubt or self._has_full_reports or before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
-        elif isinstance(event, EngineStored | EngineRemoved) and (
-            passes or group is not None or self.splitter.is_expressible
+        elif (
+            isinstance(event, EngineStored | EngineRemoved)
+            and (passes or group is not None or self.splitter.is_expressible)
+            and not self.splitter.has_small_blocks(event)
         ):
             self._record_verdict(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
 
@@ -425,7 +431,11 @@ class EngineRank:
     @property
     def is_dumpable(self) -> bool:
         """Return whether a dump has all that another process needs to continue from it."""
-        return not self.is_inexact and self.residency.are_names_complete
+        return not self.is_inexact and not self.splitter.small and self.residency.are_names_complete
+
+    def dump_copies(self) -> bytes:
+        """Return the counts of `EngineResidency.dump_copies`, none if another process could not go on with them."""
+        return b"" if self.splitter.small else self.residency.dump_copies()
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
         self.residency.load_copies(copies)

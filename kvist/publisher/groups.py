@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvist.events import FULL, UNKNOWN, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, Window
-from kvist.events.engine_events import STATE
+from kvist.events.engine_events import STATE, UnsizedWindow
 from kvist.events.types import MAX_KINDS, MAX_NEEDED, MAX_STRIDE, GroupRule, Tier
 from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
 
 MAX_GROUPS, MAX_COUNTED = 32, 1 << 22
+STATE_RULE = GroupRule(1)
+"""A group of states must hold the last one."""
 
 
 class GroupHolder(Protocol):
@@ -24,6 +26,14 @@ class GroupHolder(Protocol):
 
     A group may hold a block before the published one does, and after it: the block counts while both hold it.
     """
+
+    @property
+    def counts_copies(self) -> bool:
+        """Return whether a block that is stored again has one more copy."""
+
+    @property
+    def trusts_stores(self) -> bool:
+        """Return whether the blocks of a store are certainly held, rather than perhaps only reported once more."""
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         """Set the rules of the published group and of the others; the blocks that these hold stay recorded."""
@@ -50,6 +60,92 @@ class GroupHolder(Protocol):
         """Return the engine hashes of the blocks that are published on the GPU."""
 
 
+class SmallBlocks:
+    """The blocks of a group that are smaller than the published ones: it holds one of those if it holds all within it.
+
+    A published block has the name of the last block within it, and the others are found by what stores say comes before
+    each. So *whole* is every name that is held together with those before it, as many as a published block has.
+    """
+
+    def __init__(self, window: int | UnsizedWindow, block_size: int, published_size: int) -> None:
+        self.block_size, self.num_within = block_size, published_size // block_size
+        self._num_needed = -(-(window - 1) // block_size) if isinstance(window, int) else MAX_NEEDED * self.num_within
+        self.is_exact = self._num_needed % self.num_within == 0
+        """Whether the group needs whole published blocks, and all of its own could be recorded in their places."""
+        self._copies: dict[EngineHash, int] = {}
+        self._before: dict[EngineHash, EngineHash] = {}
+        self._behind: dict[EngineHash, set[EngineHash]] = {}
+
+    def store(self, event: EngineStored, holder: GroupHolder) -> list[EngineHash]:
+        """Record the blocks of a store, or one more copy of each; return the names that are whole now."""
+        # A store that skips blocks has the tokens of the whole span: which block is where cannot be told.
+        has_gaps = len(event.token_ids) != len(event.block_hashes) * self.block_size + event.is_eagle
+        self.is_exact &= not has_gaps
+        before, whole = None if has_gaps else event.parent_block_hash, list[EngineHash]()
+        num_left_out = 0 if holder.trusts_stores else max(0, len(event.block_hashes) - self._num_needed)
+        for idx, name in enumerate(event.block_hashes):
+            if name is not None and idx >= num_left_out:
+                whole += self._store(name, before, holder.counts_copies)
+            before = None if has_gaps else name
+        return whole
+
+    def remove(self, names: Iterable[EngineHash], holder: GroupHolder) -> list[EngineHash]:
+        """Record that blocks are held no more, or one copy less of each; return the names that are whole no more."""
+        broken = list[EngineHash]()
+        for name in names:
+            num_copies = self._copies.get(name, 0)
+            if num_copies > 1 and holder.counts_copies:
+                self._copies[name] = num_copies - 1
+            elif num_copies:
+                broken += self._whole_from(name)
+                del self._copies[name]
+                self._unlink(name)
+        return broken
+
+    def whole(self) -> list[EngineHash]:
+        """Return all names that are whole."""
+        return [*filter(self._is_whole, self._copies)]
+
+    def clear(self) -> None:
+        self._copies.clear()
+        self._before.clear()
+        self._behind.clear()
+
+    def _store(self, name: EngineHash, before: EngineHash | None, counts_copies: bool) -> list[EngineHash]:
+        num_copies, was_whole = self._copies.get(name, 0), self._whole_from(name)
+        if not num_copies and len(self._copies) >= MAX_COUNTED:
+            self.is_exact = False
+            return []
+        self._copies[name] = num_copies + 1 if counts_copies else 1
+        if before is not None and self._before.get(name) != before:
+            self._unlink(name)
+            self._before[name] = before
+            self._behind.setdefault(before, set()).add(name)
+        return [each for each in self._whole_from(name) if each not in was_whole]
+
+    def _unlink(self, name: EngineHash) -> None:
+        before = self._before.pop(name, None)
+        if before is not None:
+            self._behind[before].discard(name)
+            if not self._behind[before]:
+                del self._behind[before]
+
+    def _whole_from(self, name: EngineHash) -> list[EngineHash]:
+        """Return which names are whole of those that need this one."""
+        names = last = [name]
+        for _ in range(self.num_within - 1):
+            last = [behind for each in last for behind in self._behind.get(each, ())]
+            names = names + last
+        return [*filter(self._is_whole, names)]
+
+    def _is_whole(self, name: EngineHash | None) -> bool:
+        for _ in range(self.num_within):
+            if name is None or name not in self._copies:
+                return False
+            name = self._before.get(name)
+        return True
+
+
 class GroupSplitter:
     """Passes on the published group's events, as the window filter does, and gives those of the others to the holder.
 
@@ -69,18 +165,34 @@ class GroupSplitter:
         self._filter, self._block_size, self._holder, self._num_ahead = window_filter, block_size, holder, num_ahead
         self.other_rules: dict[int, GroupRule] = {}
         """What each of the other groups must hold, by `group_key`."""
-        self.is_expressible = True
-        """Whether the rules say exactly what all groups must hold."""
+        self.small: dict[int, SmallBlocks] = {}
+        """Those of the groups, by `group_key`, whose blocks are smaller than the published ones. Not to be resumed."""
+        self._is_expressible = True
+        # Whether the published group has blocks of the published size, and others within those; and another has states.
+        self._has_whole = self._has_parts = self._has_states = False
         self.rules: list[GroupRule] = []
         """What the published group must hold, then each of the others."""
         self._update_rules()
+
+    @property
+    def is_expressible(self) -> bool:
+        """Return whether the rules say exactly what all groups must hold."""
+        # vLLM keeps parts of a full-attention group's blocks in any hybrid model, but only states let a hit end there.
+        has_odd_hits = self._has_parts and (self._has_states or not self._has_whole)
+        return self._is_expressible and not has_odd_hits and all(small.is_exact for small in self.small.values())
+
+    def has_small_blocks(self, event: EngineStored | EngineRemoved) -> bool:
+        """Return whether an event's blocks are, or a removal's may be, smaller than the published ones."""
+        if isinstance(event, EngineStored) and event.block_size < self._block_size:
+            return True
+        return group_key(event.group, event.window) in self.small
 
     def admit(self, event: EngineEvent, publish: Callable[[PassedEvent], object]) -> tuple[bool, int | None]:
         """Process one event; return whether it was published, or else which of the other groups it is of, if any."""
         before = self._filter.state
         if isinstance(event, EngineRemoved) and event.group in self.other_rules and event.group != before.group:
             self._filter.num_filtered += 1
-            return False, self._count(event)  # the filter would pass it while nothing is published
+            return False, self._count(event, is_published=False)  # the filter passes it while nothing is published
         passed = self._filter.admit(event)
         if any(isinstance(each, EngineCleared) and each is not event for each in passed):
             self._switch_group(before, passed, publish)
@@ -89,10 +201,11 @@ class GroupSplitter:
                 publish(each)
         if self._filter.state != before:
             self._update_rules()
-        if isinstance(event, EngineStored) and event.tier is Tier.GPU and event.block_size < self._block_size:
-            self.is_expressible &= event.window is STATE  # no rule can name what lies inside a published block
-        is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
-        return bool(passed), self._count(event) if is_of_blocks and not passed else None  # type: ignore[arg-type]
+        if isinstance(event, EngineStored | EngineRemoved):
+            return bool(passed), self._count(event, is_published=bool(passed))
+        for small in self.small.values() if isinstance(event, EngineCleared) else ():
+            small.clear()
+        return bool(passed), None
 
     def is_report(self, event: EngineEvent) -> bool:
         """Return whether a store only reports blocks once more: all groups hold what a hit of them needs."""
@@ -100,16 +213,22 @@ class GroupSplitter:
             return False
         if event.tier is not Tier.GPU or not (event.is_report or self._has_full_reports):
             return False
+        small = self.small.get(group_key(event.group, event.window) or 0)
+        published = (
+            event.block_hashes if small is None else event.block_hashes[small.num_within - 1 :: small.num_within]
+        )
         for group, rule in enumerate(self.rules, -1):
-            names = event.block_hashes[rule.stride - 1 :: rule.stride]
+            names = published[rule.stride - 1 :: rule.stride]
             num_needed = len(names) if rule.num_needed == 0 and group < 0 else rule.num_needed - rule.num_ahead
             needed = names[max(0, len(names) - num_needed) :]
             if not self._holder.are_held(group, [name for name in needed if name is not None]):
                 return False
         return True
 
-    def resume(self, state: FilterState, others: Mapping[int, GroupRule]) -> None:
+    def resume(self, state: FilterState, others: Mapping[int, GroupRule], *, is_expressible: bool = True) -> None:
         self._filter.resume(state)
+        self._is_expressible = is_expressible
+        self._has_states = STATE_RULE in others.values()  # as far as rules tell
         self.other_rules.update(others)
         self._update_rules()
 
@@ -124,9 +243,22 @@ class GroupSplitter:
             self.rules = rules
             self._holder.set_groups(rules[0], rules[1:])
 
-    def _count(self, event: EngineStored | EngineRemoved) -> int | None:
-        """Record an event of one of the other groups; return which group that is, None if it is none of them."""
+    def _count(self, event: EngineStored | EngineRemoved, *, is_published: bool) -> int | None:
+        """Record an event unless it is of the published group; return which of the others it is of, None for none."""
+        self._has_states |= event.window is STATE
         key = group_key(event.group, event.window)
+        names: Sequence[EngineHash | None] = event.block_hashes
+        is_on_gpu = event.tier in (Tier.GPU, None)
+        small = self._small_of(key, event, is_published=is_published) if is_on_gpu else None
+        if small is not None and isinstance(event, EngineStored):
+            names = small.store(event, self._holder)
+        elif small is not None and isinstance(event, EngineRemoved):
+            names = small.remove(event.block_hashes, self._holder)
+        if is_published:
+            if isinstance(event, EngineStored):
+                self._has_whole |= event.block_size == self._block_size
+                self._has_parts |= event.block_size < self._block_size and is_on_gpu
+            return None
         if isinstance(event, EngineStored) and key is not None and event.window is not UNKNOWN:
             state, known = self._filter.state, self.other_rules.get(key)
             # The group turns out to have larger blocks than its rule says.
@@ -135,24 +267,50 @@ class GroupSplitter:
                 self._add(key, event.window, event.block_size)
                 self._update_rules()
         group = self._number_of(key)
-        if group is None or event.tier not in (Tier.GPU, None):
+        if group is None or not is_on_gpu:
             return group
+        change: Callable[[int, Sequence[Any]], None] = self._holder.remove_from_group
         if isinstance(event, EngineStored):
-            self._holder.store_in_group(group, event.block_hashes)
-        else:
-            self._holder.remove_from_group(group, event.block_hashes)
+            change = self._holder.store_in_group
+        for some in [names] if small is None else [[name] for name in names]:  # each is certain by itself
+            change(group, some)
         return group
+
+    def _small_of(
+        self, key: int | None, event: EngineStored | EngineRemoved, *, is_published: bool
+    ) -> SmallBlocks | None:
+        """Return the blocks of a group that has smaller ones than the published group, None for any other.
+
+        The only group so far may be such a one, too: it is published until one with a larger window shows.
+        """
+        small = None if key is None else self.small.get(key)
+        if isinstance(event, EngineRemoved) or event.window is STATE:
+            return small
+        size, published_size = event.block_size, self._block_size
+        if is_published and event.window is FULL:
+            return None
+        if small is not None or size >= published_size:
+            self._is_expressible &= small is None or small.block_size == size
+            return small
+        is_unfit = size < 1 or published_size % size or published_size > size * MAX_STRIDE
+        is_unfit = is_unfit or event.window is UNKNOWN or bool(self._num_ahead)
+        if key is None or key in self.other_rules or is_unfit or len(self.small) == MAX_GROUPS:
+            self._is_expressible = False
+            return None
+        return self.small.setdefault(key, SmallBlocks(event.window, size, published_size))
 
     def _switch_group(
         self, before: FilterState, passed: Iterable[PassedEvent], publish: Callable[[PassedEvent], object]
     ) -> None:
         """Publish a group with a larger window; record the blocks that were published before as another group's."""
-        counts, names = self._holder.group_counts(), self._holder.engine_hashes()
+        key = group_key(before.group, before.window)
+        small = None if key is None else self.small.get(key)
+        names = self._holder.engine_hashes() if small is None else small.whole()
+        counts = self._holder.group_counts()
         for each in passed:
             publish(each)
-        key = group_key(before.group, before.window)
         if key is not None and before.window is not None:
-            self._add(key, before.window, self._block_size)
+            self._add(key, before.window, self._block_size if small is None else small.block_size)
             group = self._number_of(key)
             counts += [] if group is None else [(name, group, 1) for name in names]
         self._holder.restore_group_counts(counts)
@@ -161,7 +319,7 @@ class GroupSplitter:
         """Add a group by its key, if a rule can say what it must hold."""
         rule = rule_of(window, block_size, self._block_size, self._num_ahead)
         if rule is None or len(self.other_rules) == MAX_GROUPS or len({*self.other_rules.values(), rule}) > MAX_KINDS:
-            self.is_expressible = False
+            self._is_expressible = False
         else:
             self.other_rules[key] = rule
 
@@ -177,14 +335,14 @@ def group_key(group: int | None, window: Window | None) -> int | None:
 def rule_of(window: Window, block_size: int, published_size: int, num_ahead: int = 0) -> GroupRule | None:
     """Return what a group must hold for a hit, None if its blocks do not line up with the published ones.
 
-    Of several blocks within a published one only the last counts. A state belongs to the published block that ends
-    where it was taken: vLLM may keep some within the group's own, larger blocks.
+    Of several blocks within a published one it must hold all, see `SmallBlocks`. A state belongs to the published block
+    that ends where it was taken: vLLM may keep some within the group's own, larger blocks.
     """
     size, smaller = max(block_size, published_size), min(block_size, published_size)
     if smaller <= 0 or size % smaller or block_size > published_size * MAX_STRIDE:
         return None
     if window is STATE:
-        return GroupRule(1)
+        return STATE_RULE
     num_needed = MAX_NEEDED
     if isinstance(window, int):  # its next token looks back on them
         num_needed = -(-(-(-(window - 1) // block_size) * block_size) // size)

@@ -135,6 +135,14 @@ class Companion(Stream):
         self.is_overfull = False
         """Whether there was no room to count some block since the rank was cleared."""
 
+    @property
+    def counts_copies(self) -> bool:
+        return self._published.counts_copies
+
+    @property
+    def trusts_stores(self) -> bool:
+        return self._published.trusts_stores
+
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         kinds = [*dict.fromkeys(others)]
         self._rule_of, self._kind_of, self._num_kinds = [*others], [kinds.index(rule) for rule in others], len(kinds)
@@ -143,10 +151,10 @@ class Companion(Stream):
         self.on_published({name for name, _ in self._counts})
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
-        num_trusted = len(engine_hashes) if self._published.trusts_stores else self._rule_of[group].num_needed
+        num_trusted = len(engine_hashes) if self.trusts_stores else self._rule_of[group].num_needed
         for name in engine_hashes[max(0, len(engine_hashes) - num_trusted) :]:
             num_copies = self._counts.get((name, group), 0)
-            if name is None or (num_copies and not self._published.counts_copies):
+            if name is None or (num_copies and not self.counts_copies):
                 continue
             if not num_copies and len(self._counts) >= MAX_COUNTED:
                 self.is_overfull = True
@@ -158,7 +166,7 @@ class Companion(Stream):
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         for name in engine_hashes:
             num_copies = self._counts.pop((name, group), 0)
-            if num_copies > 1 and self._published.counts_copies:
+            if num_copies > 1 and self.counts_copies:
                 self._counts[name, group] = num_copies - 1
             elif num_copies and (block_hash := self._find(name)) is not None:
                 self._remove(self._kind_of[group], (block_hash,))
@@ -281,8 +289,9 @@ class RankStream(Stream):
         in_doubt = tuple((*name, number) for name, number in self._normaliser.in_doubt.items())
         if self.companion is None or self._splitter is None:
             return RankState(*held, in_doubt=in_doubt)
-        others, counts = dict(self._splitter.other_rules), self.companion.group_counts()
-        return RankState(*held, others, counts, self.is_expressible, in_doubt)
+        others, has_small = dict(self._splitter.other_rules), bool(self._splitter.small)
+        counts = () if has_small else self.companion.group_counts()
+        return RankState(*held, others, counts, self.is_expressible and not has_small, in_doubt)
 
     def resume(self, state: RankState) -> None:
         """Continue another stream, unless anything was reported here. Batch 0 is left out, so that subscribers ask."""
@@ -294,8 +303,7 @@ class RankStream(Stream):
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
             self.companion.restore_group_counts(state.counted)
-            self._splitter.resume(state.filter, state.others)
-            self._splitter.is_expressible = state.is_expressible
+            self._splitter.resume(state.filter, state.others, is_expressible=state.is_expressible)
             self.companion.close_batches(0.0)
             self.companion.next_sequence = 1
 

@@ -487,7 +487,7 @@ def test_copies_that_come_with_a_clearing_in_one_message_are_counted_whoever_rea
     assert len(pair.lane.held()) == 1
 
 
-def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies_are_counted_on(pair):
+def test_a_group_of_smaller_blocks_holds_a_published_one_while_it_holds_all_within_it(pair):
     of = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3}
     pair.take([stored([1], [1, 2], **of)], [stored([1], [1, 2], **of)])
@@ -495,11 +495,15 @@ def test_a_rank_with_smaller_blocks_than_are_published_is_partial_and_its_copies
     for _ in range(2):
         pair.take([stored([7, 1], [1, 2], **sliding | {"block_size": 1})])
     pair.take([removed(1, group_idx=0)], [removed(1, group_idx=1)])
-    for side in (pair.lane, pair.plain):
-        assert side.follower.states() == {0: SourceState.PARTIAL}
-        assert side.follower.ranks_counting_copies() == {0}
-    found = pair.lane.index.match(block_hashes([1, 2], BLOCK_SIZE))
-    assert found[WorkerRank("w", 0)].gpu == 1
+    for num_held in (1, 1, 0):
+        for side in (pair.lane, pair.plain):
+            assert side.follower.states() == {0: SourceState.LIVE}
+        found = pair.lane.index.match(block_hashes([1, 2], BLOCK_SIZE))
+        assert (found[WorkerRank("w", 0)].gpu if found else 0) == num_held
+        pair.take([removed(7, group_idx=1)])
+    progress = pair.lane.follower.progress()
+    assert not progress.is_complete
+    assert not progress.ranks[0].copies
 
 
 def test_a_group_whose_blocks_turn_out_larger_is_followed_as_such_or_else_the_rank_is_partial(pair):

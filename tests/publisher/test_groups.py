@@ -19,7 +19,9 @@ from kvist.radix import RadixIndex
 
 SOURCE = WorkerRank("w", 0)
 SIZE = 4
-WINDOWS = {0: FULL, 1: 9, 2: STATE, 3: 9, 4: 6}
+WINDOWS = {0: FULL, 1: 9, 2: STATE, 3: 9, 4: 6, 5: 9}
+SMALL, SMALL_SIZE = 5, 2
+"""A group whose blocks are smaller than the published ones."""
 NEEDED = {1: 2, 2: 1, 3: 2, 4: 2}
 HIT_STEP = 1
 
@@ -47,22 +49,24 @@ def test_a_group_needs_the_blocks_of_its_window(window, block_size, rule):
 
 
 class Both:
-    """A rank's streams, applied to an index, and the account of an engine that has five groups."""
+    """A rank's streams, applied to an index, and the account of an engine that has six groups."""
 
     def __init__(self, rng: random.Random, *, counts_copies: bool) -> None:
         self.rng, self.index, self.counts_copies = rng, RadixIndex(), counts_copies
         self.stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
         self.stream.set_complete(counts_copies)
+        self.windows = [*WINDOWS]
         self.copies: Counter[tuple[int, int]] = Counter()
         self.prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 8) * SIZE)] for _ in range(12)]
 
-    def names(self, prompt: list[int]) -> list[int]:
-        return [hash(tuple(prompt[: end + SIZE])) % (1 << 64) for end in range(0, len(prompt), SIZE)]
+    def names(self, prompt: list[int], size: int = SIZE) -> list[int]:
+        return [hash(tuple(prompt[: end + size])) % (1 << 64) for end in range(0, len(prompt), size)]
 
     def step(self) -> None:
         rng = self.rng
-        prompt, group = rng.choice(self.prompts), rng.choice([0, 0, *WINDOWS])
-        names = self.names(prompt)
+        prompt, group = rng.choice(self.prompts), rng.choice([0, 0, *self.windows])
+        size = SMALL_SIZE if group == SMALL else SIZE
+        names, needed = self.names(prompt, size), 4 if group == SMALL else NEEDED.get(group)
         if rng.random() < 0.02:
             self.copies.clear()
             self.stream.admit(EngineCleared())
@@ -70,12 +74,12 @@ class Both:
             # As an engine does: what is published is a chain from where it goes on, others skip blocks.
             start = next((idx for idx, name in enumerate(names) if not self.copies[0, name]), len(names) - 1)
             start = rng.randint(0, start)
-            stored = names[start:] if group == 0 else [each for each in names[start:] if rng.random() < 0.8]
+            stored = [each for each in names[start:] if group in (0, SMALL) or rng.random() < 0.8]
             parent = names[start - 1] if start else None
-            tokens = prompt[start * SIZE :]
-            event = EngineStored(stored, tokens, SIZE, parent, window=WINDOWS[group], group=group)
+            tokens = prompt[start * size :]
+            event = EngineStored(stored, tokens, size, parent, window=WINDOWS[group], group=group)
             self.stream.admit(event)
-            for name in stored if group == 0 or self.counts_copies else stored[-NEEDED[group] :]:
+            for name in stored if needed is None or self.counts_copies else stored[-needed:]:
                 self.copies[group, name] = self.copies[group, name] + 1 if self.counts_copies else 1
         else:
             removed = rng.sample(names, rng.randint(1, len(names)))
@@ -87,6 +91,7 @@ class Both:
         names = self.names(prompt)
         for end in range(len(names), 0, -1):
             needed = {group: names[max(0, end - count) : end] for group, count in NEEDED.items()} | {0: names[:end]}
+            needed[SMALL] = self.names(prompt[: end * SIZE], SMALL_SIZE)[-4:]
             if all(self.copies[group, name] for group, each in needed.items() for name in each):
                 return end
         return 0
@@ -108,8 +113,8 @@ class Both:
 def test_a_rank_and_its_companion_tell_what_the_engine_will_hit(seed, counts_copies):
     both = Both(random.Random(seed), counts_copies=counts_copies)
     for group in WINDOWS:  # all turn up before anything is asked, the largest not first
-        name = [group + 7]
-        both.stream.admit(EngineStored(name, [9] * SIZE, SIZE, window=WINDOWS[4 - group], group=4 - group))
+        name, size = [group + 7], SMALL_SIZE if group == 0 else SIZE
+        both.stream.admit(EngineStored(name, [9] * size, size, window=WINDOWS[5 - group], group=5 - group))
     for _ in range(400):
         both.step()
         if both.rng.random() < 0.2:
@@ -121,6 +126,7 @@ def test_a_rank_and_its_companion_tell_what_the_engine_will_hit(seed, counts_cop
 
 def test_another_stream_goes_on_with_what_the_groups_hold():
     both = Both(random.Random(3), counts_copies=True)
+    both.windows.remove(SMALL)  # of smaller blocks nobody else can go on
     for _ in range(200):
         both.step()
     resumed = RankStream(SOURCE, SIZE, 1, counts_copies=True, has_all_groups=True)
@@ -137,7 +143,7 @@ def test_another_stream_goes_on_with_what_the_groups_hold():
     assert resumed.companion.group_counts() == both.stream.companion.group_counts()
 
 
-@pytest.mark.parametrize(("size", "group", "window", "num_held"), [(6, 1, 64, 0), (2, 1, 64, 1), (2, 0, FULL, 0)])
+@pytest.mark.parametrize(("size", "group", "window", "num_held"), [(6, 1, 64, 0), (2, 1, 6, 0)])
 def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counted_on(size, group, window, num_held):
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
@@ -152,6 +158,42 @@ def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counte
         assert each.residency.counts_copies
         assert not each.companion.is_complete
         assert each.companion.num_blocks == num_held
+
+
+@pytest.mark.parametrize("window", [9, STATE])
+def test_parts_of_published_blocks_are_of_no_use_unless_there_are_states(window):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+    stream.admit(EngineStored([7], [1, 2], 2, window=FULL, group=0))
+    assert not stream.is_expressible  # all of the engine's blocks may be as small
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    assert stream.is_expressible
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=window, group=1))
+    assert stream.is_expressible == (window is not STATE)
+
+
+@pytest.mark.parametrize("skipped", [[], [8]])
+def test_where_a_group_of_smaller_blocks_skips_some_it_is_not_known_which_the_others_are(skipped):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    stream.admit(EngineStored([7, 1], [*skipped, 1, 2, 3, 4], 2, window=5, group=1))
+    assert stream.is_expressible == (not skipped)
+    assert stream.companion.num_blocks == (not skipped)
+
+
+def test_smaller_blocks_that_come_before_the_published_groups_are_counted_and_only_by_who_saw_them():
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
+    stream.admit(EngineStored([7], [1, 2], 2, window=5, group=1))
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    assert stream.companion.num_blocks == 0
+    stream.admit(EngineStored([1], [3, 4], 2, 7, window=5, group=1))
+    assert stream.is_expressible
+    assert stream.companion.num_blocks == 1
+    resumed = RankStream(SOURCE, SIZE, 1, has_all_groups=True, counts_copies=True)
+    resumed.resume(stream.state())
+    assert not resumed.is_expressible
+    assert resumed.companion.num_blocks == 0
+    stream.admit(EngineRemoved([7], group=1))
+    assert stream.companion.num_blocks == 0
 
 
 def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_where_it_is_reached(monkeypatch):
