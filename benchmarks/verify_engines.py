@@ -143,6 +143,7 @@ SCENARIOS = {
     "SGLang, HiCache of few tokens": Scenario(SglangModel(num_tokens=1_600, num_host_tokens=2_048)),
     "SGLang restarts": Scenario(SglangModel(), restarts=0.2),
     "SGLang, messages lost, replayed": Scenario(SglangModel(), lost=0.05),
+    "SGLang, messages lost for good": Scenario(SglangModel(), lost=0.02, has_replay=False),
 }
 QUICK = ("full attention, blocks of 16", "full + sliding", "EAGLE, lookahead hashes", "cache salts", "SGLang")
 
