@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class Match(Mapping[WorkerRank, Depths]):
 
     def __iter__(self) -> Iterator[WorkerRank]:
         return iter(self.ranks)
+
+    def items(self) -> ItemsView[WorkerRank, Depths]:
+        """Return all in O(num_holders), which looking up a single one takes, too."""
+        return dict(zip(self.ranks, map(Depths._make, self.depths.tolist()), strict=True)).items()
 
     def __len__(self) -> int:
         return len(self.holder_ids)

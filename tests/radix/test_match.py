@@ -45,7 +45,7 @@ class Pair:
             expected = self.oracle.match(hashes)
             for _ in range(2):  # the second time, steps between sets are remembered
                 match = self.index.match(np.array(hashes, np.uint64))
-                assert dict(match) == expected
+                assert match == expected
                 assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
                 assert match.num_blocks == length
 
