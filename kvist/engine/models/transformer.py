@@ -122,21 +122,21 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the first projection of `x`."""
-        first, *rest = torch.split(super().forward(x), self.sizes, dim=-1)
+        first, *rest = torch.split_with_sizes(super().forward(x), self.sizes, dim=-1)
         for other, out in zip(self.others, rest, strict=True):
-            other.handed = x, out
+            other.handed[:] = x, out
         return first
 
 
 class HandedLinear(nn.Module):
     """A projection that a `PackedLinear`, which has its weight, computes for it."""
 
-    handed: tuple[torch.Tensor, torch.Tensor] | None = None
+    handed: list[torch.Tensor]  # an input and its projection, or nothing; a module sets an attribute in 2 us
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of `x`, which must be what the `PackedLinear` was called with just before."""
-        assert self.handed is not None
-        (packed_input, out), self.handed = self.handed, None
+        packed_input, out = self.handed
+        self.handed.clear()
         assert packed_input is x
         return out
 
@@ -154,7 +154,7 @@ def pack_projections(decoder: nn.Module) -> None:
                 parameter.data = torch.cat([getattr(part, name) for part in parts])
             for other in others:
                 other._parameters.clear()
-                other.__class__ = HandedLinear
+                other.handed, other.__class__ = [], HandedLinear
             first.__class__ = PackedLinear
 
 
