@@ -136,8 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvist.engine.loading import load_engine
-
     config = read_config(args, ServeConfig, {"model_dir": Path})
     with listen(config.host, config.port) as listener:
         worker = worker_name(config.host, listener.getsockname()[1])
@@ -154,6 +152,8 @@ def run(args: argparse.Namespace) -> int:
             with ExitStack() as on_failure:
                 if transfers is not None:
                     on_failure.callback(transfers.close)
+                from kvist.engine.loading import load_engine  # for seconds: what is wrong with settings is known before
+
                 loaded = load_engine(config, publisher, allocate, open_server)
                 on_failure.pop_all()
             return asyncio.run(_serve(config, listener, loaded, publisher, transfers, tracing))
