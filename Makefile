@@ -26,8 +26,9 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 # What needs a CUDA device: kernels, captured decode steps, transfers out of its memory. With `VENV=` nothing is installed:
-# $(PYTHON) needs torch, Triton, NumPy, pytest, msgspec and xxhash of its own, and runs what these are enough for.
-BARE_PYTEST := $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu
+# $(PYTHON) needs torch, Triton, NumPy, pytest, msgspec and xxhash of its own, and runs what these are enough for; where it
+# has pytest-benchmark, that would refuse `ARGS="-n 8"`.
+BARE_PYTEST := $(PYTHON) -m pytest -c /dev/null --rootdir . --import-mode=importlib -m gpu -p no:benchmark
 test-gpu bench-gpu: export PYTHONPATH := $(if $(VENV),,$(CURDIR):)$(CURDIR)/benchmarks
 test-gpu: $(VENV:%=%/.installed)
 ifneq ($(VENV),)
@@ -39,6 +40,7 @@ endif
 
 bench-gpu: $(VENV:%=%/.installed)
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) benchmarks/bench_paged_attention.py $(ARGS)
+	$(if $(VENV),$(BIN)/python benchmarks/bench_gpu_engine.py $(ARGS))
 
 # What benchmarks/verify_engines.py drives, and a few tests: the Python files of real engines. They are fetched once.
 engines: $(VENV)/.installed

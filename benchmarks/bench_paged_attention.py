@@ -7,8 +7,9 @@ rounds over all lengths.
 
 On a GPU: decode, and suffixes of up to 128 tokens after a long history, as a fraction of the bandwidth of a device
 copy; longer prefills as a fraction of a bf16 matrix product of 8192 cubed; all measured in the same run, beside SDPA,
-FlexAttention and FlashInfer where available (`_attention_peers.py` says how they are called). Medians of triton's
-do_bench, which flushes L2. Without a CUDA device this half says "not run".
+FlexAttention and FlashInfer where available (`_attention_peers.py` says how they are called). Medians of 25 replays of
+a graph, each after a flush of L2: what the device takes, without the launch by Python. Without a CUDA device this half
+says "not run".
 
     python benchmarks/bench_paged_attention.py [--quick] [--save]
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from statistics import median
 from time import process_time
 from typing import Any, NamedTuple
 
@@ -112,17 +114,29 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
 
 
 def median_us(function: Callable[[], object]) -> float:
-    """Return the median time of a call on the device."""
-    from triton.testing import do_bench
-
-    return 1e3 * float(do_bench(function, return_mode="median"))
+    """Return the median time of a call on the device, replayed as a graph after what it reads has left the L2 cache."""
+    function()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    flushed = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(25):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        flushed.zero_()  # longer than the launch of what follows takes, which so waits for nothing
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return 1e3 * median(float(start.elapsed_time(end)) for start, end in times)
 
 
 def ceilings() -> dict[str, float]:
     """Bytes read and written by a device copy, and operations of a bf16 matrix product, each a second."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    copy_us = median_us(lambda: target.copy_(source))
+    copy_us = median_us(lambda: torch.neg(source, out=target))  # a graph's own copies are slower than a kernel's
     left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
     matmul_us = median_us(lambda: left @ right)
     return {"copy_gb_s": 2 * source.nbytes / copy_us / 1e3, "matmul_tflop_s": 2 * 8192**3 / matmul_us / 1e6}

@@ -25,8 +25,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @jit()
-def decode_fp8(stored, MANTISSA: tl.constexpr):  # noqa: N803
+def decode_fp8(stored, MANTISSA: tl.constexpr, IS_NATIVE: tl.constexpr):  # noqa: N803
     """Decode bytes to float16, which has every value of both formats: exact, also subnormals, infinities and NaN."""
+    if IS_NATIVE:  # one instruction for two numbers, from sm_89 on
+        return stored.to(tl.float8e5 if MANTISSA == 2 else tl.float8e4nv, bitcast=True).to(tl.float16)
     wide = stored.to(tl.uint16)
     if MANTISSA == 2:  # e5m2 is the upper half of a float16.
         return (wide << 8).to(tl.float16, bitcast=True)

@@ -27,7 +27,7 @@ class TileShape(NamedTuple):
     """A program's tokens, the rows of their query heads of one kv head, the keys of a tile, and Triton's settings.
 
     Triton counts the block table's lookup as a stage of the pipeline as well: 5 stages keep two tiles of keys and
-    values in shared memory, one being filled while the other is used; its default, 3, keeps one.
+    values in shared memory, one being filled while the other is used; 2 and 3 keep one.
     """
 
     tokens: int
@@ -36,35 +36,41 @@ class TileShape(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def num_fed(self, row_bytes: int) -> int:
+        """Return how many programs a multiprocessor's share of the memory's bandwidth feeds: 64 KiB under way."""
+        return max(1, 65536 // (2 * self.keys * row_bytes))
+
 
 def decode_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> TileShape:
-    """Return the tile of decodes: in 16 bits 32 KiB of keys and values, so that up to three programs share an sm_90.
+    """Return the tile of decodes: in 16 bits 64 KiB of keys and values, which one program waits for at a time.
 
-    Decode waits for memory, and what hides the wait is bytes under way: a multiprocessor's share of 4.8 TB/s at 0.8 µs
-    is 29 KiB, which the tile being filled covers once a program. float32 is there to compare with, not for speed: its
-    products keep full precision, so they miss the tensor cores and want many registers.
+    Decode waits for memory, and what hides the wait is bytes under way: a multiprocessor's share of 3.35 TB/s at 0.8 us
+    is 20 KiB. Of tiles of 16 to 128 KiB, 4 and 8 warps, 3 to 7 stages, this was fastest or within 3 % of it (H100,
+    2026-11). float32 is there to compare with, not for speed: its products keep full precision, so they miss the tensor
+    cores and want many registers.
     """
     rows = max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv))
     if dtype == torch.float32:
         return TileShape(1, rows, keys=16, num_warps=4, num_stages=3)
-    return TileShape(1, rows, keys=min(128, 8192 // pad_head_dim(head_dim)), num_warps=4, num_stages=5)
+    return TileShape(1, rows, keys=min(128, 16384 // pad_head_dim(head_dim)), num_warps=4, num_stages=5)
 
 
 def prefill_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
-    """Return the largest tile of prefills whose accumulators stay in registers, also with a soft cap and a window.
+    """Return the tile of prefills.
 
-    More rows read the keys less often; sm_90 has 227 KiB of shared memory and products that take an operand from it.
-    Every other target gets tiles that fit into 99 KiB. What was tried and spills (Triton 3.7.1, 2026-11): 128 x 64 at
-    128 and 128 x 32 at 256 on sm_80, as 128 x 32 at 128 does over e4m3; 128 x 128 at 128 and 128 x 64 at 256 on sm_90;
-    64 rows at 512 on both. At 512 the rows are too few for sm_90's warpgroup products: it runs on sm_80's.
+    More rows read the keys less often; sm_90 has 227 KiB of shared memory and products that take an operand from it:
+    its tiles were the fastest of up to 30 tried on an H100 (2026-11). Every other target gets tiles that fit into
+    99 KiB and whose accumulators stay in registers: 128 x 64 at 128 and 128 x 32 at 256 do not, as 128 x 32 at 128 does
+    not over e4m3 (Triton 3.7.1).
     """
     width, is_sm_90 = pad_head_dim(head_dim), capability // 10 == 9
     if dtype == torch.float32:
         rows, keys, num_warps, num_stages = 16, 16, 8, 3
-    elif width > 256:
-        rows, keys, num_warps, num_stages = 32, 32, 8, 5 if is_sm_90 else 3
     elif is_sm_90:
-        rows, keys, num_warps, num_stages = 128, 64 if width <= 128 else 32, 8, 5
+        rows, keys = 128 if width <= 256 else 64, 128 if width == 128 else 64 if width <= 256 else 32
+        num_warps, num_stages = 8, 5 if width <= 128 else 2
+    elif width > 256:
+        rows, keys, num_warps, num_stages = 32, 32, 8, 3
     elif width > 128 or (is_fp8 and width > 64):
         rows, keys, num_warps, num_stages = 64, 32, 8, 3
     else:
@@ -78,10 +84,12 @@ def prefill_tile(heads_per_kv: int, head_dim: int, dtype: torch.dtype, is_fp8: b
 def load_tile(
     kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, dtype: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    FP8_MANTISSA: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr, IS_FP8_NATIVE: tl.constexpr,
 ):
     # fmt: on
     """Load keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are zeros, and not read.
+
+    Keys come in the query's dtype; values too, but eight-bit ones of a query in 16 bits in float16, which is exact.
 
     Positions are absolute: `block_table_ptr` points to the entry of the sequence's page 0, which the table may lack.
     With `is_present` None all positions are present.
@@ -99,8 +107,10 @@ def load_tile(
     key = tl.load(pointers, mask=mask, other=0)
     value = tl.load(pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=mask, other=0)
     if FP8_MANTISSA is not None:
-        key = decode_fp8(key, FP8_MANTISSA).to(dtype)
-        value = decode_fp8(value, FP8_MANTISSA).to(dtype)
+        key = decode_fp8(key, FP8_MANTISSA, IS_FP8_NATIVE).to(dtype)
+        value = decode_fp8(value, FP8_MANTISSA, IS_FP8_NATIVE)
+        if dtype == tl.float32:
+            value = value.to(dtype)
     return key, value
 
 

@@ -10,6 +10,7 @@ inference", 2023). What Triton compiles depends on the model and its cache, neve
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Unpack
 
 import torch
@@ -23,7 +24,6 @@ from kvist.kernels._triton import (
     is_launched,
     jit,
     loops_for,
-    next_power_of_2,
     tl,
     widen_for_interpreter,
 )
@@ -63,7 +63,7 @@ def _paged_attention_kernel(
     out_ptr, lse_ptr, num_tokens, batch, num_splits, scale, query_stride, block_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FP8_MANTISSA: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FP8_MANTISSA: tl.constexpr, IS_FP8_NATIVE: tl.constexpr,
 ):
     # fmt: on
     """Program (kv head, block of tokens from the last, split); padding is a last, empty sequence.
@@ -133,7 +133,7 @@ def _paged_attention_kernel(
                     is_visible = is_visible & (positions[:, None] - keys[None, :] < WINDOW)
             key, value = load_tile(
                 kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, query.dtype,
-                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD, FP8_MANTISSA,
+                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD, FP8_MANTISSA, IS_FP8_NATIVE,
             )  # fmt: skip
             row_max, row_sum, weighted = attend_tile(
                 query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP
@@ -176,15 +176,20 @@ def _merge_splits_kernel(
     tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def choose_num_splits(num_programs: int, num_keys: int, keys_per_split: int, wanted_programs: int) -> int:
-    """Return how many splits fill the device: a power of two up to 128; 1 if half the wanted programs exist already.
+@lru_cache
+def choose_num_splits(num_programs: int, num_keys: int, keys_per_split: int, num_slots: int) -> int:
+    """Return the fewest splits, up to 128, with which at least nine tenths of the device's slots are busy to the end.
 
-    No split has fewer than `keys_per_split` of the `num_keys` before rounding up, which may leave splits empty.
+    Programs run in waves of `num_slots`, and what the last wave leaves empty is lost. If no number of splits is as
+    good, return the best. No split has fewer than `keys_per_split` of the `num_keys`.
     """
-    if 2 * num_programs >= wanted_programs:
-        return 1
-    wanted = -(-wanted_programs // num_programs)
-    return min(MAX_SPLITS, next_power_of_2(min(wanted, max(1, num_keys // keys_per_split))))
+
+    def busy(num_splits: int) -> float:
+        programs = num_programs * num_splits
+        return programs / (-(-programs // num_slots) * num_slots)
+
+    choices = range(1, max(1, min(MAX_SPLITS, num_keys // keys_per_split)) + 1)
+    return next((choice for choice in choices if busy(choice) >= 0.9), max(choices, key=busy))
 
 
 def paged_attention(
@@ -239,9 +244,10 @@ def paged_attention(
             num_keys = min(num_keys, window + tile.tokens - 1)
         # A split writes no more, in float32, than it reads.
         keys_per_split = max(2 * block_size, 2 * tile.tokens * query.shape[1] // num_kv_heads)
-        num_blocks = num_tokens if query_start_loc is None else num_tokens // tile.tokens + batch
-        wanted = device_facts(query.device).num_multiprocessors * 16 // tile.num_warps
-        num_splits = choose_num_splits(num_blocks * num_kv_heads, num_keys, keys_per_split, wanted)
+        num_blocks = max(batch, -(-num_tokens // tile.tokens))
+        num_fed = tile.num_fed(kv_cache.shape[4] * kv_cache.itemsize) if query_start_loc is None else 1
+        num_slots = device_facts(query.device).num_multiprocessors * num_fed
+        num_splits = choose_num_splits(num_blocks * num_kv_heads, num_keys, keys_per_split, num_slots)
     wide_out = widen_for_interpreter(out)
     if num_splits == 1:
         attend_splits(*inputs, wide_out[:, :, None], None, **options)
@@ -291,6 +297,7 @@ def attend_splits(
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
             TOKENS=tile.tokens, ROWS=tile.rows, TILE=tile.keys,
             WINDOW=options.get("window"), SOFT_CAP=options.get("soft_cap"), FP8_MANTISSA=mantissa,
+            IS_FP8_NATIVE=device_facts(query.device).capability >= 89,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
@@ -362,7 +369,7 @@ def _attend_rows(
         options,
         None if sinks is None else sinks.repeat_interleave(num_rows).view(1, num_kv_heads, -1, 1),
     )
-    return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
+    return attended.reshape(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
 
 
 def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,20 +226,20 @@ def test_threads_share_the_heads_of_a_batch(monkeypatch):
 @pytest.mark.parametrize(
     ("batch", "num_kv_heads", "max_seq_len", "window", "expected"),
     [
-        (1, 8, 8192, None, 128),
-        (1, 8, 8192, 1024, 16),
-        (1, 8, 1024, None, 16),
+        (16, 8, 8192, None, 1),  # 128 programs keep 132 multiprocessors busy
         (64, 8, 8192, None, 1),
-        (33, 8, 8192, None, 1),
-        (4, 8, 8192, None, 32),
-        (1, 8, 192, None, 4),
+        (8, 8, 8192, None, 2),
+        (4, 8, 8192, None, 4),
+        (1, 8, 8192, None, 15),
+        (1, 8, 8192, 512, 8),  # no split has fewer than two pages of 32
+        (17, 8, 8192, None, 7),  # 952 programs in 8 waves of 132; of 136 the last 4 would take a wave
         (1, 1, 96, None, 1),
         (1, 8, 0, None, 1),
     ],
 )
 def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_heads, max_seq_len, window, expected):
     num_keys = max_seq_len if window is None else min(max_seq_len, window)
-    assert choose_num_splits(batch * num_kv_heads, num_keys, 2 * 32, 4 * 132) == expected
+    assert choose_num_splits(batch * num_kv_heads, num_keys, 2 * 32, 132) == expected
 
 
 @shapes
