@@ -45,7 +45,7 @@ _DRAIN_S = 1.5  # for running requests to finish; then each gets an error, while
 _RANK_LOSS_EXIT_S = 10.0  # longer than an orderly end takes: a GPU may wait for a lost rank for ever
 _SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvist-decode"}
 """The worker's name in traces, by its role."""
-_SWITCHES = ("prefix_cache", "swa_scratch", "cuda_graphs")
+_SWITCHES = ("prefix_cache", "swa_scratch")
 _GROUPS = {"model_dir": "engine", "served_model_name": "service", "kv_transfer": "transfers between workers"}
 """Titles of the help, each from its key on."""
 

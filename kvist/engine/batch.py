@@ -7,7 +7,8 @@ arrays into tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from kvist.kvcache import ABSENT, BlockTable, WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 IntArray = npt.NDArray[np.int64]
+
+_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,10 @@ class GroupPages:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step on the host; the fields are those of `ForwardBatch`, but with pages by group instead of by layer."""
+    """A step on the host; the fields are those of `ForwardBatch`, but with pages by group instead of by layer.
+
+    The token of each of the `pending_rows` is not known yet: it is the one in `pending_places` of those drawn last.
+    """
 
     input_ids: IntArray
     positions: IntArray
@@ -54,6 +60,8 @@ class HostBatch:
     prefill_start_loc: npt.NDArray[np.int32]
     logit_rows: IntArray
     groups: tuple[GroupPages, ...]
+    pending_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    pending_places: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +166,47 @@ def padding_batch(num_decodes: int, num_prefill_tokens: int, table_widths: Seque
     )
 
 
-def to_device(batch: HostBatch, plan: WindowPlan, tensors: KvTensors) -> ForwardBatch:
-    """Return the step as tensors on the device of the KV cache; the layers of a group share theirs if they can."""
+def pad_batch(batch: HostBatch, size: int) -> HostBatch:
+    """Return decodes whose layers share their tables, padded to `size` sequences as in `padding_batch`."""
 
-    def copy(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(tensors.device)
+    def pad(rows: npt.NDArray[Any], filler: int = 0) -> npt.NDArray[Any]:
+        padded = np.full((size, *rows.shape[1:]), filler, rows.dtype)
+        padded[: len(rows)] = rows
+        return padded
 
-    by_group = [
-        (copy(group.block_tables).unbind(), copy(group.page_offsets), copy(group.slot_mapping).unbind())
-        for group in batch.groups
-    ]
+    return replace(
+        batch,
+        input_ids=pad(batch.input_ids),
+        positions=pad(batch.positions),
+        seq_lens=pad(batch.seq_lens),
+        num_decodes=size,
+        groups=tuple(
+            GroupPages(
+                pad(group.block_tables[0], ABSENT)[None],
+                pad(group.page_offsets),
+                pad(group.slot_mapping[0], ABSENT)[None],
+            )
+            for group in batch.groups
+        ),
+    )
+
+
+def to_device(
+    batch: HostBatch, plan: WindowPlan, tensors: KvTensors, drawn: torch.Tensor | None = None
+) -> ForwardBatch:
+    """Return the step as tensors on the device of the KV cache; the layers of a group share theirs if they can.
+
+    `drawn` are the tokens that the last step draws, needed for pending ones.
+    """
+    arrays: list[npt.NDArray[Any]] = [batch.positions, batch.input_ids, batch.seq_lens, batch.prefill_start_loc]
+    arrays += [batch.logit_rows, batch.pending_rows, batch.pending_places]
+    for group in batch.groups:
+        arrays += [group.block_tables, group.page_offsets, group.slot_mapping]
+    copied = iter(_copy(arrays, tensors.device))
+    positions, input_ids, seq_lens, prefill_start_loc, logit_rows, rows, places = islice(copied, 7)
+    if drawn is not None:
+        input_ids[rows] = drawn[places]
+    by_group = [(next(copied).unbind(), next(copied), next(copied).unbind()) for _ in batch.groups]
     layers = []
     for layer_idx, (group_id, position) in enumerate(plan.places):
         tables, offsets, slots = by_group[group_id]
@@ -175,12 +214,23 @@ def to_device(batch: HostBatch, plan: WindowPlan, tensors: KvTensors) -> Forward
         cache = tensors.by_slot(layer_idx) if is_shared else tensors.by_page(layer_idx)
         row = 0 if is_shared else position
         layers.append(LayerPages(cache, tables[row], offsets, slots[row]))
-    return ForwardBatch(
-        input_ids=copy(batch.input_ids),
-        positions=copy(batch.positions),
-        seq_lens=copy(batch.seq_lens),
-        num_decodes=batch.num_decodes,
-        prefill_start_loc=copy(batch.prefill_start_loc),
-        logit_rows=copy(batch.logit_rows),
-        layers=tuple(layers),
-    )
+    return ForwardBatch(input_ids, positions, seq_lens, batch.num_decodes, prefill_start_loc, logit_rows, tuple(layers))
+
+
+def _copy(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Return the arrays on the device, to a GPU all in one transfer, which nobody waits for.
+
+    The first one is at the beginning of its memory: torch compiles layers anew for another place of an input.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)]).tolist()
+    pinned = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    host = pinned.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        host[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+    on_device = pinned.to(device, non_blocking=True)
+    return [
+        on_device[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]

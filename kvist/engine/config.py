@@ -46,8 +46,8 @@ class EngineConfig:
     """reuse the KV of prefixes computed before"""
     has_swa_scratch: bool = False
     """sliding windows: blocks of a prompt that leave the window within a step share memory; fewer can be reused"""
-    has_cuda_graphs: bool = True
-    """on a GPU, replay captured decode steps"""
+    enforce_eager: bool = False
+    """on a GPU, neither compile layers nor replay captured decode steps; starts faster, and computes slower"""
     num_threads: Count | None = None
     """torch threads on a CPU; by default OMP_NUM_THREADS, else one per core"""
     tensor_parallel_size: Count = 1

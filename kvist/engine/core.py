@@ -21,7 +21,7 @@ from kvist.engine.request import (
     TokenLogprobs,
 )
 from kvist.engine.runner import Runner
-from kvist.engine.sampler import sample, token_logprobs
+from kvist.engine.sampler import draw, logprobs_of, token_logprobs
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
@@ -63,8 +63,22 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that is being computed: its requests, those that get a token, their logits, and the tokens."""
+
+    scheduled: Sequence[ScheduledRequest]
+    sampled: Sequence[Request]
+    logits: torch.Tensor
+    drawn: torch.Tensor
+
+
 class EngineCore:
     """Continuous batching, one step at a time. Not thread-safe: one thread calls everything.
+
+    On a GPU the next step is launched before this one's tokens are waited for, where every running request has one
+    token to compute and nothing but the model decides on it. A request that ends takes part in one step too many, whose
+    token is dropped.
 
     A step that fails ends its requests, with an error each, and releases their blocks; other requests continue.
 
@@ -81,6 +95,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._unreserved: deque[Request] = deque()
         self._outputs: list[RequestOutput] = []
+        self._ahead: _Launched | None = None
         self._is_stuck = False
         self._num_output_tokens = 0
         self._num_failed_steps = 0
@@ -102,7 +117,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Return whether `step` has something to do; False if all requests wait for blocks of other workers."""
-        return bool(self._outputs) or (not self._is_stuck and (self._scheduler.has_work or bool(self._unreserved)))
+        return (
+            bool(self._outputs)
+            or self._ahead is not None
+            or (not self._is_stuck and (self._scheduler.has_work or bool(self._unreserved)))
+        )
 
     def check(self, sequence: SequenceInput) -> int:
         """Return how many tokens the request may generate; raises InvalidValueError for one that cannot be served.
@@ -209,10 +228,28 @@ class EngineCore:
 
         Outputs that need no computation are returned at once, and the step is left to the next call.
         """
+        if not self._outputs:
+            launched, self._ahead = self._ahead or self._launch(None), None
+            if launched is not None:
+                if self._can_look_ahead(launched):
+                    self._ahead = self._launch(launched)
+                self._outputs += self._finish(launched)
         outputs, self._outputs = self._outputs, []
-        return outputs or self._step()
+        return outputs
 
-    def _step(self) -> list[RequestOutput]:
+    def _can_look_ahead(self, launched: _Launched) -> bool:
+        return (
+            self._runner.can_wait
+            and self._handoffs is None  # other workers' writes wait for no step
+            and bool(launched.sampled)
+            and self._scheduler.can_look_ahead
+        )
+
+    def _launch(self, last: _Launched | None) -> _Launched | None:
+        """Schedule a step and start to compute it, or return None; a failure goes to the outputs.
+
+        The tokens of the `last` step are pending.
+        """
         num_preemptions = self._scheduler.num_preemptions
         has_reserved = self._reserve()
         scheduled = self._scheduler.schedule()
@@ -220,22 +257,47 @@ class EngineCore:
         if has_preempted and self._handoffs is not None:
             self._handoffs.withdraw_preempted()
         if not scheduled:
-            self._is_stuck = not (has_reserved or has_preempted)
-            return []
+            self._is_stuck = not (has_reserved or has_preempted or last)
+            return None
         sampled = [each.request for each in scheduled if each.is_sampled]
         try:
-            logits = self._runner.forward(scheduled)
-            token_ids, logprobs = sample(logits[: len(sampled)], sampled)
+            logits = self._runner.forward(scheduled, None if last is None else (last.sampled, last.drawn))
+            drawn = draw(logits[: len(sampled)], sampled)
             _record_prompt_logprobs(scheduled, logits[len(sampled) :])
         except (RuntimeError, ValueError) as error:  # what torch and the kernels raise; our own bugs end the engine
-            return self._fail(scheduled, error)
+            self._outputs += self._fail(scheduled, error)
+            return None
         self._scheduler.commit(scheduled)
-        chunked = [each for each, _ in scheduled if each not in sampled and isinstance(each.handoff, RemoteDecode)]
-        if chunked and logits.is_cuda:
-            torch.cuda.synchronize(logits.device)  # no token was waited for
+        for request in sampled:
+            request.num_pending_tokens += 1
+        return _Launched(scheduled, sampled, logits[: len(sampled)], drawn)
+
+    def _finish(self, launched: _Launched) -> list[RequestOutput]:
+        """Wait for a step's tokens, and give them to their requests, unless these have ended."""
+        sampled = launched.sampled
+        try:
+            token_ids: list[int] = launched.drawn.tolist()
+        except RuntimeError as error:  # the device failed after the launch
+            ahead, self._ahead = self._ahead, None
+            failed = {each.request: each for step in (launched, ahead) if step is not None for each in step.scheduled}
+            outputs = self._fail([each for each in failed.values() if self._is_open(each.request)], error)
+            self.kv_cache.flush()
+            return outputs
+        logprobs = logprobs_of(launched.logits, token_ids, sampled)
+        chunked = [
+            each for each, _ in launched.scheduled if each not in sampled and isinstance(each.handoff, RemoteDecode)
+        ]
+        if chunked and launched.logits.is_cuda:
+            torch.cuda.synchronize(launched.logits.device)  # no token was waited for
         outputs = [output for request in chunked for output in self._offer_computed(request)]
-        outputs += [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
+        for row in zip(sampled, token_ids, logprobs, strict=True):
+            row[0].num_pending_tokens -= 1
+            if self._is_open(row[0]):
+                outputs.append(self._advance(*row))
         return outputs + self._offer_next()
+
+    def _is_open(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
 
     def flush_cache(self) -> None:
         self.kv_cache.flush()
@@ -350,6 +412,8 @@ class EngineCore:
                 if remote_request_id is None:
                     return self._end_with_error(request, _TOO_MANY)
             del self._requests[request.request_id]
+            assert request.blocks is not None
+            self.kv_cache.catch_up(request.blocks, request.token_ids)
             self._scheduler.remove(request)
         return RequestOutput(
             request.request_id,

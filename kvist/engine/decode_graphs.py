@@ -6,15 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages, padding_batch, to_device
+from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages, pad_batch, padding_batch, to_device
 from kvist.engine.models.transformer import CausalLM
-from kvist.kvcache import ABSENT, WindowPlan
+from kvist.kvcache import WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 Compute = Callable[[], torch.Tensor]
@@ -58,6 +55,7 @@ class DecodeGraphs:
     sequences. The graphs read one set of tensors, filled anew for each step and never moved.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: CausalLM,
@@ -68,7 +66,7 @@ class DecodeGraphs:
         capture: Callable[[Compute], Compute],
     ) -> None:
         largest = min(max_num_seqs, MAX_CAPTURED_SEQS)
-        self._groups = plan.groups
+        self._plan, self._tensors = plan, tensors
         self._input = to_device(padding_batch(largest, 0, table_widths), plan, tensors)
         self._sizes = [size for size in (1, 2, 4) if size < largest]
         self._sizes += [*range(8, largest, 8), largest]
@@ -76,27 +74,30 @@ class DecodeGraphs:
         for size in reversed(self._sizes):  # the largest first: the others reuse its memory
             self._replays[size] = capture(partial(model, _first_rows(self._input, size)))
 
-    def run(self, batch: HostBatch) -> torch.Tensor | None:
-        """Return the logits of a step's `logit_rows`, or None for a step that has prefills or is too large."""
+    def run(self, batch: HostBatch, drawn: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the logits of a step's `logit_rows`, or None for a step that has prefills or is too large.
+
+        `drawn` as in `to_device`.
+        """
         num_seqs = len(batch.seq_lens)
         is_shared = all(group.is_shared for group in batch.groups)
         if num_seqs > self._sizes[-1] or batch.num_decodes < num_seqs or not is_shared:
             return None
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        self._fill(batch, size)
-        logits = self._replays[size]()
-        return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
+        step = to_device(pad_batch(batch, size), self._plan, self._tensors, drawn)
+        self._fill(step, size)
+        return self._replays[size]()[step.logit_rows]
 
-    def _fill(self, batch: HostBatch, size: int) -> None:
-        """Copy a step's rows into the graphs' input; the rest of its first `size` rows become padding."""
-        _copy(self._input.input_ids, batch.input_ids, size, 0)
-        _copy(self._input.positions, batch.positions, size, 0)
-        _copy(self._input.seq_lens, batch.seq_lens, size, 0)
-        for group, pages in zip(self._groups, batch.groups, strict=True):
-            layer, table = self._input.layers[group.layer_indices[0]], pages.block_tables[0]
-            _copy(layer.block_tables[:, : table.shape[1]], table, size, ABSENT)
-            _copy(layer.page_offsets, pages.page_offsets, size, 0)
-            _copy(layer.slot_mapping, pages.slot_mapping[0], size, ABSENT)
+    def _fill(self, step: ForwardBatch, size: int) -> None:
+        """Copy a padded step into the first rows of the graphs' input."""
+        own = self._input
+        pairs = [(own.input_ids, step.input_ids), (own.positions, step.positions), (own.seq_lens, step.seq_lens)]
+        for group in self._plan.groups:
+            to, pages = (each.layers[group.layer_indices[0]] for each in (own, step))
+            pairs.append((to.block_tables[:, : pages.block_tables.shape[1]], pages.block_tables))
+            pairs += [(to.page_offsets, pages.page_offsets), (to.slot_mapping, pages.slot_mapping)]
+        for target, rows in pairs:
+            target[:size].copy_(rows)
 
 
 def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
@@ -114,8 +115,3 @@ def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
         logit_rows=batch.logit_rows[:size],
         layers=tuple(layers),
     )
-
-
-def _copy(target: torch.Tensor, rows: npt.NDArray[Any], size: int, filler: int) -> None:
-    padding = [(0, size - len(rows)), *[(0, 0)] * (rows.ndim - 1)]
-    target[:size].copy_(torch.from_numpy(np.pad(rows, padding, constant_values=filler)))

@@ -18,7 +18,7 @@ from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.config import ModelConfig, load_model_config, rank_config
-from kvist.engine.models.transformer import CausalLM
+from kvist.engine.models.transformer import CausalLM, compile_layers
 from kvist.engine.models.weights import load_model
 from kvist.engine.rank_processes import Followers, Leader, LeadingRunner
 from kvist.engine.runner import Runner
@@ -129,6 +129,8 @@ def _load(
         followers.connect(facts.device)
         runner = LeadingRunner(followers, model, facts.plan, tensors, size)
     if facts.device.type == "cuda":
+        if followers is None and not config.enforce_eager:
+            compile_layers(model.decoder)
         step = config.max_num_batched_tokens
         runner.warm_up([kvcache.peak_num_blocks(group, size, longest, step) for group in groups])
     if followers is None:
@@ -177,10 +179,11 @@ def _load_model(config: EngineConfig, facts: _Facts) -> CausalLM:
 
 
 def _graphs(config: EngineConfig, facts: _Facts, model: CausalLM, tensors: KvTensors) -> DecodeGraphs | None:
-    if not (config.has_cuda_graphs and _is_capturable(facts)):
+    if config.enforce_eager or not _is_capturable(facts):
         return None
     groups, longest = facts.plan.groups, facts.max_model_len
-    widths = [kvcache.peak_num_blocks(group, config.block_size, longest, 1) for group in groups]
+    # a step that is launched before the last one's tokens are known still holds what that one does not need
+    widths = [kvcache.peak_num_blocks(group, config.block_size, longest, 2) for group in groups]
     capture = cuda_graph_capture(facts.device)
     return DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs, capture)
 

@@ -182,10 +182,15 @@ class LeadingRunner(Runner):
         super().__init__(model, plan, tensors, block_size)
         self._followers = followers
 
-    def compute(self, batch: HostBatch) -> torch.Tensor:
+    @property
+    def can_wait(self) -> bool:
+        """Return False: the other ranks do not know a token before rank 0 does."""
+        return False
+
+    def compute(self, batch: HostBatch, drawn: torch.Tensor | None = None) -> torch.Tensor:
         self._followers.send(batch)
         try:
-            return super().compute(batch)
+            return super().compute(batch, drawn)
         except (RuntimeError, ValueError) as error:
             raise self._followers.fail(f"failed in a step: {error}") from error
 

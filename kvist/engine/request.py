@@ -174,9 +174,10 @@ class Request:
     """One sequence to generate (a choice, when a client asks for `n`). The scheduler owns it until it is finished.
 
     `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; a token that
-    was just sampled is not computed yet. `num_cached_tokens` is what the prefix cache served at first admission; after
-    a preemption the request starts over, with its tokens and its random state. With `is_scratch_allowed`, blocks that
-    a step both fills and makes stale go to scratch slots. A `handoff` says which part another worker computes.
+    was just sampled is not computed yet. Only the device knows so far which the `num_pending_tokens` after them are.
+    `num_cached_tokens` is what the prefix cache served at first admission; after a preemption the request starts over,
+    with its tokens and its random state. With `is_scratch_allowed`, blocks that a step both fills and makes stale go to
+    scratch slots. A `handoff` says which part another worker computes.
     """
 
     request_id: str
@@ -197,6 +198,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     blocks: SequenceBlocks | None = None
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
     times: RequestTimes = field(default_factory=RequestTimes)
 
@@ -226,6 +228,18 @@ class Request:
     def is_adjusted(self) -> bool:
         """Return whether the request's parameters change the logits of the next token."""
         return self.params.is_adjusting or self.constraint is not None or bool(self.bad_words) or self.is_too_short
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Return whether the token after the next depends on the next one through the model alone, not on its text."""
+        return not self.is_adjusted and self.params.num_logprobs is None and self.params.num_prompt_logprobs is None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Return how many tokens remain to be computed, pending ones included; 0 if a pending one is the last."""
+        if self.num_pending_tokens and self.num_output_tokens + self.num_pending_tokens >= self.max_tokens:
+            return 0
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

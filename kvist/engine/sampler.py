@@ -14,29 +14,41 @@ from kvist.engine.request import LogprobEntry, Request, TokenLogprobs
 from kvist.openai.requests import SamplingParams
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return each row's token, and its log probabilities if the request asks for them.
+def draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """Return each row's token, int64 on the device of the logits; nobody waits for it unless a request is adjusted.
 
-    `logits`: float32 `[num_requests, vocab_size]`, not changed. Log probabilities are those of the raw logits. Each
-    random row draws one number from its request's `random`, whatever the method: the same seed gives the same tokens
-    in any batch, and after a preemption.
+    `logits`: float32 `[num_requests, vocab_size]`, not changed. Each random row draws one number from its request's
+    `random`, whatever the method: the same seed gives the same tokens in any batch, and after a preemption.
     """
     adjusted = _adjust(logits, requests)
     # on a CPU torch takes 15 times as long as numpy
-    token_ids: list[int] = (adjusted if adjusted.is_cuda else adjusted.numpy()).argmax(-1).tolist()
+    token_ids = adjusted.argmax(-1) if adjusted.is_cuda else torch.from_numpy(adjusted.numpy().argmax(-1))
     is_random = [request.params.temperature > 0 for request in requests]
     for filtered in (False, True):
         rows = [i for i in range(len(requests)) if is_random[i] and _is_filtered(requests[i].params) is filtered]
         if rows:
             params = [requests[i].params for i in rows]
             uniforms = [requests[i].random.random() for i in rows]
-            for i, token_id in zip(rows, _draw(adjusted[rows], params, uniforms, filtered), strict=True):
-                token_ids[i] = token_id
-    logprobs: list[TokenLogprobs | None] = []
-    for row, token_id, request in zip(logits, token_ids, requests, strict=True):
-        count = request.params.num_logprobs
-        logprobs.append(None if count is None else token_logprobs(row, token_id, count))
-    return token_ids, logprobs
+            places = _on_device(rows, torch.int64, logits.device)
+            token_ids[places] = _draw(adjusted[places], params, uniforms, filtered)
+    return token_ids
+
+
+def logprobs_of(
+    logits: torch.Tensor, token_ids: Sequence[int], requests: Sequence[Request]
+) -> list[TokenLogprobs | None]:
+    """Return the log probabilities of each row's token for requests that ask for them: those of the raw logits."""
+    counts = [request.params.num_logprobs for request in requests]
+    return [
+        None if count is None else token_logprobs(row, token_id, count)
+        for row, token_id, count in zip(logits, token_ids, counts, strict=True)
+    ]
+
+
+def _on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a vector on the device, for which nobody waits."""
+    is_pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_pinned).to(device, non_blocking=is_pinned)
 
 
 def _is_filtered(params: SamplingParams) -> bool:
@@ -45,7 +57,7 @@ def _is_filtered(params: SamplingParams) -> bool:
 
 def _draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], is_filtered: bool
-) -> list[int]:
+) -> torch.Tensor:
     """Return each row's token at quantile `uniform` in [0, 1) of its filtered distribution.
 
     The filters come in vLLM's order: min-p, top-k, then top-p of the rest. Computes in double precision, because a
@@ -53,12 +65,12 @@ def _draw(
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+        return _on_device(values, torch.float64, logits.device)[:, None]
 
     below_best = logits.double() - logits.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes it overflow
     probs = (below_best / column([each.temperature for each in params])).softmax(dim=-1)
     if not is_filtered:
-        return _at_quantiles(probs, column(uniforms)).flatten().tolist()
+        return _at_quantiles(probs, column(uniforms)).flatten()
     probs = probs.where(probs >= column([each.min_p for each in params]) * probs.amax(-1, keepdim=True), 0.0)
     probs, token_ids = probs.sort(descending=True, stable=True)
     top_k = column([each.top_k if each.top_k > 0 else probs.shape[-1] for each in params])
@@ -66,7 +78,7 @@ def _draw(
     before = probs.cumsum(dim=-1) - probs
     top_p = column([each.top_p for each in params]) * probs.sum(-1, keepdim=True)
     places = _at_quantiles(probs.where(before < top_p, 0.0), column(uniforms))
-    return token_ids.gather(1, places).flatten().tolist()
+    return token_ids.gather(1, places).flatten()
 
 
 def _at_quantiles(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ class ScheduledRequest(NamedTuple):
     @property
     def is_sampled(self) -> bool:
         """Return whether the step reaches the request's last token, so that the next one can be picked."""
-        return self.request.num_computed_tokens + self.num_new_tokens == len(self.request.token_ids)
+        return self.num_new_tokens == self.request.num_new_tokens
 
     @property
     def prompt_rows(self) -> range:
@@ -87,13 +87,24 @@ class Scheduler:
         for request in list(self._running):
             if request.blocks is None:  # preempted in this loop, for an older request
                 continue
-            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            num_new = min(request.num_new_tokens, budget)
             if num_new and self._grow(request, num_new):
                 scheduled.append(ScheduledRequest(request, num_new))
                 budget -= num_new
         if self.num_preemptions == num_preempted_before:
             scheduled += self._admit(budget)
         return scheduled
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """Return whether the running requests' next tokens can be computed without a preemption, once they are known.
+
+        Only where each has one token to compute.
+        """
+        num_running = len(self._running)
+        return all(each.num_new_tokens <= 1 and each.is_foreseeable for each in self._running) and all(
+            pool.num_free >= num_running for pool in self._kv_cache.pools
+        )
 
     def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
         for request, num_new in scheduled:

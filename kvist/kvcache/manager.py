@@ -191,7 +191,11 @@ class KvCacheManager:
             pool.settle()
 
     def grow(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> bool:
-        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed."""
+        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed.
+
+        Tokens that are not known yet may be missing at the end of `token_ids`. What they fill is cached by a later step
+        that knows them, or by `catch_up`.
+        """
         assert num_tokens >= sequence.num_tokens, "grow to fewer tokens than there are"
         if num_blocks_for(num_tokens, self.block_size) > num_blocks_for(sequence.num_tokens, self.block_size):
             needs = self._needs(sequence, num_tokens)
@@ -203,6 +207,12 @@ class KvCacheManager:
             self._allocate(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return True
+
+    def catch_up(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Cache what earlier steps filled before they knew the tokens; called between steps."""
+        if sequence.num_final_tokens < sequence.num_tokens - self._max_rewind_tokens:
+            self._advance(sequence, token_ids, sequence.num_tokens)
+            self.settle()
 
     def rewind(self, sequence: SequenceBlocks, num_tokens: int) -> None:
         """Remove the sequence's last tokens after the step that computed them, so that others can follow.
@@ -284,7 +294,8 @@ class KvCacheManager:
     def _advance(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
         """Record the coming step, and cache the blocks that it fills, except those that a rewind may change."""
         num_cached = sequence.num_final_tokens // self.block_size
-        sequence.num_final_tokens = max(sequence.num_tokens, num_tokens - self._max_rewind_tokens)
+        num_known = min(num_tokens, len(token_ids))
+        sequence.num_final_tokens = max(min(sequence.num_tokens, num_known), num_known - self._max_rewind_tokens)
         sequence.num_tokens = num_tokens
         self._stepped.append(sequence)
         if not self._has_prefix_cache:

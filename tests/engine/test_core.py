@@ -114,9 +114,9 @@ def test_scratch_slots_hold_what_a_prefill_makes_stale_and_are_free_after_it(
     core = make_core("gemma3", has_swa_scratch=True)
     forward, in_use = core._runner.forward, []
 
-    def watched(scheduled):
+    def watched(*step):
         in_use.append([(pool.num_used, pool.num_scratch) for pool in core.statistics().kv_cache.pools])
-        return forward(scheduled)
+        return forward(*step)
 
     monkeypatch.setattr(core._runner, "forward", watched)
     outputs = generate(core, [(prompt, greedy(5))])["0"]
@@ -217,7 +217,7 @@ def test_end_tokens_stop_unless_ignored_or_too_early(make_core, generate, greedy
 
 def test_the_checkpoints_end_token_stops_unless_ignored(make_core, greedy, generate, tokens_of, monkeypatch) -> None:
     core = make_core("qwen3")
-    monkeypatch.setattr("kvist.engine.core.sample", lambda _, requests: ([1] * len(requests), [None] * len(requests)))
+    monkeypatch.setattr("kvist.engine.core.draw", lambda _, requests: torch.ones(len(requests), dtype=torch.int64))
     (output,) = generate(core, [([5, 6], greedy(4, ignore_eos=False))])["0"]
     assert (output.token_ids, output.finish_reason) == ((1,), "stop")
     ignored = generate(core, [([5, 6], greedy(4))])["0"]

@@ -19,6 +19,7 @@ from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
 from kvist.engine.request import RequestOutput
+from kvist.engine.runner import Runner
 
 LIVES = seeds(6)
 NUM_ACTS = 60
@@ -27,7 +28,13 @@ FAMILIES = ("llama", "qwen3-sliding", "gemma3")  # nothing slides, every other l
 
 REACHED = (
     *("sure", "tokens found again", "preempted", "aborted", "failed", "finished by length", "finished by stop"),
-    *("stopped by a text", "stopped by a token", "failed by a grammar", "log probabilities of a prompt"),
+    *(
+        "looked ahead",
+        "stopped by a text",
+        "stopped by a token",
+        "failed by a grammar",
+        "log probabilities of a prompt",
+    ),
 )
 
 
@@ -51,6 +58,7 @@ class Life:
         }
         self.follower = follower
         self.core = make_core(self.family, follower, **settings)
+        self.looks_ahead = rng.random() < 0.6
         self.asker = Asker(rng, VOCAB_SIZE, MAX_LEN)
         self.asked: dict[str, Ask] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -80,6 +88,7 @@ class Life:
             self.core.add_request(name, ask.sequence())
 
     def step(self) -> None:
+        self.reached["looked ahead"] += self.core._ahead is not None
         for output in self.core.step():
             assert output.request_id not in self.dropped
             self.outputs[output.request_id].append(output)
@@ -148,7 +157,8 @@ def test_whatever_else_is_asked_each_request_is_answered_as_if_it_were_alone(mak
     for seed in LIVES:
         life = Life(seed, make_core, new_follower(), reached)
         try:
-            life.live()
+            with patch.object(Runner, "can_wait", life.looks_ahead):  # as on a GPU
+                life.live()
             life.compare(lone(life.family))
         except BaseException as error:
             error.add_note(f"life {seed}")

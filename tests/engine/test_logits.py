@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvist.engine.request import Constraint, Request, TextStream
-from kvist.engine.sampler import sample
+from kvist.engine.sampler import draw
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams
 
@@ -92,6 +92,6 @@ def test_a_token_is_the_best_that_the_rules_leave_at_every_step(seed: int) -> No
             request.adjuster = None
         logits = torch.tensor([[rng.uniform(-2, 3) for _ in range(VOCAB)]])
         best = max(range(VOCAB), key=expected_logits(logits[0].tolist(), request).__getitem__)
-        assert sample(logits, [request])[0] == [best]
+        assert draw(logits, [request]).tolist() == [best]
         request.append(best)
     assert constraint is None or constraint.taken == request.output_token_ids

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvist.engine.request import Request, TextStream
-from kvist.engine.sampler import sample
+from kvist.engine.sampler import draw, logprobs_of
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams
 
@@ -23,9 +23,9 @@ def make_request(output: tuple[int, ...] = (), ends: frozenset[int] = frozenset(
     return request
 
 
-def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
+def count_draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
     request = make_request(**params)
-    return Counter(sample(logits.expand(count, -1), [request] * count)[0])
+    return Counter(draw(logits.expand(count, -1), [request] * count).tolist())
 
 
 def shares(counts: Counter[int]) -> list[float]:
@@ -47,7 +47,7 @@ def shares(counts: Counter[int]) -> list[float]:
     ],
 )
 def test_tokens_come_with_the_probabilities_the_parameters_leave(params: dict[str, Any], expected: list[float]) -> None:
-    got = shares(draw(3000, **params))
+    got = shares(count_draws(3000, **params))
     for share, probability in zip(got, expected, strict=True):
         assert share == pytest.approx(probability, abs=0.03)
         assert (share == 0) == (probability == 0)
@@ -55,31 +55,31 @@ def test_tokens_come_with_the_probabilities_the_parameters_leave(params: dict[st
 
 def test_filters_follow_the_tokens_and_not_their_order() -> None:
     shuffled = torch.tensor([3, 0, 4, 2, 1])
-    assert shares(draw(500, logits=LOGITS[shuffled], top_k=1)) == [0, 1, 0, 0, 0]
+    assert shares(count_draws(500, logits=LOGITS[shuffled], top_k=1)) == [0, 1, 0, 0, 0]
 
 
 def test_temperature_zero_is_the_largest_logit() -> None:
-    assert draw(3, temperature=0.0) == {0: 3}
+    assert count_draws(3, temperature=0.0) == {0: 3}
 
 
 @pytest.mark.parametrize("temperature", [1e-10, 1e-320])
 def test_a_temperature_next_to_zero_is_the_largest_logit_too(temperature: float) -> None:
-    assert draw(3, temperature=temperature) == {0: 3}
-    assert draw(3, temperature=temperature, top_p=0.9) == {0: 3}
+    assert count_draws(3, temperature=temperature) == {0: 3}
+    assert count_draws(3, temperature=temperature, top_p=0.9) == {0: 3}
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
     params = [{"seed": 1}, {"temperature": 0.0}, {"seed": 2, "top_p": 0.8}, {"seed": 3, "presence_penalty": 1.0}]
-    alone = [sample(logits[i : i + 1], [make_request(**params[i])])[0][0] for i in range(4)]
-    together = sample(logits, [make_request(**each) for each in params])[0]
+    alone = [draw(logits[i : i + 1], [make_request(**params[i])]).item() for i in range(4)]
+    together = draw(logits, [make_request(**each) for each in params]).tolist()
     assert together == alone
 
 
 def test_sampling_leaves_the_logits_as_they_were() -> None:
     logits = LOGITS[None].clone()
-    sample(logits, [make_request(output=(1,), frequency_penalty=2.0, repetition_penalty=1.5, logprobs=1)])
+    draw(logits, [make_request(output=(1,), frequency_penalty=2.0, repetition_penalty=1.5, logprobs=1)])
     assert torch.equal(logits[0], LOGITS)
 
 
@@ -93,25 +93,27 @@ def test_sampling_leaves_the_logits_as_they_were() -> None:
     ],
 )
 def test_penalties_count_the_output(output: tuple[int, ...], params: dict[str, float], expected: int) -> None:
-    assert sample(LOGITS[None], [make_request(output, temperature=0.0, **params)])[0] == [expected]
+    assert draw(LOGITS[None], [make_request(output, temperature=0.0, **params)]).tolist() == [expected]
 
 
 def test_the_repetition_penalty_counts_the_prompt_and_shrinks_either_sign() -> None:
     request = make_request(temperature=0.0, repetition_penalty=2.0)
-    assert sample(torch.tensor([[3.0, 2.0, 1.0]]), [request])[0] == [1]
-    assert sample(torch.tensor([[-1.0, -1.5, -3.0]]), [request])[0] == [1]
+    assert draw(torch.tensor([[3.0, 2.0, 1.0]]), [request]).tolist() == [1]
+    assert draw(torch.tensor([[-1.0, -1.5, -3.0]]), [request]).tolist() == [1]
 
 
 def test_ends_are_forbidden_before_the_minimum() -> None:
     ends = frozenset({0, 1})
     early = make_request((4,), ends, temperature=0.0, min_tokens=2)
     late = make_request((4, 4), ends, temperature=0.0, min_tokens=2)
-    assert sample(LOGITS.repeat(2, 1), [early, late])[0] == [2, 0]
+    assert draw(LOGITS.repeat(2, 1), [early, late]).tolist() == [2, 0]
 
 
 def test_log_probabilities_are_of_the_raw_logits() -> None:
     request = make_request(output=(0,), temperature=0.0, presence_penalty=2.0, logprobs=2)
-    (token_id,), (logprobs,) = sample(LOGITS[None] + 5.0, [request])
+    logits = LOGITS[None] + 5.0
+    (token_id,) = token_ids = draw(logits, [request]).tolist()
+    (logprobs,) = logprobs_of(logits, token_ids, [request])
     assert token_id == 1
     assert logprobs is not None
     assert logprobs.token.logprob == pytest.approx(float(LOGITS[1]))
@@ -120,6 +122,6 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_of_them() -> None:
-    _, (logprobs,) = sample(LOGITS[None], [make_request(temperature=0.0, logprobs=20)])
+    (logprobs,) = logprobs_of(LOGITS[None], [0], [make_request(temperature=0.0, logprobs=20)])
     assert logprobs is not None
     assert len(logprobs.top) == 5

@@ -180,22 +180,22 @@ class Doubts:
 
     def __init__(self) -> None:
         self.first_unsure: dict[str, int] = {}
-        self._sample = engine_core.sample
+        self._draw = engine_core.draw
         self._noise = torch.Generator().manual_seed(0)
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def draw(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         noise = torch.randn(logits.shape, generator=self._noise) * _NOISE
         states = [request.random.getstate() for request in requests]
         others = []
         for each in (noise, -noise):
-            others.append(self._sample(logits + each, requests)[0])
+            others.append(self._draw(logits + each, requests).tolist())
             for request, state in zip(requests, states, strict=True):
                 request.random.setstate(state)
-        sampled = self._sample(logits, requests)
-        for request, *choices in zip(requests, sampled[0], *others, strict=True):
+        drawn = self._draw(logits, requests)
+        for request, *choices in zip(requests, drawn.tolist(), *others, strict=True):
             if len(set(choices)) > 1:
                 self.first_unsure.setdefault(request.request_id, request.num_output_tokens)
-        return sampled
+        return drawn
 
 
 class LoneEngine:
@@ -207,7 +207,7 @@ class LoneEngine:
 
     def answer(self, ask: Ask) -> LoneAnswer:
         doubts, outputs = Doubts(), []
-        with patch.object(engine_core, "sample", doubts.sample):
+        with patch.object(engine_core, "draw", doubts.draw):
             self._core.add_request("alone", ask.sequence())
             while self._core.has_work:
                 outputs += self._core.step()

@@ -10,6 +10,7 @@ import transformers
 from torch import distributed, nn
 from torch.nn import functional
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvist.engine.batch import ForwardBatch
@@ -20,6 +21,20 @@ from kvist.kernels import loops_for, paged_attention, write_kv
 from kvist.kvcache.stale import effective_window
 
 _ATTENTION = "kvist_paged"
+
+
+class Step:
+    """What attention knows of the step that is computed, and does not get from transformers.
+
+    Attention modules have it as an attribute: torch would compile a layer anew for whatever differs in an argument.
+    """
+
+    __slots__ = ("batch", "model")
+
+    batch: ForwardBatch
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
 
 
 class CausalLM(nn.Module):
@@ -44,6 +59,10 @@ class CausalLM(nn.Module):
         except (ArithmeticError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidValueError("config.json", config.architecture, f"a model ({error})") from error
         self.decoder.tie_weights()
+        self.step = Step(self)
+        for module in self.decoder.modules():
+            if hasattr(module, "layer_idx"):
+                module.step = self.step
         if config.num_ranks > 1:
             for name, module in self.decoder.named_modules():
                 if name.endswith((".o_proj", ".down_proj")):
@@ -52,9 +71,9 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Fill the step's cache slots, and return the logits of its `logit_rows`, float32 `[num_rows, vocab_size]`."""
+        self.step.batch = batch
         ids, positions = batch.input_ids[None], batch.positions[None]
-        step = {"model": self, "batch": batch}
-        output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows, **step)
+        output = self.decoder(ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows)
         logits: torch.Tensor = output.logits[0]
         return logits.float()
 
@@ -158,6 +177,19 @@ def pack_projections(decoder: nn.Module) -> None:
             first.__class__ = PackedLinear
 
 
+def compile_layers(decoder: nn.Module) -> None:
+    """Let torch fuse what a decoder's layers compute beside their products and attention, when they first run.
+
+    They are compiled for one token and for any other number of them, in four parts: the norm, what comes before
+    attention, what comes after it, and the rest.
+    """
+    torch._dynamo.config.recompile_limit = 64  # layers differ: in head size, window, or whose keys they use
+    transformers.AttentionInterface.register(_ATTENTION, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    for module in decoder.modules():
+        if isinstance(module, GradientCheckpointingLayer):  # each layer of a decoder is one
+            module.compile(dynamic=True)
+
+
 class RowParallelLinear(nn.Linear):
     """A projection whose inputs are split over the ranks; its output is the sum of all ranks' and, once, the bias."""
 
@@ -200,8 +232,6 @@ def attend(
     _: None,
     *,
     scaling: float,
-    model: CausalLM,
-    batch: ForwardBatch,
     s_aux: torch.Tensor | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -210,6 +240,7 @@ def attend(
     The inputs are `[1, num_heads, num_tokens, head_dim]`, the result `[1, num_tokens, num_heads, head_dim]`. A layer
     without a cache of its own stores nothing.
     """
+    model, batch = module.step.model, module.step.batch
     pages = batch.layers[module.layer_idx]
     taken = (x[0].transpose(0, 1) for x in (query, key, value))
     query, key, value = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in taken)  # kernels take rows apart
@@ -231,7 +262,7 @@ def attend(
         return loops.attend_last(query, pages.cache, pages.block_tables, batch.seq_lens, options)[None], None
     if source is None:
         write_kv(key, value, pages.cache, pages.slot_mapping)
-    out = torch.empty_like(query)
+    out = query.new_empty(query.shape)
     parts = (slice(batch.num_decodes), None), (slice(batch.num_decodes, None), batch.prefill_start_loc)
     for rows, start_loc in parts:
         lengths = batch.seq_lens[rows]

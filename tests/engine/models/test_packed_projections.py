@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partialmethod
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ import transformers
 from torch import nn
 from torch._dynamo.utils import counters
 
-from kvist.engine.models import transformer
-from kvist.engine.models.transformer import HandedLinear, PackedLinear, pack_projections
+from kvist.engine.models.transformer import HandedLinear, PackedLinear, compile_layers, pack_projections
 
 
 def block(*names: str, has_bias: bool = False) -> nn.Module:
@@ -56,19 +56,27 @@ def test_a_projection_alone_stays_as_it_is() -> None:
     assert {type(part) for part in module.children()} == {nn.Linear}
 
 
+@pytest.fixture
+def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace layers as on a GPU, but run them as they were traced; loops that Numba compiles cannot be traced."""
+    monkeypatch.setattr("kvist.kernels._triton._import_loops", lambda: None)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    attend = transformers.AttentionInterface._global_mapping["kvist_paged"]
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "kvist_paged", attend)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.usefixtures("traceable")
 def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle, monkeypatch) -> None:
     """Attention, which is not traced, splits a layer in two; the second layer and later steps compile nothing more."""
     family, tokens = "llama-tied-biased-llama3", torch.randint(3, 512, (40,)).tolist()
-    monkeypatch.setattr("kvist.kernels._triton._import_loops", lambda: None)  # they could not be traced either
-    attend = torch.compiler.disable(transformer.attend)
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "kvist_paged", attend)
 
     def num_graphs() -> int:
         torch._dynamo.reset()
         counters.clear()
         model = harness(family)
-        for layer in model.model.decoder.model.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager")
+        compile_layers(model.model.decoder)
         request = model.open(tokens)
         got = torch.cat([model.step((request, 30)), model.step((request, 7)), model.decode(request, 40)])
         torch.testing.assert_close(got, oracle(family, tokens), rtol=0, atol=1e-4)
@@ -77,3 +85,17 @@ def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle, mo
     packed = num_graphs()
     monkeypatch.setattr("kvist.engine.models.weights.pack_projections", lambda _: None)
     assert 0 < packed == num_graphs()
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+def test_after_steps_of_one_token_and_of_several_nothing_is_compiled(name: str, harness) -> None:
+    model = harness(name)
+    compile_layers(model.model.decoder)
+    requests = [model.open([5 + i] * 20) for i in range(3)]
+    model.step((requests[0], 3))
+    model.step((requests[0], 1))
+    before = counters["stats"]["unique_graphs"]
+    for counts in ((1, 9, 0), (5, 1, 20), (10, 10, 0)):
+        model.step(*((request, count) for request, count in zip(requests, counts, strict=True) if count))
+    assert counters["stats"]["unique_graphs"] == before > 0

@@ -261,7 +261,7 @@ async def test_among_others_whole_or_in_pieces_each_request_is_answered_as_alone
                 continue
             assert isinstance(answer, httpx.Response), answer
             doubts = Doubts()
-            with patch.object(engine_core, "sample", doubts.sample):
+            with patch.object(engine_core, "draw", doubts.draw):
                 expected, expected_usage = await one_by_one(alone, path, body)
             choices, usage = read(answer)
             if doubts.first_unsure:
