@@ -9,6 +9,7 @@ from memory_invariants import check_engine
 from kvist.engine.core import EngineCore
 from kvist.engine.request import SequenceInput
 from kvist.engine.runner import Runner
+from kvist.engine.sampler import draw
 from kvist.errors import InvalidValueError
 from kvist.openai.requests import SamplingParams
 
@@ -223,6 +224,33 @@ def test_the_checkpoints_end_token_stops_unless_ignored(make_core, greedy, gener
     ignored = generate(core, [([5, 6], greedy(4))])["0"]
     assert tokens_of(ignored) == [1, 1, 1, 1]
     assert ignored[-1].finish_reason == "length"
+
+
+class Lost(torch.Tensor):
+    def tolist(self):
+        raise RuntimeError("lost")
+
+
+def test_a_device_that_fails_after_the_launch_of_two_steps_ends_their_requests_and_no_others(
+    make_core, greedy, generate, tokens_of, monkeypatch
+) -> None:
+    core = make_core("qwen3")
+    expected = tokens_of(generate(core, [(make_prompt(12), greedy(5))])["0"])
+    monkeypatch.setattr(Runner, "can_wait", True)  # as on a GPU
+    for i in range(2):
+        core.add_request(f"lost {i}", SequenceInput(make_prompt(12 + i), greedy(5)))
+    with monkeypatch.context() as patched:
+        patched.setattr("kvist.engine.core.draw", lambda *step: draw(*step).as_subclass(Lost))
+        outputs = core.step()
+    assert core._ahead is None
+    assert {output.request_id: output.error for output in outputs} == dict.fromkeys(
+        ("lost 0", "lost 1"), "the engine failed: lost"
+    )
+    assert not core.has_work
+    assert core.statistics().kv_cache.num_used == 0
+    again = generate(core, [(make_prompt(12), greedy(5))])["0"]
+    assert tokens_of(again) == expected
+    assert again[-1].num_cached_tokens == 0, "what a failed step should have filled is not reused"
 
 
 def test_a_stop_string_ends_the_request_and_is_cut_off(make_core, greedy) -> None:
