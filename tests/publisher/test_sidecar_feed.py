@@ -466,8 +466,12 @@ def test_that_a_ranks_groups_cannot_be_followed_exactly_is_told_at_once(publicat
     publisher.report(EngineStored([1], tokens_of(1), 4, window=FULL, group=0))
     for size, is_exact in ((4, True), (2, False)):
         publisher.report(EngineStored([size], tokens_of(1)[:size], size, window=8, group=1))
-        told = lambda: [each.events[0] for each in publication.heartbeats() if each.rank == MAX_RANKS][-1]  # noqa: E731
-        until_true(lambda told=told, is_exact=is_exact: told().rules and told().is_complete is is_exact)
+
+        def is_told(is_exact: bool = is_exact) -> bool:
+            rules = [each.events[0] for each in publication.heartbeats() if each.rank == MAX_RANKS]
+            return bool(rules and rules[-1].rules and rules[-1].is_complete is is_exact)
+
+        until_true(is_told)
     publisher.close()
 
 
