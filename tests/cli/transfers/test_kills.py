@@ -266,7 +266,8 @@ async def test_when_the_receiver_is_killed_the_sender_frees_what_it_held(
     name: str, set_scene: Callable[..., Any]
 ) -> None:
     state = STATES[name]
-    source_s = HASTY_S if state.reach is held else PATIENT_S  # nobody has asked: it waits for the end of its hold
+    # Nobody has asked, or one that is gone before it could be answered: it waits for the end of its hold.
+    source_s = HASTY_S if state.reach in (held, first) else PATIENT_S
     target_s = HASTY_S if state.reach is quarantined else PATIENT_S
     async with set_scene(name, source_s, target_s) as scene:
         await state.reach(scene)
