@@ -161,7 +161,10 @@ class HandedLinear(nn.Module):
 
 
 def pack_projections(decoder: nn.Module) -> None:
-    """Store projections that transformers calls one after another with the same input as one, after loading."""
+    """Store projections that transformers calls one after another with the same input as one, after loading.
+
+    For GPUs: on a CPU the larger products gain nothing, and their parts have to be copied.
+    """
     for module in decoder.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             parts: list[Any] = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]

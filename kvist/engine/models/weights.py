@@ -63,10 +63,11 @@ def load_model(
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
     fuse_norms(model.decoder)
-    pack_projections(model.decoder)
     if shard is not None and model.config.vocab_size < config.vocab_size:
         split_vocabulary(model.decoder, shard.rank, config.vocab_size)
-    if device.type == "cpu" and dtype == torch.float32:
+    if device.type == "cuda":
+        pack_projections(model.decoder)
+    elif dtype == torch.float32:
         _transpose(model)
     return model
 

@@ -1,4 +1,4 @@
-"""Projections of the same input are one product. That results stay the same is what the tests of all families say."""
+"""On a GPU projections of the same input are one product, and layers are compiled."""
 
 from __future__ import annotations
 
@@ -68,23 +68,33 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traceable")
-def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle, monkeypatch) -> None:
+def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle) -> None:
     """Attention, which is not traced, splits a layer in two; the second layer and later steps compile nothing more."""
     family, tokens = "llama-tied-biased-llama3", torch.randint(3, 512, (40,)).tolist()
 
-    def num_graphs() -> int:
+    def num_graphs(is_packed: bool) -> int:
         torch._dynamo.reset()
         counters.clear()
         model = harness(family)
+        if is_packed:
+            pack_projections(model.model.decoder)
         compile_layers(model.model.decoder)
         request = model.open(tokens)
         got = torch.cat([model.step((request, 30)), model.step((request, 7)), model.decode(request, 40)])
         torch.testing.assert_close(got, oracle(family, tokens), rtol=0, atol=1e-4)
         return counters["stats"]["unique_graphs"]
 
-    packed = num_graphs()
-    monkeypatch.setattr("kvist.engine.models.weights.pack_projections", lambda _: None)
-    assert 0 < packed == num_graphs()
+    assert 0 < num_graphs(is_packed=True) == num_graphs(is_packed=False)
+
+
+def test_a_packed_model_of_each_family_computes_what_it_did(family: str, harness) -> None:
+    tokens, logits = torch.randint(3, 512, (40,)).tolist(), []
+    for is_packed in (False, True):
+        model = harness(family)
+        if is_packed:
+            pack_projections(model.model.decoder)
+        logits.append(model.decode(model.open(tokens), 40))
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("traceable")
