@@ -128,6 +128,9 @@ class ScriptedWorker:
         return [received.target.removeprefix("/kv_transfer/") for received in self.received if received.is_release]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is not None and not self._server.is_serving():  # accepted just before it was killed
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         task = asyncio.current_task()
         self._tasks.add(task)
