@@ -733,12 +733,18 @@ class Life:
         def released() -> set[str]:
             return {name for worker in self.workers for name in worker.released}
 
+        def was_cancelled(asked: Asked) -> bool:
+            """Return whether one answer of several failed: whatever is asked for the others is then given up."""
+            return any(asked.runs.keys() - {""}) and not (
+                asked.got and read_answer(asked.got)[0] == 200 and b'"error"' not in asked.got
+            )
+
         def left() -> list[str]:
             return [
                 name
                 for name, (asked, run, _) in self.held.items()
                 if run.is_done
-                and not (run.was_killed or asked.has_left)
+                and not (run.was_killed or asked.has_left or was_cancelled(asked))
                 and self.options["request_timeout_s"] is None
                 and run.worker.url not in self.was_removed | self.was_killed
                 and name not in released()
