@@ -533,8 +533,14 @@ def _amqtt_config(port: int, folder: Path, password: str | None, certificate: Ce
 
 
 @pytest.fixture
+def _patient_publications(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open a publication once its broker has let it in, however busy that is: until then nobody can ask it anything."""
+    monkeypatch.setattr("kvist.events.transports.broker_stream.OPEN_WAIT_S", DEADLINE_S)
+
+
+@pytest.fixture
 def start_mqtt_broker(
-    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_publications: None
 ) -> Iterator[Callable[..., MqttBroker]]:
     """Return a function that starts an MqttBroker; all are killed at the end."""
     brokers: list[MqttBroker] = []
@@ -593,7 +599,7 @@ class NatsServer:
 
 @pytest.fixture
 def start_nats_server(
-    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_publications: None
 ) -> Iterator[Callable[..., NatsServer]]:
     """Return a function that starts a NatsServer; all are killed at the end."""
     servers: list[NatsServer] = []

@@ -108,10 +108,10 @@ async def test_a_sidecar_whose_engine_is_silent_answers_that_it_has_nothing_and_
         open_subscription(Endpoint.parse(sidecar.endpoint)) as subscription,
     ):
         for question in (WHAT_FOLLOWS, EVERYTHING, WHO_IS_THERE):
-            assert await subscription.replay(question, 10) == []
+            assert await subscription.replay(question, 60) == []
         engine.store(1, tokens_of(1))
         await until(lambda: sidecar.statistics().published.num_heartbeats)
-        (message,) = await subscription.replay(WHO_IS_THERE, 10)
+        (message,) = await subscription.replay(WHO_IS_THERE, 60)
         assert decode_batch(message.payload, "test").batch.events == (holding_of(1),)
 
 

@@ -40,7 +40,7 @@ async def test_a_closed_publication_is_gone_and_the_next_one_is_there_again(wire
         first = await wire.publish_to(subscription)
         assert not subscription.is_peer_gone
         waiting = asyncio.create_task(subscription.receive())
-        await asyncio.to_thread(first.close)
+        await asyncio.to_thread(first.close, 60)
         assert await waiting == []
         assert subscription.is_peer_gone
         await wire.publish_to(subscription)
@@ -80,7 +80,7 @@ async def test_closing_waits_until_the_broker_has_everything(wire, send, take_un
         publication = await wire.publish_to(subscription)
         for sequence in range(500):
             send(publication, sequence)
-        await asyncio.to_thread(publication.close)
+        await asyncio.to_thread(publication.close, 60)
         assert await take_until(subscription, 499) == list(range(500))
 
 

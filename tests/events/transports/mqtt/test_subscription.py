@@ -25,7 +25,7 @@ async def test_an_answer_of_many_pages_arrives_whole_and_reaches_nobody_else(wir
     async with wire.subscribe() as subscription, wire.subscribe() as other:
         publication = await wire.publish_to(subscription, other)
         publication.serve_replay(kept(100, 20_000))
-        assert len(await subscription.replay(ReplayRequest(TOPIC, 20), 10)) == 80
+        assert len(await subscription.replay(ReplayRequest(TOPIC, 20), 60)) == 80
         waiting = asyncio.create_task(other.receive())
         await asyncio.sleep(0)
         publication.send(Message(TOPIC, 7, b"live"))
@@ -35,7 +35,7 @@ async def test_an_answer_of_many_pages_arrives_whole_and_reaches_nobody_else(wir
 async def test_questions_of_one_subscriber_are_answered_side_by_side(wire):
     wire.publish().serve_replay(kept(300, 10_000))
     async with wire.subscribe() as subscription:
-        asked = [subscription.replay(ReplayRequest(TOPIC, start), 10) for start in range(0, 300, 50)]
+        asked = [subscription.replay(ReplayRequest(TOPIC, start), 60) for start in range(0, 300, 50)]
         answers = await asyncio.gather(*asked)
     assert [answer[0].sequence for answer in answers] == list(range(0, 300, 50))
 
@@ -59,7 +59,7 @@ async def test_a_question_is_given_up_when_the_broker_goes(wire, until):
 async def test_a_publisher_that_is_gone_is_not_asked(wire, until):
     async with wire.subscribe() as subscription:
         publication = await wire.publish_to(subscription)
-        await asyncio.to_thread(publication.close)
+        await asyncio.to_thread(publication.close, 60)
         await until(lambda: subscription.is_peer_gone)
         assert await subscription.replay(ReplayRequest(TOPIC, 0), 600) is None
 

@@ -121,17 +121,17 @@ async def test_what_a_publisher_left_behind_is_read_from_the_stream(wire):
             wire.send(publication, sequence, payload=payload)
             if sequence % 2:
                 publication.send(Message(OTHER_TOPIC, sequence, payload))
-        publication.close()
+        publication.close(60)
     await until_kept(server, 225)
     sent = [Message(TOPIC, sequence, b"2") for sequence in range(50)]
     other = [Message(OTHER_TOPIC, sequence, b"2") for sequence in range(1, 50, 2)]
     async with wire.subscribe(url) as subscription:
         for start in (0, 1, 37, 49, 50):
-            assert await subscription.replay(ReplayRequest(TOPIC, start, epoch=5), 10) == sent[start:]
-        assert await subscription.replay(ReplayRequest(OTHER_TOPIC, 48), 10) == other[-1:]
-        assert await subscription.replay(ReplayRequest(None, 0), 10) == sent + other
-        assert await subscription.replay(ReplayRequest(b"kv/pod-1/7", 0), 10) is None
-        assert await subscription.replay(WHO_IS_THERE, 10) is None  # which only a publisher can tell
+            assert await subscription.replay(ReplayRequest(TOPIC, start, epoch=5), 60) == sent[start:]
+        assert await subscription.replay(ReplayRequest(OTHER_TOPIC, 48), 60) == other[-1:]
+        assert await subscription.replay(ReplayRequest(None, 0), 60) == sent + other
+        assert await subscription.replay(ReplayRequest(b"kv/pod-1/7", 0), 60) is None
+        assert await subscription.replay(WHO_IS_THERE, 60) is None  # which only a publisher can tell
 
 
 async def test_a_publisher_that_is_there_is_asked_rather_than_its_stream(wire):
@@ -142,7 +142,7 @@ async def test_a_publisher_that_is_there_is_asked_rather_than_its_stream(wire):
     await until_kept(server, 1)
     publication.serve_replay(wire.keep([Message(TOPIC, 9, b"from the publisher")]))
     async with wire.subscribe(url) as subscription:
-        assert await subscription.replay(ReplayRequest(TOPIC, 0), 10) == [Message(TOPIC, 9, b"from the publisher")]
+        assert await subscription.replay(ReplayRequest(TOPIC, 0), 60) == [Message(TOPIC, 9, b"from the publisher")]
 
 
 async def test_a_stream_survives_its_server(wire):
@@ -150,12 +150,12 @@ async def test_a_stream_survives_its_server(wire):
     url = wire.url(server, query=QUERY)
     publication = wire.publish(url)
     wire.send(publication, *range(10))
-    publication.close()
+    publication.close(60)
     await until_kept(server, 10)
     server.kill()
     server.start()
     async with wire.subscribe(url) as subscription:
-        assert [m.sequence for m in await subscription.replay(ReplayRequest(TOPIC, 0), 10)] == [*range(10)]
+        assert [m.sequence for m in await subscription.replay(ReplayRequest(TOPIC, 0), 60)] == [*range(10)]
 
 
 async def test_a_stream_forgets_the_oldest_beyond_its_bytes(wire):
@@ -163,10 +163,10 @@ async def test_a_stream_forgets_the_oldest_beyond_its_bytes(wire):
     url = wire.url(server, query="?jetstream=KV&max_bytes=100000")
     publication = wire.publish(url)
     wire.send(publication, *range(100), payload=bytes(10_000))
-    publication.close()
+    publication.close(60)
     await until_kept(server, 100)
     async with wire.subscribe(url) as subscription:
-        sequences = [m.sequence for m in await subscription.replay(ReplayRequest(TOPIC, 0), 10)]
+        sequences = [m.sequence for m in await subscription.replay(ReplayRequest(TOPIC, 0), 60)]
     assert sequences == [*range(100 - len(sequences), 100)]
     assert 5 < len(sequences) < 10
 

@@ -140,9 +140,9 @@ async def test_the_permissions_that_the_documentation_names_suffice(wire, until)
         await until(lambda: subscription.num_connects == 1)
         wire.send(publication, 1)
         assert await wire.take(subscription, 1) == [1]
-        assert await subscription.replay(ReplayRequest(TOPIC, 0), 10) == kept.messages
-        publication.close()
-        assert await subscription.replay(ReplayRequest(None, 0), 10) == [Message(TOPIC, 1, b"x")]
+        assert await subscription.replay(ReplayRequest(TOPIC, 0), 60) == kept.messages
+        publication.close(60)
+        assert await subscription.replay(ReplayRequest(None, 0), 60) == [Message(TOPIC, 1, b"x")]
         async with wire.subscribe(f"{url}&deliver=all") as history:
             assert await wire.take(history, 1) == [1]
         assert subscription.problem is None
