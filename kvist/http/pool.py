@@ -24,6 +24,7 @@ from kvist.http.errors import ConnectError, UpstreamError
 from kvist.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
 from kvist.http.limits import UpstreamLimits
 from kvist.http.upstream import Exchange, ResponseReceiver, UpstreamConnection
+from kvist.names import Name
 
 _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<authority>"
@@ -68,6 +69,7 @@ class _Worker:
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
+        self.name = Name(origin.host)
         self.connections: set[UpstreamConnection] = set()
         self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
         self.waiting: deque[Exchange] = deque()
@@ -185,19 +187,12 @@ class UpstreamPool:
 
     async def _connect(self, base_url: str, worker: _Worker) -> None:
         waiting = [*worker.waiting]
-        origin, limits, error = worker.origin, self._limits, None
+        timeout_s, error = self._limits.connect_timeout_s, None
         try:
-            if origin.is_tls and self._tls is None:
-                self._tls = ssl.create_default_context()  # one for all: it takes as long as a hundred requests
-            async with self.clock.timeout(limits.connect_timeout_s):
-                _, connection = await self.clock.loop.create_connection(
-                    lambda: UpstreamConnection(base_url, limits, self.clock, self._on_free, self._on_lost),
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls if origin.is_tls else None,
-                )
+            async with self.clock.timeout(timeout_s):
+                connection = await self._open(base_url, worker)
         except TimeoutError:
-            error = ConnectError(base_url, f"no connection within {limits.connect_timeout_s:g} s")
+            error = ConnectError(base_url, f"no connection within {timeout_s:g} s")
         except OSError as failure:
             error = ConnectError(base_url, f"cannot connect: {failure}", is_ours=failure.errno in _OUR_SHORTAGES)
         finally:
@@ -209,6 +204,27 @@ class UpstreamPool:
             _fail_all(waiting, error)
         self._connect_more(base_url, worker)
         self._forget_unused(base_url, worker)
+
+    async def _open(self, base_url: str, worker: _Worker) -> UpstreamConnection:
+        """Returns a connection to the first of the worker's addresses that accepts one; raises OSError."""
+        origin = worker.origin
+        if origin.is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()  # one for all: it takes as long as a hundred requests
+        failure = OSError(f"{origin.host} has no address")
+        for address in await worker.name.addresses():
+            try:
+                _, connection = await self.clock.loop.create_connection(
+                    lambda: UpstreamConnection(base_url, self._limits, self.clock, self._on_free, self._on_lost),
+                    address,
+                    origin.port,
+                    ssl=self._tls if origin.is_tls else None,
+                    server_hostname=origin.host if origin.is_tls else None,
+                )
+            except OSError as error:
+                failure = error
+            else:
+                return connection
+        raise failure
 
     def _on_free(self, connection: UpstreamConnection) -> None:
         """Gives the connection to the exchange that has waited longest, or keeps it if there is room."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -136,6 +137,18 @@ async def test_a_worker_that_is_not_there_is_a_connect_error(make_pool: MakePool
     with pytest.raises(ConnectError) as error:
         await ask(pool, url)
     assert error.value.worker == url
+
+
+async def test_every_address_of_a_worker_is_tried(
+    make_pool: MakePool, answering: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, worker = await make_pool(), await answering(HELLO)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert await ask(pool, worker.url.replace("127.0.0.1", "worker.invalid")) == (200, b"hello")
+    found.pop()
+    with pytest.raises(ConnectError, match="cannot connect"):
+        await ask(pool, worker.url.replace("127.0.0.1", "other.invalid"))
 
 
 async def test_a_worker_that_does_not_answer_the_handshake_is_a_connect_error(

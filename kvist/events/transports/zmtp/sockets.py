@@ -12,6 +12,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports.zmq import refuse_to_steal
 from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.wire import PeerError
+from kvist.names import look_up
 
 CONNECT_TIMEOUT_S = 5.0
 """How long connecting may take, and then the handshake."""
@@ -25,10 +26,9 @@ async def connect(address: str) -> socket.socket:
         return await _connect(socket.socket(socket.AF_UNIX), _path(address))
     host, port, family = _split(address)
     last_error = OSError(f"{host} has no address")
-    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-    for *kind, _, place in addresses:
+    for found in await look_up(host, family):
         try:
-            return await _connect(socket.socket(*kind), place)
+            return await _connect(socket.socket(family), (found, port))
         except OSError as error:
             last_error = error
     raise last_error

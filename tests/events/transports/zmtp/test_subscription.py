@@ -307,15 +307,15 @@ async def test_a_peer_that_pings_and_never_reads_is_left(peer, say):
 async def test_a_name_is_looked_up_anew_each_time_and_a_failure_is_logged_once(peer, say, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     answers = [socket.gaierror(-2, "Name or service not known")] * 3
-    loop = asyncio.get_running_loop()
 
-    async def look_up(*_, **__):
+    def look_up(host, *_):
+        assert host == "engine.invalid"
         if answers:
             raise answers.pop()
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", peer.port))]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
 
-    monkeypatch.setattr(loop, "getaddrinfo", look_up)
-    async with ZmtpSubscription(Endpoint("tcp://engine.invalid:1", None)) as subscription:
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    async with ZmtpSubscription(Endpoint(f"tcp://engine.invalid:{peer.port}", None)) as subscription:
         await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         assert await receive(subscription) == [Message(b"t", 0, b"x")]
     assert caplog.text.count("not connected, and tried again") == 1
@@ -326,20 +326,20 @@ async def test_every_address_of_a_name_is_tried(peer, say, monkeypatch):
     loop = asyncio.get_running_loop()
     connect = loop.sock_connect
 
-    async def look_up(*_, **__):
-        ports = (1, 2, peer.port)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+    def look_up(*_):
+        hosts = ("127.0.0.2", "127.0.0.3", "127.0.0.1")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
 
     async def answer(sock, address):
-        if address[1] == 1:
+        if address[0] == "127.0.0.2":
             raise ConnectionRefusedError
-        if address[1] == 2:
+        if address[0] == "127.0.0.3":
             await asyncio.Event().wait()
         await connect(sock, address)
 
-    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(loop, "sock_connect", answer)
-    async with ZmtpSubscription(peer.endpoint) as subscription:
+    async with ZmtpSubscription(Endpoint(f"tcp://engine.invalid:{peer.port}", None)) as subscription:
         await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         assert await receive(subscription) == [Message(b"t", 0, b"x")]
 
