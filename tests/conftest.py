@@ -94,7 +94,7 @@ def _is_kept(thread: threading.Thread) -> bool:
 
 def _ends(thread: threading.Thread) -> bool:
     """Return whether a thread ends by itself: one told to may still be on its way, on a busy machine."""
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 
