@@ -57,6 +57,12 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for path in parts_of(folder) for text in text_of(path).splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def _written_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a recorder write all that waits as it is closed, however busy the machine is."""
+    monkeypatch.setattr(access_log, "CLOSE_TIMEOUT_S", 180.0)
+
+
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have lines wait until the recorder is closed."""
