@@ -193,7 +193,7 @@ def browsing() -> Callable[..., AbstractAsyncContextManager[Any]]:
     @asynccontextmanager
     async def open_page(*, faults_expected: bool = False, **options: Any) -> AsyncIterator[Any]:
         async with playwright.async_playwright() as driver:
-            browser = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+            browser = await driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=180_000)
             page = await browser.new_page(**options)
             page.set_default_timeout(120_000)
             faults: list[str] = []
@@ -232,7 +232,8 @@ def firefox(tmp_path: Path) -> Firefox:
             async with asyncio.timeout(180):
                 await process.stderr.readuntil(b"BiDi listening on ")
                 line = await process.stderr.readline()
-            async with connect(f"{line.decode().strip()}/session", max_size=None) as socket:
+            no_hurry: Any = {"open_timeout": 180, "ping_interval": None}
+            async with connect(f"{line.decode().strip()}/session", max_size=None, **no_hurry) as socket:
                 bidi = BiDi(socket)
                 await bidi("session.new", capabilities={})
                 context = (await bidi("browsingContext.getTree"))["contexts"][0]["context"]

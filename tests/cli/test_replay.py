@@ -285,7 +285,7 @@ def test_two_recordings_differ_in_what_they_hold(recorded, tmp_path, capsys):
 
 async def test_a_recording_and_an_index_that_runs_differ_in_what_it_missed(recorded, tmp_path, capsys):
     publisher = KvEventPublisher("tcp://127.0.0.1:0", worker="gpu-0", block_size=4)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         with publisher:
             publisher.stored([1, 2, 3], list(range(1, 13)))
             config = IndexConfig(port=0, workers=(f"1={publisher.endpoint}",), block_size=4)

@@ -150,7 +150,7 @@ async def test_the_slider_shows_what_was_held_then_and_another_recording_beside_
             await evaluate("const slider = document.querySelector('[type=range]'); String(slider.value = 0)")
             await evaluate("String(slider.dispatchEvent(new Event('input')))")
             await shows("Distinct0")
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.get(f"{url}/events", headers={"host": "elsewhere.example"})
             assert answer.status_code == 403
             async with client.stream("GET", f"{url}/events?at=soon") as answer:

@@ -229,7 +229,7 @@ def test_probes_metrics_and_the_images_health_check_ask_what_a_router_answers(
         router = containers_of(fleet, "kvist-router")["router"]
         paths = [router[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")]
         paths += [each["path"] for each in fleet["PodMonitor", "kvist-router"]["spec"]["podMetricsEndpoints"]]
-        alive, ready, metrics = (httpx.get(url + path, trust_env=False) for path in paths)
+        alive, ready, metrics = (httpx.get(url + path, timeout=60, trust_env=False) for path in paths)
         assert (alive.status_code, metrics.status_code) == (200, 200)
         assert (ready.status_code, ready.json()["ready"]) == (503, False)  # as there is no worker
         _, *health_check = [word.replace("http://127.0.0.1:30000", url) for word in instruction("HEALTHCHECK")]
@@ -251,7 +251,7 @@ def test_nats_takes_its_flags_and_answers_its_probes(
     def answers() -> bool:
         try:
             url = f"http://127.0.0.1:{ports['8222']}{nats['readinessProbe']['httpGet']['path']}"
-            return httpx.get(url, trust_env=False).status_code == 200
+            return httpx.get(url, timeout=60, trust_env=False).status_code == 200
         except httpx.ConnectError:
             return False
 

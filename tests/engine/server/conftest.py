@@ -33,7 +33,7 @@ class Served:
 
     def metric(self, name: str) -> float:
         """Return a metric's sum over its labels."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"kvist_engine_{name}")]
         assert values, f"no metric {name}"
         return sum(values)

@@ -256,8 +256,8 @@ def test_bytes_of_a_split_character_are_its_own() -> None:
 
 
 def test_a_model_is_told_by_name(served) -> None:
-    assert httpx.get(f"{served.url}/v1/models/alias").json()["id"] == "alias"
-    assert httpx.get(f"{served.url}/v1/models/a/b").json()["error"]["code"] == "model_not_found"
+    assert httpx.get(f"{served.url}/v1/models/alias", timeout=60).json()["id"] == "alias"
+    assert httpx.get(f"{served.url}/v1/models/a/b", timeout=60).json()["error"]["code"] == "model_not_found"
 
 
 def test_token_ids_are_taken_as_they_are(post) -> None:
@@ -362,7 +362,7 @@ def test_a_bad_request_is_refused_by_name(
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", CHAT, 405)])
 def test_what_there_is_not_is_refused_in_the_same_shape(method: str, path: str, status: int, served) -> None:
-    response = httpx.request(method, served.url + path)
+    response = httpx.request(method, served.url + path, timeout=60)
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -400,7 +400,7 @@ def test_a_client_that_leaves_before_its_answer_frees_its_blocks(served) -> None
 
 
 def test_the_server_says_what_it_is(served) -> None:
-    info = httpx.get(f"{served.url}/server_info").json()
+    info = httpx.get(f"{served.url}/server_info", timeout=60).json()
     version = info.pop("version")
     assert version
     assert info == {
@@ -417,8 +417,8 @@ def test_the_server_says_what_it_is(served) -> None:
         "role": "both",
         "kv_transfer": None,
     }
-    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 8192
+    assert httpx.get(f"{served.url}/health", timeout=60).json() == {"status": "ok"}
+    assert httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"][0]["max_model_len"] == 8192
 
 
 def test_a_chat_and_a_text_are_tokenised_as_they_would_be_computed(post) -> None:

@@ -81,7 +81,7 @@ async def picking(
 async def test_operators_find_the_fleet_at_a_port_of_their_own(worker, until) -> None:
     async with worker() as one:
         config = RouterConfig(worker_urls=(one.url,), port=0, health_interval_s=0.05, admin_key="key")
-        async with Picker(config, metrics_port=0) as picker, httpx.AsyncClient() as client:
+        async with Picker(config, metrics_port=0) as picker, httpx.AsyncClient(timeout=60) as client:
             at, key = f"http://127.0.0.1:{picker.metrics_port}", {"authorization": "Bearer key"}
             await until(lambda: any(each.state == "healthy" for each in picker._router.view.fleet.workers))
             lines = (await client.get(f"{at}/metrics")).text.splitlines()

@@ -25,7 +25,7 @@ async def manager_of(server):
     """Return the server's streams, as an operator sees them."""
     client = await nats.connect(f"nats://127.0.0.1:{server.port}")
     try:
-        yield client.jsm()
+        yield client.jsm(timeout=60)
     finally:
         await client.close()
 
