@@ -116,7 +116,8 @@ async def _watch_settings(
 ) -> None:
     while True:
         with suppress(TimeoutError):
-            await asyncio.wait_for(requested.wait(), None if args.config is None else _POLL_INTERVAL_S)
+            async with asyncio.timeout(None if args.config is None else _POLL_INTERVAL_S):
+                await requested.wait()
         last, stamp = stamp, file_stamp(args.config)
         if requested.is_set() or stamp != last:
             requested.clear()

@@ -223,6 +223,9 @@ async def _resolve(resolver: Resolver, url: SourceUrl) -> tuple[list[WantedWorke
             )
         except NXDOMAIN:
             continue
+        finally:  # up to Python 3.11 the `asyncio.wait_for` that dnspython waits by may swallow a cancellation
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError
         if answer.rrset is not None:
             records += list(answer.rrset)
             ttls.append(answer.rrset.ttl)

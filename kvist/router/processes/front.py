@@ -180,7 +180,8 @@ class RemoteKeeper(ComposedContext):
         self._tasks.create_task(self._follow(), name="kvist-keeper-link")
         self._tasks.create_task(self._report_regularly(), name="kvist-keeper-reports")
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_synced.wait(), FIRST_SYNC_S)
+            async with asyncio.timeout(FIRST_SYNC_S):
+                await self._is_synced.wait()
         await self.models.wait_for_configured()
 
     async def answer(self, question: Question) -> Answer:

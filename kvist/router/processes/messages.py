@@ -180,7 +180,8 @@ class Link:
         self._asked[number] = asked = asyncio.get_running_loop().create_future()
         self.send(encode(Asked(number, question)))
         try:
-            return await asyncio.wait_for(asked, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asked
         finally:
             del self._asked[number]
 

@@ -247,6 +247,19 @@ async def test_a_name_is_asked_for_again_when_its_answer_is_too_old(worker, rout
             assert server.num_asked == num_asked
 
 
+async def test_a_name_is_followed_no_longer_than_until_its_task_is_cancelled_whenever_that_is() -> None:
+    async with name_server() as server:
+        server.records = {("_http._tcp.a.test.", "SRV"): ["0 0 80 localhost."]}
+        url = SourceUrl.parse(f"dns+srv://_http._tcp.a.test.?nameserver=127.0.0.1:{server.port}")
+        for num_turns in range(40):
+            following = asyncio.create_task(discovery._follow_name(url, lambda _: None))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            following.cancel()
+            await asyncio.wait([following], timeout=60)
+            assert following.cancelled()
+
+
 async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(
     worker, router, start_nats_server, monkeypatch
 ) -> None:
