@@ -147,7 +147,7 @@ class _Attempt(ResponseReceiver):
         if self.status >= _SERVER_ERROR:
             self._worker.breaker.fail(router.now_s())
         else:
-            self._worker.breaker.succeed()
+            self._worker.breaker.succeed(is_trial=self._is_trial)
         self._is_trial = False
 
     def _end(self, status: int, error: Exception | None = None) -> None:

@@ -202,9 +202,12 @@ class CircuitBreaker:
         self.on_change("begin", 0.0)
         return True
 
-    def succeed(self) -> None:
-        """Record that a request succeeded: the circuit closes."""
-        if self.state is not CircuitState.CLOSED or self.failures_in_a_row:
+    def succeed(self, *, is_trial: bool = False) -> None:
+        """Record that a request succeeded: the circuit closes.
+
+        Of a trial others are told also where the circuit is closed here: they may hear of its beginning later.
+        """
+        if is_trial or self.state is not CircuitState.CLOSED or self.failures_in_a_row:
             self.state, self.failures_in_a_row = CircuitState.CLOSED, 0
             self.on_change("succeed", 0.0)
 

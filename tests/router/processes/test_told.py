@@ -94,7 +94,7 @@ class Life:
             if outcome == "fail":
                 breaker.fail(self.now_s)
             elif outcome == "succeed":
-                breaker.succeed()
+                breaker.succeed(is_trial=is_trial)
             elif is_trial:
                 breaker.abandon()
 
@@ -117,9 +117,10 @@ class Life:
     def pass_time(self) -> None:
         self.now_s += self.random.choice([0.001, 0.5, 3.0])
 
-    def deliver(self) -> bool:
-        """Deliver what was told first to, or by, some front; return whether there was anything."""
+    def deliver(self, only: Any = None) -> bool:
+        """Deliver what was told first to, or by, some front, or on one wire only; return whether there was anything."""
         ways = [(wire, number, wire in self.up) for number in range(NUM_FRONTS) for wire in self.wires(number)]
+        ways = [way for way in ways if only in (None, way[0])]
         if not ways:
             return False
         wire, number, is_up = self.random.choice(ways)
@@ -177,4 +178,30 @@ async def test_whatever_comes_between_a_trial_that_has_ended_is_waited_for_by_no
     acts = {life.begin: 6, life.end: 6, life.change: 3, life.pass_time: 3, life.deliver: 14, life.check_trials: 1}
     for act in life.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
         act()
+    life.check_trials()
+
+
+async def test_a_trial_that_succeeds_is_told_also_where_its_circuit_was_closed_meanwhile(tmp_path: Path) -> None:
+    life = Life(0, tmp_path)
+    one, other = (life.fronts[number].fleet.get(URLS[0]).breaker for number in (0, 1))
+
+    def deliver(wire: Any) -> None:
+        while life.deliver(wire):
+            pass
+
+    for _ in range(2):
+        other.fail(life.now_s)
+    deliver(life.up[1])
+    deliver(life.down[0])
+    deliver(life.down[1])
+    life.now_s += 3.0
+    assert one.begin()
+    assert other.begin()
+    other.succeed()
+    deliver(life.up[1])
+    deliver(life.down[0])
+    for _ in range(2):
+        other.fail(life.now_s)
+    deliver(life.up[1])
+    one.succeed(is_trial=True)
     life.check_trials()
