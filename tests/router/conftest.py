@@ -34,6 +34,12 @@ def _compiled() -> None:
     compile_all()
 
 
+@pytest.fixture(autouse=True)
+def _checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers have asked each of their workers once before they listen, however busy the machine is."""
+    monkeypatch.setattr("kvist.router.fleet.membership.FIRST_CHECKS_S", 180.0)
+
+
 @dataclass
 class Received:
     """A request as a worker saw it."""

@@ -42,7 +42,9 @@ async def test_a_router_that_stops_ends_the_process_that_compiles(router, compil
     await compiling.ended.wait()
 
 
-async def test_a_worker_that_says_nothing_keeps_no_router_from_listening(router) -> None:
+async def test_a_worker_that_says_nothing_keeps_no_router_from_listening(router, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.fleet.membership.FIRST_CHECKS_S", 0.1)
+
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()

@@ -14,12 +14,6 @@ TOKENS = list(range(100, 180))
 PATH = "/v1/completions"
 
 
-@pytest.fixture(autouse=True)
-def _waits_for_workers(monkeypatch) -> None:
-    """A worker may be slow to answer on a busy machine, and nobody asks again here."""
-    monkeypatch.setattr("kvist.router.fleet.membership.FIRST_CHECKS_S", 180.0)
-
-
 def body(**fields: object) -> bytes:
     return json.dumps({"model": "m", "prompt": TOKENS} | fields).encode()
 
