@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -70,6 +71,22 @@ def _collect_garbage() -> None:
     if len(sys.modules) > _num_frozen_modules:
         gc.freeze()
         _num_frozen_modules = len(sys.modules)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _closes_what_is_accepted_late() -> Iterator[None]:
+    """Close what asyncio accepted just before its server was closed, and would forget (CPython's issue 109564)."""
+    accept = BaseSelectorEventLoop._accept_connection2
+
+    async def accept_or_close(loop: Any, factory: Any, sock: Any, extra: Any, tls: Any, server: Any, *of: Any) -> None:
+        if server is not None and not server.sockets:
+            sock.close()
+        else:
+            await accept(loop, factory, sock, extra, tls, server, *of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseSelectorEventLoop, "_accept_connection2", accept_or_close)
+        yield
 
 
 @pytest.fixture(autouse=True)

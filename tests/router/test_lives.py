@@ -402,13 +402,9 @@ class Life:
         self.gate.set()
         self.gate = asyncio.Event()
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         worker = self.random.choice(self.workers)
         self.has_faults = True
-        for listening in worker._server.sockets:  # asyncio forgets what was accepted just before its server closes
-            asyncio.get_running_loop().remove_reader(listening.fileno())
-        for _ in range(4):
-            await asyncio.sleep(0)
         worker.kill()
         self.was_killed.add(worker.url)
         for run in worker.running:
