@@ -55,8 +55,9 @@ async def test_names_without_an_answer_hold_up_nobody_else(answers: dict[str, An
     asked = [asyncio.create_task(look_up(name)) for name in answers if name != "a.test"]
     try:
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(look_up("a.test"), 30) == ["10.0.0.1"]
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 30) == 7
+        async with asyncio.timeout(60):
+            assert await look_up("a.test") == ["10.0.0.1"]
+            assert await asyncio.to_thread(lambda: 7) == 7
         assert not any(each.done() for each in asked)
     finally:
         is_over.set()
@@ -101,6 +102,7 @@ async def test_nobody_needs_to_wait_for_an_answer(answers: dict[str, Answer]) ->
     is_over, name = Event(), Name("a.test")
     answers["a.test"] = lambda: is_over.wait() and ["10.0.0.1"]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(name.addresses(), 0.01)
+        async with asyncio.timeout(0.01):
+            await name.addresses()
     is_over.set()
     assert await name.addresses() == ["10.0.0.1"]

@@ -53,7 +53,7 @@ _CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
     (_CONCURRENCY, (threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep)),
     (_FILES, (shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which)),
     (_TEXT, (str.strip, str.join, str.format, re.escape, re.split)),
-    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),
+    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),  # noqa: TID251
 )
 
 

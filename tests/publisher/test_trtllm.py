@@ -162,7 +162,8 @@ class FakeAsyncLlm:
 
     async def __anext__(self):
         try:
-            item = await asyncio.wait_for(self.queue.get(), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                item = await self.queue.get()
         except TimeoutError:
             raise StopAsyncIteration from None
         if isinstance(item, Exception):

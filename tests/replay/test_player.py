@@ -130,7 +130,8 @@ async def test_a_recording_is_played_while_it_is_written(make, tmp_path):
             writer.add(record.source, record.message, record.time_ns)
             await asyncio.sleep(0)
         assert not playing.done()
-    await asyncio.wait_for(playing, 60)
+    async with asyncio.timeout(60):
+        await playing
     assert [message.sequence for message in publication.sent] == list(range(100))
 
 

@@ -500,8 +500,8 @@ class Life:
 
         while True:
             try:
-                await asyncio.wait_for(self.until(is_so), 0.2)
-                return
+                async with asyncio.timeout(0.2):
+                    return await self.until(is_so)
             except TimeoutError:
                 await self.recover()
 
@@ -753,7 +753,8 @@ class Life:
             ]
 
         try:
-            await asyncio.wait_for(self.until(lambda: not left()), 60)
+            async with asyncio.timeout(60):
+                await self.until(lambda: not left())
         except TimeoutError:
             pytest.fail(f"held for nobody: {left()}")
 

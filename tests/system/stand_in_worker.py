@@ -98,7 +98,8 @@ class Worker:
             writer.write(chunk(EVENT))
             await writer.drain()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(released.wait(), DRIP_S)
+                async with asyncio.timeout(DRIP_S):
+                    await released.wait()
         if prompt.startswith("flood"):
             for _ in range(FLOOD_BYTES // len(FLOOD)):
                 writer.write(chunk(FLOOD))

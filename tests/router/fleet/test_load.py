@@ -85,5 +85,6 @@ async def test_waiting_for_idle_ends_with_the_last_request() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     second.finish(0.0)
-    await asyncio.wait_for(waiting, 60)
+    async with asyncio.timeout(60):
+        await waiting
     await tracker.wait_idle("http://never-seen")
