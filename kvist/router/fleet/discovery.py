@@ -44,6 +44,8 @@ MIN_TTL_S, MAX_TTL_S = 1.0, 60.0
 DNS_TIMEOUT_S = 5.0
 SILENCE_S = 15.0
 """A worker that has not announced itself for so long is gone."""
+LATE_S = 1.0
+"""A router that was itself away for so long takes nobody for silent before `SILENCE_S` from then."""
 MAX_ANNOUNCED = 4096
 CONNECT_S = 5.0
 
@@ -279,7 +281,10 @@ class Announcements:
                             self._drop_silent(since_s)
                             workers = [worker for worker, _ in self._announced.values()]
                             report(workers, is_complete=monotonic() - since_s > SILENCE_S)
+                            at_s = monotonic() + POLL_S
                             await asyncio.sleep(POLL_S)
+                            if monotonic() - at_s > LATE_S:  # what came while this process did not run is not read yet
+                                since_s = monotonic()
                     finally:
                         await subscription.unsubscribe()
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import dns.message
@@ -20,6 +21,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.router.fleet import discovery
+from kvist.router.fleet.discovery import Announcements
 from kvist.router.sources import SourceUrl
 
 TOKENS = list(range(1, 70))
@@ -315,6 +317,30 @@ async def test_workers_announce_themselves_and_are_gone_when_they_are_silent(
             assert (await front.workers())[one.url]["state"] == "healthy"
         await announce({"url": one.url, "leaving": True})
         await front.until_state(one.url, "gone")
+
+
+async def test_nobody_is_taken_for_silent_by_a_router_that_did_not_run(
+    worker, router, start_nats_server, until, monkeypatch
+) -> None:
+    server, ahead_s, num_looks, drop = start_nats_server(), 0.0, 0, Announcements._drop_silent
+
+    def look(announcements: Announcements, since_s: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        drop(announcements, since_s)
+
+    monkeypatch.setattr(Announcements, "_drop_silent", look)
+    monkeypatch.setattr(discovery, "monotonic", lambda: monotonic() + ahead_s)
+    async with worker() as one, router(discover=(f"nats://127.0.0.1:{server.port}/fleet.workers",)) as front:
+        client = await nats.connect(f"nats://127.0.0.1:{server.port}")
+        await until_ok(front)
+        await client.publish("fleet.workers", json.dumps({"url": one.url}).encode())
+        await front.until_state(one.url, "healthy")
+        ahead_s = 2 * discovery.SILENCE_S
+        num_before = num_looks
+        await until(lambda: num_looks > num_before + 3)
+        assert (await front.workers())[one.url]["state"] == "healthy"
+        await client.close()
 
 
 async def test_a_source_whose_extra_is_missing_says_which_to_install(worker, router, monkeypatch) -> None:
