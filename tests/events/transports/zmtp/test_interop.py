@@ -151,7 +151,7 @@ async def test_the_publishers_own_heartbeats_are_answered(publish, monkeypatch, 
         return wire.command(b"PONG", ping_body[2:])
 
     monkeypatch.setattr("kvist.events.transports.zmtp.wire.pong", pong)
-    stream, endpoint = publish(HEARTBEAT_IVL=10, HEARTBEAT_TIMEOUT=2000, HEARTBEAT_TTL=5000)
+    stream, endpoint = publish(HEARTBEAT_IVL=10, HEARTBEAT_TIMEOUT=60_000, HEARTBEAT_TTL=5000)
     async with ZmtpSubscription(endpoint) as subscription:
         await first_of(subscription, stream)
         await until(lambda: len(pongs) >= 30)
