@@ -187,7 +187,7 @@ class Healing:
             size = engine.block_size
             given = self._service.ask(self._model, prompt, size, engine.names_ahead).get(self._rank, [0])[0]
             decision = SimpleNamespace(
-                chosen=SimpleNamespace(target=TARGET), prompt=SimpleNamespace(is_tokenized=True), overlap_tokens=given
+                chosen=SimpleNamespace(target=TARGET), prompt=SimpleNamespace(is_exact=True), overlap_tokens=given
             )
             usage = ReportedUsage(len(prompt.token_ids), engine.hits(prompt)[-1])
             self._healer.on_answer(

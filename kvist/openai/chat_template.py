@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -81,16 +81,24 @@ class ChatTemplate:
     def render(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text, up to the first image or other non-text item.
 
+        Raises RequestError (400) if the template refuses the messages.
+        """
+        return self.render_parts(request)[0]
+
+    def render_parts(self, request: ChatCompletionRequest) -> list[str]:
+        """Return the prompt's text up to the first non-text item, and the texts before, between and behind the items.
+
         An engine puts an item's own tokens where the template puts a mark; if the template takes plain text, vLLM puts
         them before the message's text. Raises RequestError (400) if the template refuses the messages.
         """
         if not has_items(request):
-            return self._rendered(request)
-        texts = [self._rendered(request, is_marked=is_marked).partition(_CUT)[0] for is_marked in (True, False)]
-        if texts[0] == texts[1]:
-            return texts[0]
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
-        return "".join(char for char, _ in same)  # the template puts all items first
+            return [self._rendered(request)]
+        text, other = [self._rendered(request, is_marked=is_marked) for is_marked in (True, False)]
+        head, other = text.partition(_CUT)[0], other.partition(_CUT)[0]
+        if head != other:  # the template puts all items first
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(head, other, strict=False))
+            head = "".join(char for char, _ in same)
+        return [head, *text[len(head) :].split(_CUT)]
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
@@ -160,9 +168,11 @@ class ChatTemplate:
         known: Message = {"role": role}
         texts: list[str] = []
         shown_parts: list[dict[str, str]] = []
+        num_items = 0
         for part in parts:
             text = text_of_part(part)
             if text is None:
+                num_items += 1
                 shown_parts.append({"type": "text", "text": _CUT})
                 if is_marked and isinstance(part, dict):
                     shown_parts.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
@@ -173,7 +183,7 @@ class ChatTemplate:
             known["content"] = shown_parts
         else:
             joined = "\n".join(texts if self._takes_parts else filter(None, texts))
-            known["content"] = joined if len(shown_parts) == len(texts) else _CUT + joined
+            known["content"] = _CUT * num_items + joined
         if role == "assistant":
             if message.get("tool_calls"):
                 known["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
@@ -198,11 +208,16 @@ def without_billing_header(text: str) -> str | None:
     return text.partition("\n")[2] or None
 
 
-def has_items(request: ChatCompletionRequest) -> bool:
-    """Return whether some part of a message is not text, but for example an image."""
+def items_of(request: ChatCompletionRequest) -> Iterator[Any]:
+    """Yield the parts of messages that are not text, but for example images."""
     contents = [message.get("content") for message in request.messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(text_of_part(part) is None for part in parts)
+    return (part for part in parts if text_of_part(part) is None)
+
+
+def has_items(request: ChatCompletionRequest) -> bool:
+    """Return whether some part of a message is not text."""
+    return next(items_of(request), None) is not None
 
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:

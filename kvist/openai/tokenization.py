@@ -10,16 +10,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from xxhash import xxh3_64_digest
 
 from kvist.errors import InvalidValueError
-from kvist.openai.chat_template import ChatTemplate
+from kvist.openai.chat_template import ChatTemplate, items_of
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import ChatCompletionRequest
 from kvist.settings import read_json_object
@@ -48,6 +51,11 @@ _COMPARED = (
     'def f(x: int = 0) -> dict[str, int]:\n    return {"x": x**2}  # §\n\n\n\tpass',
     "<|im_start|>user\n[INST] </s><bos> <0x0A> ▁a▁▁b Ġ" + "=" * 70 + " " * 70 + "aaaa" * 20,
 )
+
+ITEM_TOKENS = 512
+"""What an image or another item is taken to cost: models make 256 (Gemma 3) to some thousands (Qwen 2.5 VL) of one."""
+_MAX_ITEMS = 64
+"""What is behind so many is not read, so that a short body full of items takes no milliseconds."""
 
 REPLACEMENT = "\ufffd"
 _PRINTED = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -89,6 +97,23 @@ class ChatTokenizer:
     def tokenize_chat(self, request: ChatCompletionRequest, *, add_special_tokens: bool = False) -> NDArray[np.uint32]:
         """Return the prompt's tokens; raises RequestError (400) when there is no template or it refuses."""
         return self.tokenize_text(self.template.render(request), add_special_tokens=add_special_tokens)
+
+    def tokenize_with_items(
+        self, request: ChatCompletionRequest, *, add_special_tokens: bool = False
+    ) -> tuple[NDArray[np.uint32], int]:
+        """Return a chat's tokens, with ITEM_TOKENS in place of each non-text item, and how many precede the first item.
+
+        Raises RequestError (400).
+        """
+        head, *texts = self.template.render_parts(request)
+        parts = [self.tokenize_text(head, add_special_tokens=add_special_tokens)]
+        for text, item in islice(zip_longest(texts, items_of(request) if texts else ()), _MAX_ITEMS):
+            if text:
+                parts.append(self.tokenize_text(text, add_special_tokens=False))
+            if item is not None:
+                digest = xxh3_64_digest(msgspec.json.encode(item))
+                parts.append(np.resize(np.frombuffer(digest, np.uint32), ITEM_TOKENS))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), len(parts[0])
 
     @property
     def template(self) -> ChatTemplate:

@@ -85,7 +85,7 @@ class _Healing:
 
     def update(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> Report:
         """Count the new hits of an answer."""
-        if usage is None or not decision.prompt.is_tokenized:
+        if usage is None or not decision.prompt.is_exact:
             return Report.UNREPORTED
         self.reports_cached_tokens |= usage.cached_tokens is not None
         if not self.reports_cached_tokens:

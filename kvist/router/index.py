@@ -5,7 +5,9 @@ Workers of several models and block sizes share it: a block's hash depends on it
 counts the matches only of workers that have the model.
 
 A worker that no stream has reported on yet is expected to hold the prompts that it was sent last. Those blocks are in
-the same index, held by a rank that no stream can name, and count until the first stream reports on the worker.
+the same index, held by a rank that no stream can name, and count until the first stream reports on the worker. From
+then on only prompts with images are expected: what follows an image has names that the router cannot compute. Those
+blocks count where the rank holds all that comes before the first image.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
@@ -48,7 +50,7 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
 
 APPROXIMATE = "approximate"
-_EXPECTED = "expected "
+_EXPECTED, _ITEMS = "expected", "items"
 _MAX_EVENT_DELAY_S = 0.01
 """How long events are collected before they are applied: routing does as well without what was cached just now."""
 
@@ -70,6 +72,8 @@ class RankStatus:
     """In the index, as `clearing` is (`RadixIndex.slot_of`, `RadixIndex.clearing_of`)."""
     is_counted: bool = False
     """Whether copies of its blocks are counted, so that blocks it reports again would count as more copies."""
+    items_clearing: int | None = None
+    """As `clearing`, of the rank that stands for the prompts with images which this one is expected to hold."""
 
     @property
     def display_state(self) -> str | None:
@@ -88,10 +92,13 @@ class Caches(Protocol):
     def has_joined(self) -> bool:
         """Whether prompts can be hashed and matched."""
 
-    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
+    def match(
+        self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
+    ) -> Overlaps | None:
         """Return who holds how many leading blocks, of the first `num_usable`, without ranks whose blocks may be gone.
 
-        None if another process is just writing to the index.
+        Of a prompt with images `num_exact` blocks have the engines' names. None if another process is just writing to
+        the index.
         """
 
     def ranks(self, worker: str) -> list[RankStatus]:
@@ -102,6 +109,16 @@ class Caches(Protocol):
 
     def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
         """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
+
+
+def add_expected(
+    overlaps: dict[WorkerRank, tuple[int, ...]], target: WorkerRank, expected: tuple[int, ...], num_exact: int
+) -> None:
+    """Add what a rank should hold of a prompt with images, where it holds the `num_exact` blocks before the first."""
+    held = overlaps.get(target, (0,) * len(expected))
+    depths = [max(each, more) if each >= num_exact else each for each, more in zip(held, expected, strict=True)]
+    if any(depths):
+        overlaps[target] = tuple(depths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +165,8 @@ class FleetIndex:
         self._config, self._descriptor = config, descriptor
         self._max_blocks = config.max_blocks or default_max_blocks()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
+        self._clearings: dict[WorkerRank, int | None] = {}
+        """Of the ranks that are expected to hold prompts with images, when the first of those was recorded."""
         self._limits: dict[str, int] = {}
         self._now_s = now_s
         self.radix: RadixIndex | None = None
@@ -227,10 +246,12 @@ class FleetIndex:
 
         Call it again now and then: that also forgets what has expired.
         """
-        if num_blocks == 0 or self.has_reported(worker):
-            self.forget_expected(worker)
+        has_reported = self.has_reported(worker)
+        holder = _holder_of(worker, has_reported)
+        self._forget(_holder_of(worker, not has_reported))
+        if num_blocks == 0:
+            self._forget(holder)
             return
-        holder = _holder_of(worker)
         expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._config.expected_time_to_live_s))
         # Of all such workers together no more than the index may keep, whatever they say of themselves.
         expected.capacity = min(num_blocks, self._max_blocks // len(self._expected))
@@ -242,39 +263,67 @@ class FleetIndex:
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
-        return self.radix is not None and _holder_of(worker) in self._expected and not self.has_reported(worker)
+        return self.radix is not None and _holder_of(worker, False) in self._expected and not self.has_reported(worker)
 
     def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
         """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
-        assert self.radix is not None
-        holder = _holder_of(worker)
-        forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
+        holder = _holder_of(worker, self.has_reported(worker))
+        expected, rank = self._expected.get(holder), self._only_rank(worker)
+        if expected is None or self.radix is None or (rank is None and self.has_reported(worker)):
+            return
+        clearing = None if rank is None else self.radix.clearing_of(rank)
+        if self._clearings.get(holder) != clearing:
+            self._forget(holder)
+            expected = self._expected[holder] = ExpectedBlocks(expected.capacity, expected.time_to_live_s)
+            self._clearings[holder] = clearing
+        forgotten = expected.use(hashes.tolist(), self._now_s())
         self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
         self._remove(holder, forgotten)
 
     def forget_expected(self, worker: str) -> None:
-        """Expect no blocks at the worker any more: it has restarted, is gone, or its stream reports on it."""
-        if self._expected.pop(_holder_of(worker), None) is not None and self.radix is not None:
-            self.radix.remove_worker(_holder_of(worker).worker)
+        """Expect no blocks at the worker any more: it has restarted, or is gone."""
+        for has_reported in (False, True):
+            self._forget(_holder_of(worker, has_reported))
 
-    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
+    def _forget(self, holder: WorkerRank) -> None:
+        self._clearings.pop(holder, None)
+        if self._expected.pop(holder, None) is not None and self.radix is not None:
+            self.radix.remove_worker(holder.worker)
+
+    def _only_rank(self, worker: str) -> WorkerRank | None:
+        """Return the rank that a worker's streams report on, if it is one."""
+        states = {} if self._indexer is None else self._indexer.states(worker)
+        return WorkerRank(worker, *states) if len(states) == 1 else None
+
+    def _rank_with_items(self, worker: str) -> tuple[WorkerRank | None, WorkerRank]:
+        """Return the rank that is expected to hold prompts with images, and who holds these for it in the index."""
+        rank, holder = self._only_rank(worker), _holder_of(worker, True)
+        if self.radix is None or rank is None or holder not in self._expected:
+            return None, holder
+        return rank if self.radix.clearing_of(rank) == self._clearings.get(holder) else None, holder
+
+    def match(
+        self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
+    ) -> Overlaps:
         """Return who holds how many leading blocks, of the first `num_usable`; ranks being resynchronised hold none."""
         if self.radix is None:
             return {}
         match = self.radix.match(hashes, num_usable)
         # Plain tuples, made column by column: with hundreds of holders that takes half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
-        expected = {
-            WorkerRank(holder.worker.removeprefix(_EXPECTED), 0): overlaps.pop(holder)
-            for holder in self._expected.keys() & overlaps.keys()
-        }
+        expected = {holder: overlaps.pop(holder) for holder in self._expected.keys() & overlaps.keys()}
         if self._indexer is None:
-            return expected  # a state that is just being loaded does not count yet
-        for target in self._indexer.resyncing & overlaps.keys():
+            overlaps.clear()  # a state that is just being loaded does not count yet
+        for target in self.resyncing & overlaps.keys():
             del overlaps[target]
-        for target, depths in expected.items():
-            if not self.has_reported(target.worker):
-                overlaps[target] = depths
+        for holder, depths in expected.items():
+            kind, _, worker = holder.worker.partition(" ")
+            if kind == _EXPECTED and not self.has_reported(worker):
+                overlaps[WorkerRank(worker, 0)] = depths
+            elif kind == _ITEMS and num_exact is not None:
+                rank, _ = self._rank_with_items(worker)
+                if rank is not None and rank not in self.resyncing:
+                    add_expected(overlaps, rank, depths, num_exact)
         return overlaps
 
     def ranks(self, worker: str) -> list[RankStatus]:
@@ -285,14 +334,17 @@ class FleetIndex:
         if self.radix is None:
             return []
         if self.is_expecting(worker):
-            return [self._status(WorkerRank(worker, 0), None, _holder_of(worker))]
+            return [self._status(WorkerRank(worker, 0), None, _holder_of(worker, False))]
         if self._indexer is None:
             return []
-        counted = self._indexer.ranks_counting_copies(worker)
-        return [
+        counted, (with_items, holder) = self._indexer.ranks_counting_copies(worker), self._rank_with_items(worker)
+        ranks = [
             self._status(target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
         ]
+        if with_items is not None:
+            ranks = [replace(ranks[0], items_clearing=self.radix.clearing_of(holder))]
+        return ranks
 
     @property
     def resyncing(self) -> AbstractSet[WorkerRank]:
@@ -385,6 +437,6 @@ class FleetIndex:
             self._keeper = await keeper.__aenter__()
 
 
-def _holder_of(worker: str) -> WorkerRank:
-    """Return the index's name for what a worker is expected to hold: no worker's own name begins like that."""
-    return WorkerRank(_EXPECTED + worker, 0)
+def _holder_of(worker: str, has_reported: bool) -> WorkerRank:
+    """Return the index's name for what a worker is expected to hold: no worker's own name has a space."""
+    return WorkerRank(f"{_ITEMS if has_reported else _EXPECTED} {worker}", 0)

@@ -133,7 +133,7 @@ class RouterMetrics(Collector):
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Record how far the predicted cached tokens were from those that the worker reports."""
-        if usage.cached_tokens is None or not decision.prompt.is_tokenized:
+        if usage.cached_tokens is None or not decision.prompt.is_exact:
             return
         error_tokens = decision.overlap_tokens - usage.cached_tokens
         sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"

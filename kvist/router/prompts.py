@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
 
 from kvist.events import WorkerRank
-from kvist.openai.chat_template import has_items
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import (
@@ -105,6 +104,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, eq=False):
     """Of the endpoint."""
     prefill_rank: WorkerRank | None = None
     """The rank that computes the same prompt for another answer."""
+    num_exact_tokens: int | None = None
+    """How many leading tokens are the engine's own, where `token_ids` has stand-ins for an image or another item."""
 
     @property
     def outcome(self) -> str:
@@ -270,12 +271,14 @@ class PromptReader:
                 chat = chat_of(api, fields, tokenizer.template, _messages_of(previous_id, stored))
             # To a response's prompt, rendered by a template or not, vLLM has the tokeniser add its special tokens.
             adds_special_tokens = api == RESPONSES_PATH and self._models.is_on_vllm(chat.model)
-            token_ids = tokenizer.tokenize_chat(chat, add_special_tokens=adds_special_tokens)
+            token_ids, num_exact = tokenizer.tokenize_with_items(chat, add_special_tokens=adds_special_tokens)
         except RequestError as error:
             return _read_other(fields, num_bytes, error, worker)
-        obstacle = "image" if has_items(chat) else None
         num_tokens, salt = len(token_ids), chat.cache_salt
-        return ParsedRequest(chat.model, num_tokens, token_ids, salt, None, 1, fields, chat, worker, obstacle)
+        parsed = ParsedRequest(chat.model, num_tokens, token_ids, salt, None, 1, fields, chat, worker)
+        if num_exact == num_tokens:
+            return parsed
+        return msgspec.structs.replace(parsed, obstacle="image", num_exact_tokens=num_exact)
 
     def _read_completion(self, api: str, fields: Fields, num_bytes: int) -> ParsedRequest:
         asked = fields

@@ -121,7 +121,8 @@ class Routing:
             return Prefix()
         hashes_of = self._hashes_of(parsed, block_size)
         block_hashes = hashes_of(token_ids)
-        overlaps = index.match(block_hashes, num_usable_tokens // block_size)
+        num_exact = None if parsed.num_exact_tokens is None else parsed.num_exact_tokens // block_size
+        overlaps = index.match(block_hashes, num_usable_tokens // block_size, num_exact)
         if overlaps is None:
             return None
         # Engines with EAGLE hash one token more into a block: matching the first block tells whether any holds it.
@@ -185,8 +186,10 @@ class Routing:
         return parsed.num_tokens - held
 
     def record_computed(self, parsed: ParsedRequest, worker: str) -> None:
-        """Record that a worker which streams no events has computed the prompt."""
-        if self._index is not None and parsed.token_ids is not None and self._index.is_expecting(worker):
+        """Record that a worker has computed the prompt, if its events do not say so: it sends none, or of an image."""
+        if self._index is None or parsed.token_ids is None:
+            return
+        if parsed.num_exact_tokens is not None or self._index.is_expecting(worker):
             hashes = self._hashes_of(parsed, self._fleet.block_size_of(worker, parsed.model))(parsed.token_ids)
             if len(hashes):
                 self._index.record_computed(worker, hashes)
@@ -372,8 +375,8 @@ class Routing:
             routed_tokens=routed_tokens,
             in_flight_tokens=routed_tokens - decision.overlap_tokens,
             held_or_in_flight_tokens=held_or_in_flight_tokens,
-            reported_tokens=None if usage is None else usage.cached_tokens,
-            is_exact=decision.chosen.is_exact,
+            reported_tokens=None if usage is None or not prompt.is_exact else usage.cached_tokens,
+            is_exact=decision.chosen.is_exact and prompt.is_exact,
             identically_rendered_tokens=self._fleet.renderings.limits(parsed.chat, parsed.fields).get(target.worker),
             block_size=block_size,
             sampled=sample_of(plain_hashes, prefix.block_hashes),
@@ -391,7 +394,8 @@ class Routing:
         room_s: Mapping[str, float] | None = None,
     ) -> Decision:
         block_size, settings = self._fleet.block_sizes(parsed.model).unit, self._models.policy(parsed.model)
-        prompt = Prompt(parsed.num_tokens, block_size, is_tokenized=parsed.token_ids is not None)
+        is_exact = parsed.token_ids is not None and parsed.num_exact_tokens is None
+        prompt = Prompt(parsed.num_tokens, block_size, is_exact=is_exact)
         policy, now_s = settings.policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
         if not isinstance(policy, PriceSettings):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from index_invariants import check_invariants
 
+from kvist.engine import bundled_model_path
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.router.config import RouterConfig
+from kvist.router.doors.service import RouterService
 from kvist.router.expected import ExpectedBlocks
 from kvist.router.index import FleetIndex
 
@@ -340,3 +344,97 @@ async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_
             assert [rank.display_state for rank in index.ranks("w")] == ["live"]
             index.expect("w", 1000)
             assert [holder.worker for holder in index.radix.ranks()] == ["w"]
+
+
+async def test_what_follows_an_image_is_expected_where_what_precedes_it_is_held(engine, until) -> None:
+    async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
+        rank, chat = WorkerRank("w", 0), hashes(TOKENS)
+
+        def depth(num_exact: int | None) -> int:
+            return index.match(chat, None, num_exact).get(rank, (0,))[0]
+
+        with engine("w") as cache:
+            index.follow("w", [cache.publisher.endpoint])
+            cache.store(TOKENS[:32])
+            await until(lambda: depth(2) == 2)
+            index.record_computed("w", chat)
+            assert depth(2) == 2, "nobody has looked at the worker yet"
+            index.expect("w", 8)
+            index.record_computed("w", chat)
+            assert [depth(number) for number in (0, 1, 2, 3, None)] == [8, 8, 8, 2, 2]
+            assert overlap(index, "w", TOKENS) == 2, "of text alone"
+            assert [status.num_blocks for status in index.ranks("w")] == [2]
+            cache.publisher.cleared()
+            await until(lambda: depth(None) == 0)
+            assert [depth(number) for number in (0, 2)] == [0, 0]
+            index.record_computed("w", chat)
+            assert [depth(number) for number in (0, 2)] == [8, 0]
+            index.forget_expected("w")
+            assert depth(0) == 0
+            check_invariants(index.radix)
+
+
+async def test_of_several_ranks_none_is_expected_to_hold_what_follows_an_image(engine, until) -> None:
+    async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
+        with engine("w", num_ranks=2) as cache:
+            index.follow("w", [cache.publisher.endpoint])
+            for rank in (0, 1):
+                cache.store(TOKENS[:32], rank)
+            await until(lambda: len(index.match(hashes(TOKENS))) == 2)
+            index.expect("w", 1000)
+            index.record_computed("w", hashes(TOKENS))
+            assert {depths[0] for depths in index.match(hashes(TOKENS), None, 2).values()} == {2}
+
+
+def chat_of(number: int, *turns: str) -> list[dict[str, Any]]:
+    image = {"type": "image_url", "image_url": {"url": f"data:{number}"}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}]
+    for turn in turns:
+        messages += [{"role": "assistant", "content": "A cat."}, {"role": "user", "content": turn}]
+    return messages
+
+
+@pytest.mark.parametrize("num_fronts", [1, 2])
+async def test_a_chat_with_an_image_returns_to_the_worker_that_has_seen_it(
+    worker, engine, fronts_of, until, monkeypatch, num_fronts: int
+) -> None:
+    monkeypatch.setattr("kvist.router.fleet.fleet.RANKS_MAX_AGE_S", -1.0)
+    async with AsyncExitStack() as exits:
+        caches = [exits.enter_context(engine(name)) for name in "abc"]
+        workers = [await exits.enter_async_context(worker(server_info=each.server_info)) for each in caches]
+        urls = tuple(each.url for each in workers)
+        config = RouterConfig(
+            worker_urls=urls, port=0, model_path=str(bundled_model_path()), health_interval_s=0.05, debug_headers=True
+        )
+        if num_fronts == 1:
+            services = [await exits.enter_async_context(RouterService(config))]
+        else:
+            services = await exits.enter_async_context(fronts_of(config, num_fronts))
+        for cache in caches:
+            cache.store(list(range(32)))
+
+        def knows_all() -> bool:
+            return all(
+                service.keeper.index.has_joined
+                and [rank.num_blocks for url in urls for rank in service.keeper.index.ranks(url)] == [2, 2, 2]
+                for service in services
+            )
+
+        await until(knows_all)
+        client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+
+        async def ask(messages: list[dict[str, Any]], service: RouterService = services[0]) -> tuple[str, int]:
+            answer = await client.post(f"{service.url}/v1/chat/completions", json={"model": "m", "messages": messages})
+            assert answer.status_code == 200
+            return answer.headers["x-kvist-worker"], int(answer.headers["x-kvist-overlap-tokens"])
+
+        first = [(await ask(chat_of(number)))[0] for number in range(6)]
+        if num_fronts > 1:
+            indexes = [service.keeper.index for service in services]
+            await until(
+                lambda: all({*first} == {rank.worker for rank in each._with_items.values()} for each in indexes)
+            )
+        for turn in range(1, 4):
+            for number in range(6):
+                found, overlap_tokens = await ask(chat_of(number, *["And this?"] * turn), services[number % num_fronts])
+                assert (found, overlap_tokens >= 512) == (first[number], True)

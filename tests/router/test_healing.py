@@ -257,7 +257,7 @@ class OneRank:
         return self.healer.body_for(self.target, ParsedRequest("m", 1), b"{}") != b"{}"
 
     def answer(self, num_cached_tokens: int | None, num_predicted_tokens: int = 0) -> None:
-        prompt = SimpleNamespace(is_tokenized=True, block_size=16)
+        prompt = SimpleNamespace(is_exact=True, block_size=16)
         chosen = SimpleNamespace(target=self.target)
         decision = SimpleNamespace(chosen=chosen, prompt=prompt, overlap_tokens=num_predicted_tokens)
         usage = ReportedUsage(64, num_cached_tokens)

@@ -13,7 +13,7 @@ from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
-from kvist.openai.tokenization import ChatTokenizer
+from kvist.openai.tokenization import ITEM_TOKENS, ChatTokenizer
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, INLINE_FORM_BYTES, OneModel, PromptReader
 
 WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
@@ -227,12 +227,45 @@ async def test_a_template_of_plain_text_is_matched_up_to_the_message_with_the_fi
     messages = [
         {"role": "user", "content": "again"},
         {"role": "user", "content": parts},
-        {"role": "user", "content": "x"},
+        {"role": "user", "content": "again"},
     ]
     ask = await reader.read(CHAT_PATH, body(messages=messages))
-    assert ask.token_ids.tolist() == words("user : again end user :")
+    assert ask.token_ids[: ask.num_exact_tokens].tolist() == words("user : again end user :")
+    rest = ask.token_ids[ask.num_exact_tokens :].tolist()
+    assert rest[ITEM_TOKENS:] == words("hello world end user : again end")
     only_image = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": [image]}]))
-    assert only_image.token_ids.tolist() == words("user :")
+    assert only_image.token_ids[: only_image.num_exact_tokens].tolist() == words("user :")
+
+
+def image_of(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+PARTS = "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }} {% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{{ m['content'] }}", PARTS)])
+def test_what_stands_for_a_chat_with_images_begins_its_next_turn_and_no_other_chat(
+    reader: PromptReader, template: str
+) -> None:
+    tokenizer = ChatTokenizer(reader._models.tokenizer("m")._tokenizer, ChatTemplate(template, {}))
+
+    def tokens_of(*urls: str, more: str = "") -> list[int]:
+        parts = [part for url in urls for part in ({"type": "text", "text": "hello"}, image_of(url))]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "x"}]}]
+        messages += [{"role": "assistant", "content": more}, {"role": "user", "content": "again"}] if more else []
+        chat = ChatCompletionRequest(messages=messages)
+        token_ids, num_exact = tokenizer.tokenize_with_items(chat)
+        assert token_ids[:num_exact].tolist() == tokenizer.tokenize_chat(chat).tolist()
+        assert len(token_ids) > ITEM_TOKENS * len(urls)
+        return token_ids.tolist()
+
+    first = tokens_of("data:a", "data:b")
+    assert tokens_of("data:a", "data:b") == first
+    assert tokens_of("data:a", "data:b", more="world")[: len(first)] == first
+    others = [tokens_of("data:b", "data:a"), tokens_of("data:a", "data:c"), tokens_of("data:c", "data:b")]
+    assert all(other[: len(first)] != first for other in others)
+    assert others[1][:ITEM_TOKENS] == first[:ITEM_TOKENS] != others[0][:ITEM_TOKENS]
 
 
 @pytest.mark.parametrize(
@@ -252,6 +285,12 @@ def test_only_what_comes_before_the_first_image_is_rendered(content: str, text: 
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     parts = [{"type": "text", "text": "hello"}, image, {"type": "text", "text": "world"}, image]
     assert template.render(ChatCompletionRequest(messages=[{"role": "user", "content": parts}])) == text
+
+
+def test_a_body_full_of_images_is_read_up_to_the_64th(reader: PromptReader) -> None:
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": [image_of("data:"), None, 5, "again"] * 5000}])
+    token_ids, num_exact = reader._models.tokenizer("m").tokenize_with_items(chat)
+    assert num_exact < len(token_ids) <= 64 * (ITEM_TOKENS + 20_000)
 
 
 async def test_other_endpoints_give_their_model_if_they_say_one(reader: PromptReader) -> None:

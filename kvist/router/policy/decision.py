@@ -24,11 +24,11 @@ class Role(StrEnum):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt's length. Where `is_tokenized` is false, `num_tokens` is an estimate and nothing overlaps."""
+    """A prompt's length: an estimate where `is_exact` is false."""
 
     num_tokens: int
     block_size: int
-    is_tokenized: bool = True
+    is_exact: bool = True
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):

@@ -47,7 +47,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Capacity, CircuitBreaker, HealthGauge, Worker
-from kvist.router.index import Overlaps, RankStatus
+from kvist.router.index import Overlaps, RankStatus, add_expected
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
 from kvist.router.processes.keeper import KEEPER_SOCKET, KeeperProcess, families_of
@@ -82,6 +82,7 @@ class SharedIndex:
         self._reader: RadixReader | None = None
         self._ranks: dict[str, list[RankStatus]] = {}
         self._targets: dict[int, WorkerRank] = {}
+        self._with_items: dict[int, WorkerRank] = {}
         self.block_sizes: Mapping[str, int] = {}
 
     @property
@@ -97,8 +98,9 @@ class SharedIndex:
         """Stop using the index of a keeper that is gone; slots and clearings of the next one differ."""
         self._reader = None
         self._targets.clear()
+        self._with_items.clear()
         for worker, ranks in self._ranks.items():
-            self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
+            self._ranks[worker] = [replace(each, slot=None, clearing=None, items_clearing=None) for each in ranks]
 
     def set_ranks(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
         """Set the ranks and the block size of a worker, as the keeper reports them; no ranks remove it."""
@@ -107,13 +109,18 @@ class SharedIndex:
             self.block_sizes = others if block_size is None else {**others, worker: block_size}
         for status in self._ranks.pop(worker, ()):
             self._targets.pop(status.clearing or 0, None)
+            self._with_items.pop(status.items_clearing or 0, None)
         if ranks:
             self._ranks[worker] = ranks
         for status in ranks:
             if status.clearing is not None and status.state is not SourceState.RESYNCING:
                 self._targets[status.clearing] = status.target
+                if status.items_clearing is not None:
+                    self._with_items[status.items_clearing] = status.target
 
-    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
+    def match(
+        self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
+    ) -> Overlaps | None:
         """Return who holds how many leading blocks, of the first `num_usable`; None while the keeper writes."""
         reader, targets = self._reader, self._targets
         if reader is None:
@@ -123,7 +130,11 @@ class SharedIndex:
             return None
         if found and reader.wants_uses:
             self._send(messages.Used(hashes.tobytes()))
-        return {targets[clearing]: depths for clearing, depths in found.items() if clearing in targets}
+        overlaps = {targets[clearing]: depths for clearing, depths in found.items() if clearing in targets}
+        if num_exact is not None:
+            for clearing in found.keys() & self._with_items.keys():
+                add_expected(overlaps, self._with_items[clearing], found[clearing], num_exact)
+        return overlaps
 
     def ranks(self, worker: str) -> list[RankStatus]:
         """Return the worker's ranks, with what each holds."""
@@ -137,7 +148,7 @@ class SharedIndex:
         return any(status.is_approximate for status in self._ranks.get(worker, ()))
 
     def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Report that a worker that streams no events now holds all blocks of a prompt."""
+        """Report that a worker now holds all blocks of a prompt, as its events do not say so."""
         self._send(messages.Computed(worker, hashes.tobytes()))
 
 

@@ -200,7 +200,7 @@ class KeeperProcess(ComposedContext):
                 self._send_worker(worker)
             case messages.Used(hashes) if index is not None:
                 index.touch(np.frombuffer(hashes, np.uint64))
-            case messages.Computed(url, hashes) if index is not None and index.is_expecting(url):
+            case messages.Computed(url, hashes) if index is not None:
                 index.record_computed(url, np.frombuffer(hashes, np.uint64))
             case messages.ResponseStored():
                 self._broadcast(encode(message), except_to=link)

@@ -116,7 +116,7 @@ class Used(Message, frozen=True):
 
 
 class Computed(Message, frozen=True):
-    """A worker that streams no events has computed a prompt with these blocks."""
+    """A worker has computed a prompt with these blocks, and its events do not say so."""
 
     url: str
     hashes: bytes

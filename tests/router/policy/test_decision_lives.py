@@ -47,7 +47,7 @@ class Caches:
         self.block_sizes: dict[str, int] = {}
         self.has_joined = True
 
-    def match(self, hashes: Any, num_usable: int | None = None) -> Overlaps:
+    def match(self, hashes: Any, num_usable: int | None = None, _: int | None = None) -> Overlaps:
         family = next((idx for idx, chain in enumerate(CHAINS) if len(hashes) and chain[0] == hashes[0]), None)
         most = len(hashes) if num_usable is None else num_usable
         if family is None:
