@@ -11,7 +11,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -271,6 +271,8 @@ def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:
 def _make_server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
     import uvicorn
 
+    from kvist.http import LoopClock
+
     class Server(uvicorn.Server):
         """Prints when it is ready, and ends requests with an error where uvicorn would cut them off.
 
@@ -282,14 +284,16 @@ def _make_server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.
             print(ready_line, flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            asyncio.get_running_loop().call_later(_DRAIN_S, engine.stop)
-            await super().shutdown(sockets)
+            loop = asyncio.get_running_loop()
+            loop.call_later(_DRAIN_S, engine.stop)
+            with LoopClock(loop) as clock, suppress(TimeoutError):  # a loop that was late has errors to send
+                async with clock.timeout(_HTTP_CLOSE_S):
+                    await super().shutdown(sockets)
+            for task in self.server_state.tasks:  # those that have not ended
+                task.cancel()
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    options = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_HTTP_CLOSE_S
-    )
-    return Server(options)
+    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
