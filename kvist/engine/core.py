@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from kvist.engine.request import (
     TokenLogprobs,
 )
 from kvist.engine.runner import Runner
-from kvist.engine.sampler import draw, logprobs_of, token_logprobs
+from kvist.engine.sampler import DrawnTokens, draw, logprobs_of, token_logprobs
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
@@ -70,7 +71,7 @@ class _Launched:
     scheduled: Sequence[ScheduledRequest]
     sampled: Sequence[Request]
     logits: torch.Tensor
-    drawn: torch.Tensor
+    drawn: DrawnTokens
 
 
 class EngineCore:
@@ -261,10 +262,12 @@ class EngineCore:
             return None
         sampled = [each.request for each in scheduled if each.is_sampled]
         try:
-            logits = self._runner.forward(scheduled, None if last is None else (last.sampled, last.drawn))
-            drawn = draw(logits[: len(sampled)], sampled)
+            logits = self._runner.forward(scheduled, None if last is None else (last.sampled, last.drawn.on_device))
+            drawn = DrawnTokens(draw(logits[: len(sampled)], sampled))
             _record_prompt_logprobs(scheduled, logits[len(sampled) :])
         except (RuntimeError, ValueError) as error:  # what torch and the kernels raise; our own bugs end the engine
+            with suppress(RuntimeError):
+                self._runner.synchronize()  # what it launched before may still write
             self._outputs += self._fail(scheduled, error)
             return None
         self._scheduler.commit(scheduled)
@@ -273,10 +276,13 @@ class EngineCore:
         return _Launched(scheduled, sampled, logits[: len(sampled)], drawn)
 
     def _finish(self, launched: _Launched) -> list[RequestOutput]:
-        """Wait for a step's tokens, and give them to their requests, unless these have ended."""
+        """Wait until a step is computed, and give its tokens to their requests, unless these have ended.
+
+        Nothing is being computed then but the step ahead, if there is one.
+        """
         sampled = launched.sampled
         try:
-            token_ids: list[int] = launched.drawn.tolist()
+            token_ids = launched.drawn.wait()
         except RuntimeError as error:  # the device failed after the launch
             ahead, self._ahead = self._ahead, None
             failed = {each.request: each for step in (launched, ahead) if step is not None for each in step.scheduled}
@@ -287,8 +293,6 @@ class EngineCore:
         chunked = [
             each for each, _ in launched.scheduled if each not in sampled and isinstance(each.handoff, RemoteDecode)
         ]
-        if chunked and launched.logits.is_cuda:
-            torch.cuda.synchronize(launched.logits.device)  # no token was waited for
         outputs = [output for request in chunked for output in self._offer_computed(request)]
         for row in zip(sampled, token_ids, logprobs, strict=True):
             row[0].num_pending_tokens -= 1

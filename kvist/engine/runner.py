@@ -45,6 +45,11 @@ class Runner:
         """Return whether a step's tokens can be waited for after the next step is launched: this process computes."""
         return self.tensors.device.type == "cuda"
 
+    def synchronize(self) -> None:
+        """Wait until everything that was launched is computed."""
+        if self.tensors.device.type == "cuda":
+            torch.cuda.synchronize(self.tensors.device)
+
     def forward(self, scheduled: Sequence[ScheduledRequest], last: Drawn | None = None) -> torch.Tensor:
         """Compute the step into the cache; return float32 logits of the requests with `is_sampled`, in their order.
 

@@ -34,6 +34,25 @@ def draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     return token_ids
 
 
+class DrawnTokens:
+    """The tokens that a step draws: int64 on its device, and on their way to the host."""
+
+    def __init__(self, on_device: torch.Tensor) -> None:
+        self.on_device = on_device
+        self._on_host = on_device.to("cpu", non_blocking=True)
+        self._has_arrived: torch.cuda.Event | None = None
+        if on_device.is_cuda:
+            self._has_arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._has_arrived.record(torch.cuda.current_stream(on_device.device))
+
+    def wait(self) -> list[int]:
+        """Return them once their step is computed, also if there are none; later steps are not waited for."""
+        if self._has_arrived is not None:
+            self._has_arrived.synchronize()
+        token_ids: list[int] = self._on_host.tolist()
+        return token_ids
+
+
 def logprobs_of(
     logits: torch.Tensor, token_ids: Sequence[int], requests: Sequence[Request]
 ) -> list[TokenLogprobs | None]:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from late_device import late_devices
 from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
@@ -251,6 +252,17 @@ def test_a_device_that_fails_after_the_launch_of_two_steps_ends_their_requests_a
     again = generate(core, [(make_prompt(12), greedy(5))])["0"]
     assert tokens_of(again) == expected
     assert again[-1].num_cached_tokens == 0, "what a failed step should have filled is not reused"
+
+
+def test_a_steps_tokens_are_given_out_before_the_step_ahead_is_computed(make_core, greedy) -> None:
+    core = make_core("qwen3")
+    core.add_request("0", SequenceInput(make_prompt(12), greedy(5)))
+    with late_devices() as devices:
+        for num_ahead in (1, 1, 1, 1, 0):
+            (output,) = core.step()
+            assert len(output.token_ids) == 1
+            assert len(devices(core._runner).steps) == num_ahead
+    assert not core.has_work
 
 
 def test_a_stop_string_ends_the_request_and_is_cut_off(make_core, greedy) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, reduce
 from itertools import takewhile
@@ -13,13 +14,13 @@ from operator import add
 from typing import Any
 from unittest.mock import patch
 
+from late_device import late_devices
 from lives import seeds
 from lone_answers import Ask, Asker, LoneEngine
 from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
 from kvist.engine.request import RequestOutput
-from kvist.engine.runner import Runner
 
 LIVES = seeds(6)
 NUM_ACTS = 60
@@ -157,7 +158,7 @@ def test_whatever_else_is_asked_each_request_is_answered_as_if_it_were_alone(mak
     for seed in LIVES:
         life = Life(seed, make_core, new_follower(), reached)
         try:
-            with patch.object(Runner, "can_wait", life.looks_ahead):  # as on a GPU
+            with late_devices() if life.looks_ahead else nullcontext():
                 life.live()
             life.compare(lone(life.family))
         except BaseException as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from late_device import late_devices
 from memory_invariants import check_engine
 
 from kvist.engine import handoff
@@ -99,6 +100,25 @@ def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
         return worker
 
     return make
+
+
+@pytest.fixture
+def make_late_worker(make_worker: Callable[..., Worker]) -> Iterator[Callable[..., Worker]]:
+    """Make workers with devices like GPUs, and check that no step still uses the blocks that transfers get."""
+    with late_devices() as devices:
+
+        def make(name: str, **settings: Any) -> Worker:
+            worker = make_worker(name, **settings)
+            device = devices(worker.core._runner)
+
+            def command(command: Command) -> None:
+                device.check(command, B)
+                worker.notes.command(command)
+
+            worker.core.attach(command)
+            return worker
+
+        yield make
 
 
 def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> RemotePrefill:
@@ -580,3 +600,37 @@ def test_each_part_of_a_request_is_timed_where_it_is_done(make_worker, greedy) -
     assert times["failed"].fetch_error == "gone"
     assert steps("aborted") == ["queued_s", "fetching_s", "ended_s"]
     assert times["aborted"].finish_reason == "abort"
+
+
+def add_fetched(worker: Worker, request_id: str, num_tokens: int, params: SamplingParams) -> None:
+    remote = RemotePrefill(("tcp://here:1",), "held", num_tokens)
+    worker.core.add_request(request_id, SequenceInput(make_prompt(num_tokens, 9), params, handoff=remote))
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed"])
+def test_a_prompt_is_fetched_into_the_blocks_of_another_that_ended_once_its_chunk_is_computed(
+    end: str, make_late_worker, greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_late_worker("llama", num_blocks=9, max_model_len=36, max_num_batched_tokens=8, max_num_seqs=2)
+    worker.core.add_request("0", SequenceInput(make_prompt(30), greedy(5)))
+    if end == "aborted":
+        assert worker.core.step() == []
+        worker.core.abort("0")
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr("kvist.engine.core.draw", Mock(side_effect=RuntimeError("out of memory")))
+            assert worker.core.step()[0].error == "the engine failed: out of memory"
+    add_fetched(worker, "fetched", 30, greedy(2))
+    worker.run()
+    assert len(worker.notes.wanted) == 1
+
+
+def test_a_cached_prefix_is_held_for_others_once_it_is_computed(make_late_worker, greedy) -> None:
+    worker = make_late_worker("llama", max_num_batched_tokens=16, max_num_seqs=2)
+    prompt = make_prompt(30)
+    worker.core.add_request("1", SequenceInput(prompt, greedy(5)))
+    worker.core.step()
+    worker.core.add_request("2", SequenceInput(prompt, GREEDY_ONCE, handoff=RemoteDecode(30)))
+    worker.run()
+    assert len(worker.tokens("1")) == 5
+    assert len(worker.notes.offered) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvist.engine.request import Request, TextStream
-from kvist.engine.sampler import draw, logprobs_of
+from kvist.engine.sampler import DrawnTokens, draw, logprobs_of
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams
 
@@ -125,3 +125,15 @@ def test_more_alternatives_than_tokens_are_all_of_them() -> None:
     (logprobs,) = logprobs_of(LOGITS[None], [0], [make_request(temperature=0.0, logprobs=20)])
     assert logprobs is not None
     assert len(logprobs.top) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_drawn_tokens_arrive_before_what_is_launched_after_them_is_computed() -> None:
+    drawn, later = DrawnTokens(torch.tensor([5, 7], device="cuda")), torch.cuda.Event()
+    torch.cuda._sleep(1 << 31)  # about a second
+    later.record()
+    assert drawn.wait() == [5, 7]
+    assert not later.query()
+    assert DrawnTokens(drawn.on_device[:0]).wait() == []
+    assert later.query(), "a step that draws no token is waited for, too"
