@@ -79,12 +79,13 @@ class EngineCore:
 
     On a GPU the next step is launched before this one's tokens are waited for, where every running request has one
     token to compute and nothing but the model decides on it. A request that ends takes part in one step too many, whose
-    token is dropped.
+    token is dropped. Between calls of `step`, at most the step ahead is not computed yet.
 
     A step that fails ends its requests, with an error each, and releases their blocks; other requests continue.
 
     After `attach`, a prompt's blocks can be held for another worker, or be fetched from one: the transfer service calls
-    `on_report` between steps.
+    `on_report` between steps. No step that is not computed yet uses blocks that another worker may write, or writes
+    those that it may read.
     """
 
     def __init__(self, limits: ModelLimits, kv_cache: KvCacheManager, scheduler: Scheduler, runner: Runner) -> None:
@@ -95,6 +96,7 @@ class EngineCore:
         self._runner = runner
         self._requests: dict[str, Request] = {}
         self._unreserved: deque[Request] = deque()
+        self._reserved: list[Request] = []
         self._outputs: list[RequestOutput] = []
         self._ahead: _Launched | None = None
         self._is_stuck = False
@@ -175,6 +177,9 @@ class EngineCore:
         )
         assert request_id not in self._requests, "request ids are unique"
         if isinstance(handoff, RemoteDecode) and handoff.max_cached_tokens is not None:
+            if self._ahead is not None:  # it may fill what is cached already
+                launched, self._ahead = self._ahead, None
+                self._outputs += self._finish(launched)
             self._outputs.append(self._offer_cached(request, handoff.max_cached_tokens))
             return
         self._requests[request_id] = request
@@ -230,21 +235,18 @@ class EngineCore:
         Outputs that need no computation are returned at once, and the step is left to the next call.
         """
         if not self._outputs:
-            launched, self._ahead = self._ahead or self._launch(None), None
+            launched, self._ahead = self._ahead, None
+            self._reserve()
+            if launched is None:
+                self._fetch_reserved()
+                launched = self._launch(None)
             if launched is not None:
-                if self._can_look_ahead(launched):
+                if self._runner.can_wait and self._scheduler.can_look_ahead:
                     self._ahead = self._launch(launched)
                 self._outputs += self._finish(launched)
+            self._fetch_reserved()
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def _can_look_ahead(self, launched: _Launched) -> bool:
-        return (
-            self._runner.can_wait
-            and self._handoffs is None  # other workers' writes wait for no step
-            and bool(launched.sampled)
-            and self._scheduler.can_look_ahead
-        )
 
     def _launch(self, last: _Launched | None) -> _Launched | None:
         """Schedule a step and start to compute it, or return None; a failure goes to the outputs.
@@ -252,13 +254,12 @@ class EngineCore:
         The tokens of the `last` step are pending.
         """
         num_preemptions = self._scheduler.num_preemptions
-        has_reserved = self._reserve()
         scheduled = self._scheduler.schedule()
         has_preempted = self._scheduler.num_preemptions > num_preemptions
         if has_preempted and self._handoffs is not None:
             self._handoffs.withdraw_preempted()
         if not scheduled:
-            self._is_stuck = not (has_reserved or has_preempted or last)
+            self._is_stuck = not (has_preempted or last)
             return None
         sampled = [each.request for each in scheduled if each.is_sampled]
         try:
@@ -290,10 +291,11 @@ class EngineCore:
             self.kv_cache.flush()
             return outputs
         logprobs = logprobs_of(launched.logits, token_ids, sampled)
-        chunked = [
-            each for each, _ in launched.scheduled if each not in sampled and isinstance(each.handoff, RemoteDecode)
-        ]
-        outputs = [output for request in chunked for output in self._offer_computed(request)]
+        outputs = []
+        for request, _ in launched.scheduled:
+            is_chunked = isinstance(request.handoff, RemoteDecode) and not request.num_pending_tokens
+            if is_chunked and self._is_open(request):
+                outputs += self._offer_computed(request)
         for row in zip(sampled, token_ids, logprobs, strict=True):
             row[0].num_pending_tokens -= 1
             if self._is_open(row[0]):
@@ -378,16 +380,18 @@ class EngineCore:
         del self._requests[request.request_id]
         self._outputs.append(RequestOutput(request.request_id, error=f"kv transfer failed: {reason}"))
 
-    def _reserve(self) -> bool:
-        """Reserve blocks for prompts to fetch, in order, and start to fetch them; return whether any got its blocks."""
-        has_reserved = False
+    def _reserve(self) -> None:
+        """Reserve blocks for prompts to fetch, in order."""
         while self._unreserved and self._scheduler.reserve(self._unreserved[0]):
+            self._reserved.append(self._unreserved.popleft())
+
+    def _fetch_reserved(self) -> None:
+        """Start to fetch prompts, once every step that was launched before their blocks were reserved is computed."""
+        for request in self._reserved:
             assert self._handoffs is not None
-            request = self._unreserved.popleft()
             request.times.fetching_s = time.monotonic()
             self._handoffs.fetch(request)
-            has_reserved = True
-        return has_reserved
+        self._reserved.clear()
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         """Add a token to a request, and end the request if that was its last."""

@@ -97,13 +97,15 @@ class Scheduler:
 
     @property
     def can_look_ahead(self) -> bool:
-        """Return whether the running requests' next tokens can be computed without a preemption, once they are known.
+        """Return whether pending tokens can be computed, without a preemption, as soon as the device knows them.
 
-        Only where each has one token to compute.
+        Only where each running request has one token to compute.
         """
         num_running = len(self._running)
-        return all(each.num_new_tokens <= 1 and each.is_foreseeable for each in self._running) and all(
-            pool.num_free >= num_running for pool in self._kv_cache.pools
+        return (
+            any(each.num_pending_tokens and each.num_new_tokens for each in self._running)
+            and all(each.num_new_tokens <= 1 and each.is_foreseeable for each in self._running)
+            and all(pool.num_free >= num_running for pool in self._kv_cache.pools)
         )
 
     def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:

@@ -607,6 +607,26 @@ def add_fetched(worker: Worker, request_id: str, num_tokens: int, params: Sampli
     worker.core.add_request(request_id, SequenceInput(make_prompt(num_tokens, 9), params, handoff=remote))
 
 
+def test_a_prompt_is_fetched_into_an_ended_requests_blocks_once_the_step_ahead_is_computed(
+    make_late_worker, greedy
+) -> None:
+    worker = make_late_worker("llama", num_blocks=9, max_model_len=36)
+    worker.core.add_request("0", SequenceInput(make_prompt(18), greedy(9)))
+    worker.run()
+    *expected, stop = worker.tokens("0")[:2]
+    worker.core.add_request("1", SequenceInput(make_prompt(18), greedy(9, stop_token_ids=[stop])))
+    worker.outputs["1"] = worker.core.step()
+    add_fetched(worker, "fetched", 24, greedy(2))
+    while "1" in worker.core._requests:
+        assert worker.notes.wanted == []
+        for output in worker.core.step():
+            worker.outputs["1"].append(output)
+    assert worker.core._ahead is not None, "a step too many"
+    worker.run()
+    assert worker.tokens("1") == [*expected, stop]
+    assert len(worker.notes.wanted) == 1
+
+
 @pytest.mark.parametrize("end", ["aborted", "failed"])
 def test_a_prompt_is_fetched_into_the_blocks_of_another_that_ended_once_its_chunk_is_computed(
     end: str, make_late_worker, greedy, monkeypatch: pytest.MonkeyPatch
@@ -625,12 +645,40 @@ def test_a_prompt_is_fetched_into_the_blocks_of_another_that_ended_once_its_chun
     assert len(worker.notes.wanted) == 1
 
 
-def test_a_cached_prefix_is_held_for_others_once_it_is_computed(make_late_worker, greedy) -> None:
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_cached_prefix_is_held_for_others_once_it_is_computed(is_ahead: bool, make_late_worker, greedy) -> None:
     worker = make_late_worker("llama", max_num_batched_tokens=16, max_num_seqs=2)
     prompt = make_prompt(30)
+    if is_ahead:
+        worker.core.add_request("0", SequenceInput(make_prompt(9, 1), greedy(9)))
+        worker.core.step()
     worker.core.add_request("1", SequenceInput(prompt, greedy(5)))
     worker.core.step()
+    assert (worker.core._ahead is not None) == is_ahead
     worker.core.add_request("2", SequenceInput(prompt, GREEDY_ONCE, handoff=RemoteDecode(30)))
     worker.run()
     assert len(worker.tokens("1")) == 5
     assert len(worker.notes.offered) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [8, 20])
+def test_a_chunk_of_a_prompt_is_offered_once_it_is_computed_unless_its_request_was_aborted(
+    num_tokens: int, make_late_worker, greedy
+) -> None:
+    worker = make_late_worker("llama", max_num_batched_tokens=8, max_num_seqs=2)
+    worker.core.add_request("0", SequenceInput(make_prompt(5, 1), greedy(9)))
+    worker.core.step()
+    worker.core.add_request("1", SequenceInput(make_prompt(num_tokens), greedy(5), handoff=RemoteDecode()))
+    (told,) = worker.core.step()
+    worker.core.step()
+    assert worker.core._ahead is not None
+    if num_tokens == 8:
+        worker.run()
+        assert worker.outputs["1"][-1].finish_reason == "length"
+    else:
+        worker.core.abort("1")
+        assert worker.core.withdraw(told.remote_request_id)
+        worker.core.on_report(OfferReleased(told.remote_request_id, False))
+        worker.run()
+        assert "1" not in worker.outputs
+    assert len(worker.outputs["0"]) >= 7

@@ -7,6 +7,7 @@ import ctypes
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from operator import add
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from late_device import LateDevice, late_devices
 from lives import seeds
 from lone_answers import Ask, Asker, LoneEngine
 from memory_invariants import check_engine
@@ -24,7 +26,8 @@ from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
 from kvist.engine.request import RequestOutput, RequestTimes
-from kvist.openai.requests import Handoff, RemoteDecode, RemotePrefill
+from kvist.engine.runner import Runner
+from kvist.openai.requests import Handoff, RemoteDecode, RemotePrefill, SamplingParams
 from kvist.transfer.agents import Write, WriteFailedError
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.commands import (
@@ -48,7 +51,18 @@ NUM_ACTS = 500
 MAX_LEN, VOCAB_SIZE, B = 96, 512, 4
 FAMILIES = ("gemma3", "llama")
 KINDS = ("alone", "handed", "handed", "handed", "handed", "pulled", "pulled", "longer", "left", "other")
-REACHED = (*KINDS, "compared", "pieces written", "fetched", "fallbacks", "given up", "preempted", "aborted", "killed")
+REACHED = (
+    *KINDS,
+    "compared",
+    "pieces written",
+    "fetched",
+    "fallbacks",
+    "given up",
+    "preempted",
+    "aborted",
+    "killed",
+    "looked ahead",
+)
 LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0)
 
 
@@ -107,7 +121,12 @@ class Worker:
         self.bounce = bounce
         self.sender = Sender(ends, ends, hello, LIMITS, self.reports.append, bounce)
         self.receiver = Receiver(ends, hello, LIMITS, self.reports.append, bounce)
-        self.core.attach(self.commands.append, is_fallback_allowed=is_fallback_allowed)
+        self.core.attach(self.command, is_fallback_allowed=is_fallback_allowed)
+
+    def command(self, command: Command) -> None:
+        if self.world.devices is not None:
+            self.world.devices(self.core._runner).check(command, B)
+        self.commands.append(command)
 
     def run_commands(self) -> None:
         while self.commands:
@@ -247,6 +266,7 @@ class World:
         self.now_s = 0.0
         self.is_lossy = True
         self.num_workers = self.num_parts = 0
+        self.devices: Callable[[Runner], LateDevice] | None = None
         self.wire: list[Callable[[], None]] = []
         self.workers: dict[str, Worker] = {}
         self.parts: dict[tuple[Worker, str], Part] = {}
@@ -280,6 +300,7 @@ class World:
 
     def live(self) -> None:
         acts = {
+            self.compute: 12 if self.devices is not None else 0,
             self.ask: 3,
             self.step: 36,
             self.run_commands: 16,
@@ -326,6 +347,13 @@ class World:
             if rng.random() < 0.8:  # with log probabilities no prompt is fetched
                 params = msgspec.structs.replace(ask.params, logprobs=None, prompt_logprobs=None, echo=False)
                 ask = replace(ask, params=params)
+                if self.devices is not None:  # they look ahead where nothing but the model decides on a token
+                    kept = ("max_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "ignore_eos", "stop")
+                    params = SamplingParams(
+                        **{name: getattr(params, name) for name in kept},
+                        stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice((0, 60))),
+                    )
+                    ask = replace(ask, params=params, bad_words=(), has_grammar=False)
             source = self.any_worker()
             target = self.any_worker(but=source)
             self.reached[kind] += 1
@@ -350,6 +378,7 @@ class World:
 
     def step(self) -> None:
         worker = self.any_worker()
+        self.reached["looked ahead"] += worker.core._ahead is not None
         if worker.core.has_work:
             for output in worker.core.step():
                 part = self.parts[worker, output.request_id]
@@ -381,6 +410,11 @@ class World:
             handoff = RemotePrefill((first.worker.endpoint,), remote_request_id, self.random.randint(1, num_tokens))
         if request.kind != "left":
             request.last = self.send(request.target, ask, handoff)
+
+    def compute(self) -> None:
+        """Let a device compute some of what was launched."""
+        assert self.devices is not None
+        self.devices(self.any_worker().core._runner).compute(self.random.randint(1, 9))
 
     def run_commands(self) -> None:
         self.any_worker().run_commands()
@@ -483,7 +517,8 @@ def test_whoever_computes_a_prompt_and_whatever_is_lost_each_answer_is_that_of_o
     for seed in LIVES:
         world = World(seed, open_worker, new_follower, reached)
         try:
-            world.live()
+            with late_devices() if world.random.random() < 0.7 else nullcontext() as world.devices:
+                world.live()
             world.compare(lone(world.family))
         except BaseException as error:
             error.add_note(f"life {seed}")
