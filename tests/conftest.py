@@ -551,14 +551,15 @@ def _amqtt_config(port: int, folder: Path, password: str | None, certificate: Ce
 
 
 @pytest.fixture
-def _patient_publications(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open a publication once its broker has let it in, however busy that is: until then nobody can ask it anything."""
+def _patient_with_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for brokers however busy they are: until one has let a publication in, nobody can ask that anything."""
     monkeypatch.setattr("kvist.events.transports.broker_stream.OPEN_WAIT_S", DEADLINE_S)
+    monkeypatch.setattr("kvist.events.transports.mqtt.CONNECT_TIMEOUT_S", DEADLINE_S)
 
 
 @pytest.fixture
 def start_mqtt_broker(
-    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_publications: None
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_with_brokers: None
 ) -> Iterator[Callable[..., MqttBroker]]:
     """Return a function that starts an MqttBroker; all are killed at the end."""
     brokers: list[MqttBroker] = []
@@ -617,7 +618,7 @@ class NatsServer:
 
 @pytest.fixture
 def start_nats_server(
-    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_publications: None
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory, _patient_with_brokers: None
 ) -> Iterator[Callable[..., NatsServer]]:
     """Return a function that starts a NatsServer; all are killed at the end."""
     servers: list[NatsServer] = []
