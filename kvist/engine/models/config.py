@@ -201,6 +201,8 @@ def _layers(text: PreTrainedConfig) -> tuple[LayerConfig, ...]:
             raise InvalidValueError("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")
         if head_dim < 1 or head_dim % 2 or head_dim > MAX_HEAD_DIM:
             raise InvalidValueError("head_dim", head_dim, f"an even number up to {MAX_HEAD_DIM}")
+        if mode == "reuse" and kind not in owners:  # transformers refuses it itself up to 5.23
+            raise InvalidValueError("num_kv_shared_layers", text.num_kv_shared_layers, f"fewer, as the first is {kind}")
         source = owners[kind] if mode == "reuse" else None
         if source is None:
             owners[kind] = layer_idx
