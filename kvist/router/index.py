@@ -295,12 +295,12 @@ class FleetIndex:
         states = {} if self._indexer is None else self._indexer.states(worker)
         return WorkerRank(worker, *states) if len(states) == 1 else None
 
-    def _rank_with_items(self, worker: str) -> tuple[WorkerRank | None, WorkerRank]:
-        """Return the rank that is expected to hold prompts with images, and who holds these for it in the index."""
+    def _rank_with_items(self, worker: str) -> WorkerRank | None:
+        """Return the rank of a worker that is expected to hold prompts with images, if it still is."""
         rank, holder = self._only_rank(worker), _holder_of(worker, True)
         if self.radix is None or rank is None or holder not in self._expected:
-            return None, holder
-        return rank if self.radix.clearing_of(rank) == self._clearings.get(holder) else None, holder
+            return None
+        return rank if self.radix.clearing_of(rank) == self._clearings.get(holder) else None
 
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
@@ -321,7 +321,7 @@ class FleetIndex:
             if kind == _EXPECTED and not self.has_reported(worker):
                 overlaps[WorkerRank(worker, 0)] = depths
             elif kind == _ITEMS and num_exact is not None:
-                rank, _ = self._rank_with_items(worker)
+                rank = self._rank_with_items(worker)
                 if rank is not None and rank not in self.resyncing:
                     add_expected(overlaps, rank, depths, num_exact)
         return overlaps
@@ -337,13 +337,13 @@ class FleetIndex:
             return [self._status(WorkerRank(worker, 0), None, _holder_of(worker, False))]
         if self._indexer is None:
             return []
-        counted, (with_items, holder) = self._indexer.ranks_counting_copies(worker), self._rank_with_items(worker)
+        counted = self._indexer.ranks_counting_copies(worker)
         ranks = [
             self._status(target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
         ]
-        if with_items is not None:
-            ranks = [replace(ranks[0], items_clearing=self.radix.clearing_of(holder))]
+        if self._rank_with_items(worker) is not None:
+            ranks = [replace(ranks[0], items_clearing=self.radix.clearing_of(_holder_of(worker, True)))]
         return ranks
 
     @property
