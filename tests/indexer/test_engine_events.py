@@ -44,7 +44,7 @@ class Checker:
         assert reason in (layout.OTHER_RANK, layout.UNUSUAL_MESSAGE)
         if reason == layout.UNUSUAL_MESSAGE:
             return None
-        events, self.hashes, self.tokens, _ = lane._scratch
+        events, self.hashes, _, self.tokens, _ = lane._scratch
         names = events.dtype.names
         return [dict(zip(names, row, strict=True)) for row in events[: lane.stream["num_checked"]].tolist()]
 

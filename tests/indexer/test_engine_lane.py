@@ -410,13 +410,14 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_an_event_of_many_blocks_is_taken_in_slices_and_others_get_a_turn_between(pair, monkeypatch):
+def test_many_messages_are_taken_in_parts_and_others_get_a_turn_between(pair, monkeypatch):
     max_bytes, num_blocks = 1 << 12, 5000
     monkeypatch.setattr("kvist.indexer.engine._MAX_BYTES", max_bytes)
     hashes, tokens = range(1, num_blocks + 1), range(num_blocks * BLOCK_SIZE)
     pair.take([stored([9_000_001], [1, 1])], [stored([9_000_002], [1, 2])])
-    assert pair.take([stored(hashes, tokens)]) >= num_blocks * BLOCK_SIZE * 4 // max_bytes
-    assert pair.take([removed(hash_) for hash_ in hashes]) > 10
+    chain = [[stored([hash_], tokens[2 * hash_ - 2 : 2 * hash_], parent=hash_ - 1 or None)] for hash_ in hashes]
+    assert pair.take(*chain) >= num_blocks * 50 // max_bytes
+    assert pair.take(*([removed(hash_)] for hash_ in hashes)) > 10
     pair.take([stored(hashes, tokens), removed(*hashes[::2])])
     assert pair.num_names() == 2 + num_blocks // 2
     pair.take([stored(hashes[:3000], tokens[:6000])])

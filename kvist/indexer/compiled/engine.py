@@ -31,86 +31,50 @@ from kvist.indexer.compiled.words import Bytes
 from kvist.radix.compiled.blocks import depth_at, is_marked, row_at
 from kvist.radix.compiled.layout import Record, Records, Words
 
-_REMOVAL_BYTES = 64  # on the wire, where a removal is an event of its own
 _SEED, _U0 = np.uint64(HASH_SEED), np.uint64(0)
 
 
 @helper
-def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_more_bytes: int) -> None:
-    """Write the canonical hashes of blocks, from byte `start` on, to `chain`; each covers some bytes behind it, too."""
-    block_bytes, last = stream.block_size * 4, np.uint64(stream.last_block)
-    for number in range(num_blocks):
-        local = xxh3_64(tokens, start + number * block_bytes, block_bytes + num_more_bytes, _SEED)
-        last = chained(last, local) if number > 0 or stream.last_depth >= 0 else local
-        stream.chain[number] = last
-
-
-@helper
-def _store_event(held: Held, stream: Record, event: Record, hashes: Words, tokens: Bytes) -> int:
-    """Hold an event's blocks, if they are whole ones, a slice at a time; return DONE or why it stopped."""
+def _store_event(held: Held, stream: Record, event: Record, hashes: Words, tokens: Bytes, chain: Words) -> int:
+    """Hold an event's blocks, if they are whole ones; return DONE or why it stopped. `chain` gets their names."""
     if event.block_size != stream.block_size or event.num_tokens != event.num_hashes * stream.block_size:
         return layout.DONE
-    if stream.block_idx == 0:
-        stream.last_depth = -1
-        if event.has_parent:
-            row = row_named(held, event.parent)
-            if row < 0:
-                return layout.DONE
-            if is_marked(held.segments, row):
-                return layout.UNUSUAL_EVENT
-            for number in range(event.num_hashes):
-                if hashes[event.first_hash + number] == event.parent:
-                    return layout.UNUSUAL_EVENT
-            stream.last_block, stream.last_depth = row_at(held.segments, row).hash, depth_at(held.segments, row)
-    block_bytes = stream.block_size * 4
-    while stream.block_idx < event.num_hashes:
-        num_blocks = min(layout.SLICE_BLOCKS, event.num_hashes - stream.block_idx)
-        start = event.first_token * 4 + stream.block_idx * block_bytes
-        _hash_slice(stream, tokens, start, num_blocks, event.has_lookahead * 4)
-        first, depth = event.first_hash, stream.last_depth + 1
-        num_held = hold(held, event.tier, hashes, first, first + stream.block_idx, stream.chain, num_blocks, depth)
-        if num_held < num_blocks:
+    first, end, block_hash, depth = event.first_hash, event.first_hash + event.num_hashes, _U0, 0
+    if event.has_parent:
+        row = row_named(held, event.parent)
+        if row < 0:
             return layout.DONE
-        stream.block_idx += num_blocks
-        stream.last_block, stream.last_depth = stream.chain[num_blocks - 1], stream.last_depth + num_blocks
-        stream.budget -= num_blocks * block_bytes
-        if stream.budget <= 0 and stream.block_idx < event.num_hashes:
-            return layout.PAUSED
-    return layout.DONE
-
-
-@helper
-def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> int:
-    """Release an event's hashes, also those that name no block; return DONE or PAUSED."""
-    while stream.block_idx < event.num_hashes:
-        if stream.budget <= 0 and stream.block_idx > 0:
-            return layout.PAUSED
-        release_one(held, event.tier, hashes[event.first_hash + stream.block_idx])
-        stream.block_idx += 1
-        stream.budget -= _REMOVAL_BYTES
+        if is_marked(held.segments, row):
+            return layout.UNUSUAL_EVENT
+        for number in range(first, end):
+            if hashes[number] == event.parent:
+                return layout.UNUSUAL_EVENT
+        block_hash, depth = row_at(held.segments, row).hash, depth_at(held.segments, row) + 1
+    block_bytes = stream.block_size * 4
+    start, num_bytes = event.first_token * 4, block_bytes + event.has_lookahead * 4
+    for number in range(first, end):
+        local = xxh3_64(tokens, start, num_bytes, _SEED)
+        block_hash = chained(block_hash, local) if number > first or event.has_parent else local
+        chain[number] = block_hash
+        start += block_bytes
+    hold(held, event.tier, hashes, chain, first, end, depth)
     return layout.DONE
 
 
 @helper
 def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: Words) -> int:
     """Count an event's blocks as held or released by one of the other groups; return DONE or why it stopped."""
-    is_state = event.key >> 32 == layout.STATE_WINDOW
-    if event.kind == layout.STORED and not is_state and event.block_size > held.rank.strides[group] * stream.block_size:
+    is_stored, is_state = event.kind == layout.STORED, event.key >> 32 == layout.STATE_WINDOW
+    if is_stored and not is_state and event.block_size > held.rank.strides[group] * stream.block_size:
         return layout.UNUSUAL_EVENT  # the group turns out to have larger blocks than its rule says
-    if event.tier != 0:
-        return layout.DONE
-    if event.kind == layout.STORED and held.rank.counts_copies == 0:
-        stream.block_idx = max(stream.block_idx, event.num_hashes - held.rank.num_trusted[group])
-    while stream.block_idx < event.num_hashes:
-        if stream.budget <= 0 and stream.block_idx > 0:
-            return layout.PAUSED
-        engine_hash = hashes[event.first_hash + stream.block_idx]
-        if event.kind == layout.STORED:
-            store_in_group(held, group, engine_hash)
+    first, end = event.first_hash, event.first_hash + (event.num_hashes if event.tier == 0 else 0)
+    if is_stored and held.rank.counts_copies == 0:
+        first = max(first, end - held.rank.num_trusted[group])
+    for number in range(first, end):
+        if is_stored:
+            store_in_group(held, group, hashes[number])
         else:
-            remove_from_group(held, group, engine_hash)
-        stream.block_idx += 1
-        stream.budget -= _REMOVAL_BYTES
+            remove_from_group(held, group, hashes[number])
     return layout.DONE
 
 
@@ -130,13 +94,12 @@ def _stop_at_event(stream: Record, events: Records) -> int:
     stream.event_idx += 1
     is_last = stream.event_idx == stream.num_checked
     stream.stop_end = stream.checked_end if is_last else events[stream.event_idx].start
-    stream.block_idx = 0
     return layout.UNUSUAL_EVENT
 
 
 @helper
-def _apply_events(held: Held, stream: Record, events: Records, hashes: Words, tokens: Bytes) -> int:
-    """Apply the rest of a checked message; return DONE, or why it stopped."""
+def _apply_events(held: Held, stream: Record, events: Records, hashes: Words, tokens: Bytes, chain: Words) -> int:
+    """Apply the rest of a checked message; return DONE or UNUSUAL_EVENT."""
     while stream.event_idx < stream.num_checked:
         event, passes, result = events[stream.event_idx], 0, layout.DONE
         is_stored = event.kind == layout.STORED
@@ -153,20 +116,16 @@ def _apply_events(held: Held, stream: Record, events: Records, hashes: Words, to
             if passes >= layout.OTHER_GROUPS:
                 result = _count_event(held, stream, passes - layout.OTHER_GROUPS, event, hashes)
             elif passes > 0 and is_stored:
-                result = _store_event(held, stream, event, hashes, tokens)
+                result = _store_event(held, stream, event, hashes, tokens, chain)
             elif passes > 0:
-                result = _remove_event(held, stream, event, hashes)
+                for number in range(event.first_hash, event.first_hash + event.num_hashes):
+                    release_one(held, event.tier, hashes[number])
             if passes < 0 or result == layout.UNUSUAL_EVENT:
                 return _stop_at_event(stream, events)
-            if result != layout.DONE:
-                return result
             stream.num_events += 1
             if is_sized:
                 stream.has_block_size = 1
         stream.event_idx += 1
-        stream.block_idx = 0
-        if stream.budget <= 0 and stream.event_idx < stream.num_checked:
-            return layout.PAUSED
     return layout.DONE
 
 
@@ -174,7 +133,7 @@ def _apply_events(held: Held, stream: Record, events: Records, hashes: Words, to
     (
         *(ARRAYS_TYPE, layout.STREAM_TYPE),
         *(BYTES, TABLE, int64, int64),  # messages
-        *(layout.EVENTS_TYPE, U64S, U32S, BYTES),  # scratch
+        *(layout.EVENTS_TYPE, U64S, U64S, U32S, BYTES),  # scratch
         *(U64S, U64S),  # fingerprints
     )
 )
@@ -187,6 +146,7 @@ def apply_messages(
     max_bytes: int,
     events: Records,
     hashes: Words,
+    chain: Words,
     tokens: Tokens,
     token_bytes: Bytes,
     sequences: Words,
@@ -194,13 +154,13 @@ def apply_messages(
 ) -> int:
     """Apply messages of a block, from `message_idx` on, as long as their sequences go on from `expected`.
 
-    Return DONE, or why it stopped before. A call does about as much work as `max_bytes` of messages cost. `token_bytes`
-    is the memory of `tokens`. The length of `sequences` and `fingerprints`, a ring, is a power of two.
+    Return why it stopped; DONE also after the message in which `max_bytes` of messages are exceeded. `token_bytes` is
+    the memory of `tokens`. The length of `sequences` and `fingerprints`, a ring, is a power of two.
     """
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
     stream = streams[0]
-    stream.budget = max_bytes
+    budget = max_bytes
     stream.num_batches = stream.num_events = stream.num_ignored = 0
     while stream.message_idx < len(messages):
         message = messages[stream.message_idx]
@@ -208,19 +168,19 @@ def apply_messages(
         if message[SEQUENCE] != expected:
             return layout.NOT_NEXT
         if not stream.is_checked:
-            if stream.budget <= 0:
-                return layout.PAUSED
+            if budget <= 0:
+                return layout.DONE
             if num_bytes > len(hashes):
                 return layout.TOO_LARGE
             if not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
                 return layout.UNUSUAL_MESSAGE
-            stream.is_checked, stream.event_idx, stream.block_idx = 1, 0, 0
-            stream.budget -= num_bytes
+            stream.is_checked, stream.event_idx = 1, 0
+            budget -= num_bytes
         if stream.checked_rank != held.rank.number:
             return layout.OTHER_RANK
-        if held.rank.num_verdicts == 0 and stream.event_idx == 0 and stream.block_idx == 0:
+        if held.rank.num_verdicts == 0 and stream.event_idx == 0:
             return layout.UNUSUAL_MESSAGE  # the first, whose windows Python compares
-        result = _apply_events(held, stream, events, hashes, token_bytes)
+        result = _apply_events(held, stream, events, hashes, token_bytes, chain)
         if result != layout.DONE:
             return result
         place = expected & (len(sequences) - 1)

@@ -167,17 +167,15 @@ def _release_name(held: Held, tier: int, block_hash: np.uint64) -> None:
 
 
 @helper
-def hold(
-    held: Held, tier: int, hashes: Words, first: int, start: int, blocks: Words, num_blocks: int, depth: int
-) -> int:
-    """Hold blocks in a tier under the hashes from `start` on, or one more copy of each; return how many.
+def hold(held: Held, tier: int, hashes: Words, blocks: Words, first: int, end: int, depth: int) -> None:
+    """Hold a chain of blocks, those from `first` to `end`, in a tier under its hashes, or one more copy of each.
 
-    A hash that named another block in this tier names the new one now. If the other block is in this chain, which
-    begins at `first`, the chain ends there. A block whose hash is 0 cannot be named and is left out.
+    A hash that named another block in this tier names the new one now. If the other block is in this chain, the chain
+    ends there. A block whose hash is 0 cannot be named and is left out.
     """
     index, segments, head, names, rank = held.index, held.segments, held.names_head, held.names, held.rank
-    for number in range(num_blocks):
-        engine_hash, block_hash = hashes[start + number], blocks[number]
+    for number in range(first, end):
+        engine_hash, block_hash, own_depth = hashes[number], blocks[number], depth + number - first
         name, row = _get(head, names, tier, engine_hash), find(index, segments, block_hash)
         tiers = tiers_at(index, segments, row, rank.slot) if row >= 0 else 0
         if tiers >> tier & 1 and name == block_hash:
@@ -187,9 +185,9 @@ def hold(
                 _increment(held, engine_hash, tier)
             continue
         if name != _U0 and name != block_hash and _is_in(index, segments, rank.slot, tier, name):
-            place = start + depth_at(segments, find(index, segments, name)) - depth
-            if first <= place < start + number and hashes[place] == engine_hash:
-                return number
+            place = first + depth_at(segments, find(index, segments, name)) - depth
+            if first <= place < number and hashes[place] == engine_hash:
+                return
             _release_name(held, tier, name)
             _remove(head, names, tier, engine_hash)
         if block_hash == _U0:
@@ -197,16 +195,15 @@ def hold(
         if held.counts_head.num_rows:
             _set_count(held, engine_hash, tier, _0)
         if tier == 0 and rank.num_groups:
-            _store_in_companion(held, engine_hash, block_hash, depth + number)
+            _store_in_companion(held, engine_hash, block_hash, own_depth)
         if name != block_hash:
             _put(head, names, tier, engine_hash, block_hash)
         if tiers >> tier & 1:
             _increment(held, block_hash, ALIASES + tier)
             continue
-        store_one(index, segments, block_hash, min(depth + number, MAX_DEPTH), rank.slot, tier)
+        store_one(index, segments, block_hash, min(own_depth, MAX_DEPTH), rank.slot, tier)
         if held.counts_head.num_rows:
             _set_count(held, block_hash, ALIASES + tier, _0)  # counted before the block was evicted
-    return num_blocks
 
 
 @helper
@@ -271,7 +268,7 @@ def change(arrays: Arrays, operation: int, place: int, engine_hashes: Words, blo
     if operation == HOLD:
         row = find(held.index, segments, np.uint64(parent)) if parent else _MINUS_1
         depth = depth_at(segments, row) + 1 if row >= 0 else _0
-        hold(held, place, engine_hashes, _0, _0, blocks, len(blocks), depth)
+        hold(held, place, engine_hashes, blocks, _0, len(blocks), depth)
         return
     for engine_hash in engine_hashes:
         if operation == RELEASE:

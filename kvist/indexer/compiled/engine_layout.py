@@ -17,7 +17,7 @@ from kvist.radix.compiled.layout import integers
 MAX_FIELDS, MAX_GROUP, FULL_WINDOW = 17, 1 << 20, (1 << 31) - 1
 STATE_WINDOW = FULL_WINDOW - 1
 OTHER_GROUPS, MAX_OTHER_GROUPS = 2, 32
-SLICE_BLOCKS, NUM_VERDICTS, MIN_EVENT_BYTES = 256, 128, 8
+NUM_VERDICTS, MIN_EVENT_BYTES = 128, 8
 
 STREAM = np.dtype(
     [
@@ -25,18 +25,13 @@ STREAM = np.dtype(
         ("default_rank", "i8"),  # of batches that name none
         ("has_block_size", "i8"),  # whether any event had blocks of our size
         ("field_order", "u1", (2, MAX_FIELDS)),  # of events that are arrays: stored, removed
-        # The position: the message, whether it is checked, the event, and the block in the event.
-        *integers("message_idx is_checked event_idx block_idx"),
-        ("last_block", "u8"),  # hash and depth of the block before
-        ("last_depth", "i8"),
-        ("budget", "i8"),  # work left in this call, in bytes
+        *integers("message_idx is_checked event_idx"),  # the position: the message, whether it is checked, the event
         # Counted in a call: batches, events, events that are never indexed.
         *integers("num_batches num_events num_ignored"),
         ("timestamp_s", "f8"),  # of the last message
         *integers("stop_start stop_end"),  # the bytes of the event at which the call stopped, if UNUSUAL_EVENT
         # The message that was checked: its events, hashes and tokens are in the scratch memory.
         *integers("num_checked num_hashes num_tokens checked_rank checked_end"),
-        ("chain", "u8", SLICE_BLOCKS),  # the canonical hashes of a slice's blocks
     ],
     align=True,
 )
@@ -80,7 +75,7 @@ RANK = np.dtype(
 """A rank of a stream, and the verdicts of its filter in the present state."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, PAUSED, NOT_NEXT, UNUSUAL_MESSAGE, UNUSUAL_EVENT, OTHER_RANK, TOO_LARGE = range(7)
+DONE, NOT_NEXT, UNUSUAL_MESSAGE, UNUSUAL_EVENT, OTHER_RANK, TOO_LARGE = range(6)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof
