@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -54,3 +56,21 @@ class BackgroundTasks:
         for task in self._tasks:
             task.cancel()
         await leave_group(self._group, error)
+
+
+async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:
+    """Return what a function returns on a thread of its own, which a process that ends does not wait for.
+
+    A caller that is cancelled does not stop it.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised again in the loop
+            done.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)

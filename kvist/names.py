@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
-from threading import Thread
+
+from kvist.contexts import run_in_daemon_thread
 
 PATIENCE_S = 0.5
 """How long name servers are waited for before a name's addresses of before are used."""
@@ -46,28 +48,12 @@ async def look_up(host: str, family: int = socket.AF_UNSPEC) -> list[str]:
     """Return the IP addresses of a host, to be tried in this order; raises OSError where there is none."""
     with suppress(ValueError):  # it is a name
         return [str(ip_address(host))]
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[str]] = loop.create_future()
+    return await run_in_daemon_thread(partial(_ask_name_servers, host, family), f"kvist-look-up {host}")
 
-    def settle(addresses: list[str], error: OSError | None) -> None:
-        if found.done():  # nobody waits any more
-            return
-        if error is None:
-            found.set_result(addresses)
-        else:
-            found.set_exception(error)
 
-    def ask_name_servers() -> None:
-        addresses, failure = [], None
-        try:
-            entries = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
-            addresses = [str(address[0]) for *_, address in entries]
-        except OSError as error:
-            failure = error
-        except UnicodeError as error:  # a part of the name is too long
-            failure = OSError(f"{host}: {error}")
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, addresses, failure)
-
-    Thread(target=ask_name_servers, name=f"kvist-look-up {host}", daemon=True).start()
-    return await found
+def _ask_name_servers(host: str, family: int) -> list[str]:
+    try:
+        entries = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)
+    except UnicodeError as error:  # a part of the name is too long
+        raise OSError(f"{host}: {error}") from None
+    return [str(address[0]) for *_, address in entries]

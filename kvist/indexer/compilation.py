@@ -10,13 +10,12 @@ import asyncio
 import logging
 import os
 import sys
-import threading
 import time
-from concurrent.futures import Future
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
 
+from kvist.contexts import run_in_daemon_thread
 from kvist.errors import MissingExtraError
 from kvist.machine_code import (
     INDEXER_SOURCES,
@@ -84,7 +83,7 @@ async def load() -> None:
             _logger.warning("no writable cache directory, so the index is compiled at each start: set NUMBA_CACHE_DIR")
         else:
             await _fill_in_child()
-    await _compile_in_thread()
+    await run_in_daemon_thread(compile_all, "kvist-compile")  # for up to a minute, which no end waits for
     if not is_filled:
         _logger.info("index compiled after %.1f s", time.monotonic() - started_s)
 
@@ -111,23 +110,6 @@ async def _fill_in_child() -> None:
     if child.returncode != 0:
         tail = errors[-_MAX_LOGGED_BYTES:].decode(errors="replace").strip()
         _logger.error("compiling in a thread, as the process for it failed: code=%s %s", child.returncode, tail)
-
-
-async def _compile_in_thread() -> None:
-    """Compile, which may take a minute, in a daemon thread: a process that ends does not wait for it."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
-
-    def run() -> None:
-        try:
-            compile_all()
-        except BaseException as error:  # noqa: BLE001 - raised again in the loop
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="kvist-compile", daemon=True).start()
-    await asyncio.wrap_future(done)
 
 
 if __name__ == "__main__":
