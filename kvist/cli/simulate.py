@@ -6,309 +6,277 @@ import argparse
 import json
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from itertools import cycle, islice, product
 from math import lcm
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
+
+from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import ShowProgress, display, make_table, progress_line, write_output
 from kvist.errors import InvalidValueError
+from kvist.settings import Count, check_fields
 
 if TYPE_CHECKING:
+    from kvist.simulate.fleet import Conditions
     from kvist.simulate.memory import Memory
     from kvist.simulate.trace import Trace
     from kvist.simulate.worker import Machine
 
 _LOADS = "0.7,0.9"
+_NotNegative = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
 HELP = "simulate a recorded trace on fleets of several sizes and policies"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """Which fleets to simulate, under which circumstances. Raises InvalidValueError that names the field."""
+
+    policy: str = "kv,kv-blocks,dynamo"
+    """policies to compare, with commas between them; `list` prints all"""
+    workers: str = "8"
+    """fleet sizes, as 4,8; 4..16 is 4, 8, 16"""
+    prefill_workers: _NotNegative = 0
+    """prefill workers besides, for long prompts"""
+    load: str = _LOADS
+    """offered load as shares of the fleet's capacity, if it had one pooled cache, as 0.5,0.85"""
+    max_ttft_p99: _Positive | None = None
+    """find the smallest fleet with this p99 of time to first token in seconds, at the trace's pace"""
+    speedup: _Positive | None = None
+    """instead of --load: arrivals at so many times the trace's pace"""
+    add_workers: _NotNegative = 0
+    """also simulate so many more workers"""
+    silent: _NotNegative = 0
+    """so many workers send no KV events; also simulate that they do"""
+    closed_loop: bool = False
+    """send each turn of a session its recorded pause after the answer to the turn before"""
+    seeds: Count = 5
+    """runs, each with arrivals drawn anew"""
+    requests: Annotated[int, Meta(ge=2)] | None = None
+    """use so many of the trace's first requests, by default all, or generate them, by default 4000"""
+    rates: Path | None = None
+    """file with rates of workers, used in turn, as `fit` prints them; by default an 8B model's on an H100"""
+    accelerator: str | None = None
+    """instead of --rates: a100, h100x2 and so on, with the model of --model-path"""
+    model_path: Path | None = None
+    """folder of the model's config.json, for its windows and --accelerator"""
+    prefill_rate: _Positive | None = None
+    """prefill tokens a second of a worker; by default 25000, or as in --rates"""
+    speeds: str = "1"
+    """relative speeds of workers, used in turn, as 1,1,0.5"""
+    cache_tokens: Count | None = None
+    """KV cache size of a worker in tokens; by default 400000, or as in --rates"""
+    window: str | None = None
+    """sliding window and the share of layers that have it, as 1024:0.83; by default that of --model-path"""
+    host_tokens: _NotNegative = 0
+    """size of a worker's host-memory tier in tokens"""
+    index_delay: Annotated[float, Meta(ge=0)] = 0.05
+    """seconds by which KV events are late"""
+    lost_events: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """share of KV events that are lost, 0 to 1"""
+    outage: str | None = None
+    """take the first worker away for this part of the trace, as 0.4..0.6"""
+    burstiness: _Positive = 1.0
+    """shape of gamma-distributed gaps: 1 is Poisson, below it arrivals come in bursts"""
+    report: Path | None = None
+    """file for charts and tables, as one page of HTML"""
+    json: Path | None = None
+    """file for the results of every run"""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "trace",
-        nargs="?",
-        metavar="TRACE",
-        help="file of JSON lines or folder of them; `conversations` or `tool-agents` to generate one; or `fit`",
-    )
-    add(
-        "recording",
-        nargs="?",
-        metavar="RECORDING",
-        help="with `fit`: print the workers' rates, fitted to these recorded requests",
-    )
-    add(
-        "--policy",
-        default="kv,kv-blocks,dynamo",
-        metavar="NAMES",
-        help="policies to compare (default %(default)s); `list` prints all",
-    )
-    add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 is 4, 8, 16 (default %(default)s)")
-    add(
-        "--prefill-workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="prefill workers besides, for long prompts (default 0)",
-    )
-    about_load = "offered load as shares of the fleet's capacity, if it had one pooled cache (default %(default)s)"
-    add("--load", default=_LOADS, metavar="SHARES", help=about_load)
-    add(
-        "--max-ttft-p99",
-        type=float,
-        metavar="SECONDS",
-        help="find the smallest fleet with this p99 of time to first token, at the trace's pace",
-    )
-    add("--speedup", type=float, metavar="N", help="instead of --load: arrivals at N times the trace's pace")
-    add("--add-workers", type=int, default=0, metavar="N", help="also simulate N more workers")
-    add("--silent", type=int, default=0, metavar="N", help="N workers send no KV events; also simulate that they do")
-    add(
-        "--closed-loop",
-        action="store_true",
-        help="send each turn of a session its recorded pause after the answer to the turn before",
-    )
-    add("--seeds", type=int, default=5, metavar="N", help="runs, each with arrivals drawn anew (default %(default)s)")
-    add(
-        "--requests",
-        type=int,
-        metavar="N",
-        help="use the trace's first N requests (default: all), or generate N (default: 4000)",
-    )
-    add(
-        "--rates",
-        type=Path,
-        metavar="FILE",
-        help="rates of workers, used in turn, as `fit` prints them (default: 8B model on an H100)",
-    )
-    add(
-        "--accelerator",
-        metavar="NAME[xN]",
-        help="instead of --rates: a100, h100x2 and so on, with the model of --model-path",
-    )
-    add(
-        "--model-path",
-        type=Path,
-        metavar="DIR",
-        help="folder of the model's config.json, for its windows and --accelerator",
-    )
-    add(
-        "--prefill-rate", type=float, metavar="N", help="prefill tokens/s of a worker (default 25000, or as in --rates)"
-    )
-    add(
-        "--speeds",
-        default="1",
-        metavar="N[,N...]",
-        help="relative speeds of workers, used in turn (default %(default)s)",
-    )
-    add(
-        "--cache-tokens",
-        type=int,
-        metavar="N",
-        help="KV cache size of a worker in tokens (default 400000, or as in --rates)",
-    )
-    add(
-        "--window",
-        metavar="TOKENS:SHARE",
-        help="sliding window and the share of layers that have it, as 1024:0.83 (default: that of --model-path)",
-    )
-    add(
-        "--host-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="size of a worker's host-memory tier in tokens (default 0)",
-    )
-    add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="delay of KV events (default %(default)s)")
-    add(
-        "--lost-events",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of KV events that are lost, 0 to 1 (default %(default)s)",
-    )
-    add("--outage", metavar="FROM..TO", help="take the first worker away for this part of the trace, as 0.4..0.6")
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="shape of gamma-distributed gaps; below 1 arrivals come in bursts (default 1: Poisson)",
-    )
-    add("--report", type=Path, metavar="FILE.html", help="write charts and tables to one HTML file")
-    add("--json", type=Path, metavar="FILE", help="write the results of every run")
+    text = "file of JSON lines or folder of them; `conversations` or `tool-agents` to generate one; or `fit`"
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help=text)
+    text = "with `fit`: print the workers' rates, fitted to these recorded requests"
+    parser.add_argument("recording", nargs="?", metavar="RECORDING", help=text)
+    add_settings(parser, SimulateConfig, {}, has_file=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print a table; return 0."""
+    from kvist.simulate.fleet import Conditions
     from kvist.simulate.peers import POLICIES
     from kvist.simulate.report import changes, html_report, table, warnings
 
-    if args.policy == "list":
+    config = _read_config(args)
+    if config.policy == "list":
         print("\n".join(POLICIES))
         return 0
-    for name in args.policy.split(","):
+    for name in config.policy.split(","):
         if name not in POLICIES:
             raise InvalidValueError("--policy", name, f"some of {', '.join(POLICIES)}")
-    for flags, least, most, expected in (
-        ("seeds prefill_rate speedup cache_tokens burstiness max_ttft_p99", 1e-9, 1e12, "more than 0"),
-        ("add_workers silent index_delay prefill_workers host_tokens", 0.0, 1e12, "0 or more"),
-        ("lost_events", 0.0, 1.0, "a share from 0 to 1"),
-    ):
-        for flag in flags.split():
-            if (value := getattr(args, flag)) is not None and not least <= value <= most:
-                raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
     with suppress(ModuleNotFoundError):
         import_module("kvist.router.compiled.loops")  # decisions take a quarter of the time
-    for module in ("rich", *(("matplotlib",) if args.report is not None else ())):
+    for module in ("rich", *(("matplotlib",) if config.report is not None else ())):
         import_module(module)  # or its absence would show only after the simulation
-    args.machines, args.memory = _machines(args), _memory(args)
+    machines, memory = _machines(config), _memory(config)
     if args.trace == "fit":
-        return _fit(args)
+        return _fit(args.recording, machines[0].cache_tokens)
     if args.recording is not None:
         raise InvalidValueError("RECORDING", args.recording, "`fit` in front of it, or one TRACE")
-    if args.load != _LOADS and (args.speedup or args.max_ttft_p99):
-        raise InvalidValueError("--load", args.load, "neither --speedup nor --max-ttft-p99 beside it")
-    if args.add_workers and args.max_ttft_p99:
-        raise InvalidValueError("--add-workers", args.add_workers, "a fleet's size, and not --max-ttft-p99")
-    args.outage = _outage(args.outage) if args.outage else None
-    if args.silent > min(_sizes(args.workers)):
-        raise InvalidValueError("--silent", args.silent, "no more than the smallest fleet has")
-    if args.outage and min(_sizes(args.workers)) < 2:
-        raise InvalidValueError("--workers", args.workers, "2 or more, where one is gone for a time")
-    trace = _trace(args.trace, args.requests)
-    for flag, path in (("--report", args.report), ("--json", args.json)):
+    if config.load != _LOADS and (config.speedup or config.max_ttft_p99):
+        raise InvalidValueError("--load", config.load, "neither --speedup nor --max-ttft-p99 beside it")
+    if config.add_workers and config.max_ttft_p99:
+        raise InvalidValueError("--add-workers", config.add_workers, "a fleet's size, and not --max-ttft-p99")
+    outage = _outage(config.outage) if config.outage else None
+    if config.silent > min(_sizes(config.workers)):
+        raise InvalidValueError("--silent", config.silent, "no more than the smallest fleet has")
+    if outage and min(_sizes(config.workers)) < 2:
+        raise InvalidValueError("--workers", config.workers, "2 or more, where one is gone for a time")
+    trace = _trace(args.trace, config.requests)
+    for flag, path in (("--report", config.report), ("--json", config.json)):
         if path is not None:
             write_output(flag, path, None)
-    if args.closed_loop:
+    if config.closed_loop:
         trace = trace.in_sessions()
+    conditions = Conditions(
+        config.index_delay, config.lost_events, config.silent, outage, memory, config.prefill_workers
+    )
+    fleets = _Fleets(config, trace, machines, conditions)
     with progress_line() as show:
-        if args.max_ttft_p99:
-            rows = [_find_smallest_fleet(args, trace, policy, show) for policy in args.policy.split(",")]
+        if config.max_ttft_p99:
+            rows = [fleets.find_smallest(policy, config.max_ttft_p99, show) for policy in config.policy.split(",")]
         else:
-            rows = list(_compare_fleets(args, trace, show))
+            rows = list(fleets.compare(show))
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
-    if args.report is not None:
-        write_output("--report", args.report, html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
-    if args.json is not None:
-        left_out = ("run", "json", "report", "rates", "model_path", "memory")
-        arguments = {name: value for name, value in vars(args).items() if name not in left_out}
-        arguments["machines"] = [asdict(machine) for machine in args.machines]
+    if config.report is not None:
+        write_output("--report", config.report, html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
+    if config.json is not None:
+        left_out = ("json", "report", "rates", "model_path")
+        arguments = {name: value for name, value in asdict(config).items() if name not in left_out}
+        arguments |= {"trace": args.trace, "outage": outage}
+        arguments["machines"] = [asdict(machine) for machine in machines]
         results = {"arguments": arguments, "requests": len(trace.requests), "results": rows}
-        write_output("--json", args.json, json.dumps(results) + "\n")
+        write_output("--json", config.json, json.dumps(results) + "\n")
     return 0
 
 
-def _compare_fleets(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
-    """Yield a row for each load, fleet size and policy, and for each change of the fleet that is asked about."""
-    loads = [None] if args.speedup else _numbers("--load", args.load)
-    cells = list(product(loads, _sizes(args.workers), args.policy.split(",")))
-    for number, (load, size, policy) in enumerate(cells):
-        fleets = [(str(size), size, args.silent)]
-        if args.add_workers:
-            fleets.append((f"{size} + {args.add_workers}", size + args.add_workers, args.silent))
-        if args.silent:
-            fleets.append((f"{size} (all with events)", size, 0))
-        for fleet, num_workers, num_silent in fleets:
-            show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
-            runs = _run_seeds(args, trace, policy, load, size, num_workers, num_silent)
-            pace = load or f"{args.speedup:g}x pace"
-            yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
+def _read_config(args: argparse.Namespace) -> SimulateConfig:
+    """Return the flags' values; raises InvalidValueError, which names the flag."""
+    paths = dict.fromkeys(("rates", "model_path", "report", "json"), Path)
+    try:
+        return read_config(args, SimulateConfig, paths)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"--{error.field.replace('_', '-')}", error.value, error.expected) from None
 
 
-def _find_smallest_fleet(args: argparse.Namespace, trace: Trace, policy: str, show: ShowProgress) -> dict[str, Any]:
-    """Return the row of the fewest workers whose median p99 is within the limit; more workers are taken as no worse."""
-    sizes = range(min(_sizes(args.workers)), max(_sizes(args.workers)) + 1)
+@dataclass(frozen=True, slots=True)
+class _Fleets:
+    """Simulates fleets of several sizes; each method yields or returns rows of the report."""
 
-    @cache
-    def runs_of(size: int) -> list[dict[str, float]]:
-        show(f"{policy}, {size} workers", 0, None)
-        return _run_seeds(args, trace, policy, None, size, size, args.silent)
+    config: SimulateConfig
+    trace: Trace
+    machines: Sequence[Machine]
+    """The kinds of machines, which a fleet's workers have in turn."""
+    conditions: Conditions
 
-    def is_enough(size: int) -> bool:
-        return bool(median(each["ttft_p99_s"] for each in runs_of(size)) <= args.max_ttft_p99)
+    def compare(self, show: ShowProgress) -> Iterator[dict[str, Any]]:
+        """Yield a row for each load, fleet size and policy, and for each change of the fleet that is asked about."""
+        config, silent = self.config, self.config.silent
+        loads = [None] if config.speedup else _numbers("--load", config.load)
+        cells = list(product(loads, _sizes(config.workers), config.policy.split(",")))
+        for number, (load, size, policy) in enumerate(cells):
+            fleets = [(str(size), size, silent)]
+            if config.add_workers:
+                fleets.append((f"{size} + {config.add_workers}", size + config.add_workers, silent))
+            if silent:
+                fleets.append((f"{size} (all with events)", size, 0))
+            for fleet, num_workers, num_silent in fleets:
+                show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
+                runs = self._run_seeds(policy, load, size, num_workers, num_silent)
+                pace = load or f"{config.speedup:g}x pace"
+                yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
 
-    at = bisect_left(sizes, True, key=is_enough)
-    size = sizes[at] if at < len(sizes) else None
-    row = {"load": f"{args.speedup or 1:g}x pace", "workers": size, "fleet": str(size or "none is enough")}
-    return {**row, "policy": policy, "runs": runs_of(size or sizes[-1])}
+    def find_smallest(self, policy: str, max_ttft_p99_s: float, show: ShowProgress) -> dict[str, Any]:
+        """Return the row of the fewest workers whose median p99 is in the limit; more are taken as no worse."""
+        sizes, runs_of = _sizes(self.config.workers), dict[int, list[dict[str, float]]]()
+
+        def is_enough(size: int) -> bool:
+            show(f"{policy}, {size} workers", 0, None)
+            runs_of[size] = self._run_seeds(policy, None, size, size, self.config.silent)
+            return bool(median(each["ttft_p99_s"] for each in runs_of[size]) <= max_ttft_p99_s)
+
+        candidates = range(min(sizes), max(sizes) + 1)
+        at = bisect_left(candidates, True, key=is_enough)
+        size = candidates[at] if at < len(candidates) else None
+        row = {"load": f"{self.config.speedup or 1:g}x pace", "workers": size, "fleet": str(size or "none is enough")}
+        return {**row, "policy": policy, "runs": runs_of[size or candidates[-1]]}
+
+    def _run_seeds(
+        self, policy: str, load: float | None, size: int, num_workers: int, num_silent: int
+    ) -> list[dict[str, float]]:
+        """Return each seed's outcome for so many workers, at a `load` of `size` workers, or at the trace's own pace."""
+        from kvist.simulate.fleet import at_load, measure
+        from kvist.simulate.peers import POLICIES
+
+        config, num_more = self.config, self.config.prefill_workers
+        machines, runs = list(islice(cycle(self.machines), max(size, num_workers) + num_more)), []
+        conditions = replace(self.conditions, num_silent=num_silent)
+        for seed in range(config.seeds):
+            if load:
+                fleet = machines[: size + num_more]
+                paced = at_load(self.trace, fleet, load, seed, config.burstiness, conditions.memory)
+            else:
+                paced = self.trace.redraw_arrivals(seed, 1 / (config.speedup or 1.0), config.burstiness)
+            runs.append(asdict(measure(paced, POLICIES[policy], machines[: num_workers + num_more], seed, conditions)))
+        return runs
 
 
-def _run_seeds(
-    args: argparse.Namespace,
-    trace: Trace,
-    policy: str,
-    load: float | None,
-    size: int,
-    num_workers: int,
-    num_silent: int,
-) -> list[dict[str, float]]:
-    """Return each seed's outcome for so many workers, at a `load` of `size` workers, or at the trace's own pace."""
-    from kvist.simulate.fleet import Conditions, at_load, measure
-    from kvist.simulate.peers import POLICIES
-
-    num_more, memory = args.prefill_workers, args.memory
-    machines, runs = list(islice(cycle(args.machines), max(size, num_workers) + num_more)), []
-    conditions = Conditions(args.index_delay, args.lost_events, num_silent, args.outage, memory, num_more)
-    for seed in range(args.seeds):
-        if load:
-            paced = at_load(trace, machines[: size + num_more], load, seed, args.burstiness, memory)
-        else:
-            paced = trace.redraw_arrivals(seed, 1 / (args.speedup or 1.0), args.burstiness)
-        runs.append(asdict(measure(paced, POLICIES[policy], machines[: num_workers + num_more], seed, conditions)))
-    return runs
-
-
-def _machines(args: argparse.Namespace) -> list[Machine]:
+def _machines(config: SimulateConfig) -> list[Machine]:
     """Return the kinds of machines, which a fleet's workers have in turn."""
     from kvist.simulate.hardware import machine_of
     from kvist.simulate.rates import read_rates
     from kvist.simulate.worker import Machine
 
-    if args.accelerator and (args.model_path is None or args.rates):
-        raise InvalidValueError("--accelerator", args.accelerator, "a name, with --model-path and without --rates")
-    kinds = read_rates(args.rates) if args.rates else [Machine()]
-    if args.accelerator:
-        kinds = [machine_of(args.accelerator, args.model_path)]
-    if args.prefill_rate:
-        kinds = [replace(each, prefill_s=1 / args.prefill_rate) for each in kinds]
-    if args.cache_tokens:
-        kinds = [replace(each, cache_tokens=args.cache_tokens) for each in kinds]
-    speeds = _numbers("--speeds", args.speeds)
+    kinds = read_rates(config.rates) if config.rates else [Machine()]
+    if config.accelerator:
+        if config.model_path is None or config.rates:
+            expected = "a name, with --model-path and without --rates"
+            raise InvalidValueError("--accelerator", config.accelerator, expected)
+        kinds = [machine_of(config.accelerator, config.model_path)]
+    if config.prefill_rate:
+        kinds = [replace(each, prefill_s=1 / config.prefill_rate) for each in kinds]
+    if config.cache_tokens:
+        kinds = [replace(each, cache_tokens=config.cache_tokens) for each in kinds]
+    speeds = _numbers("--speeds", config.speeds)
     pairs = islice(zip(cycle(kinds), cycle(speeds)), lcm(len(kinds), len(speeds)))
     return [kind.times_as_fast(speed) for kind, speed in pairs]
 
 
-def _memory(args: argparse.Namespace) -> Memory:
+def _memory(config: SimulateConfig) -> Memory:
     """Return the memory of every worker."""
     from kvist.simulate.hardware import memory_of
     from kvist.simulate.memory import Memory
 
-    memory = memory_of(args.model_path) if args.model_path else Memory()
-    if args.window:
-        window, *shares = _numbers("--window", args.window.replace(":", ","))
+    memory = memory_of(config.model_path) if config.model_path else Memory()
+    if config.window:
+        window, *shares = _numbers("--window", config.window.replace(":", ","))
         if len(shares) != 1 or shares[0] >= 1 or window < 1:
-            raise InvalidValueError("--window", args.window, "tokens, and a share of the layers below 1: 1024:0.83")
+            raise InvalidValueError("--window", config.window, "tokens, and a share of the layers below 1: 1024:0.83")
         memory = Memory(int(window), shares[0])
-    return replace(memory, host_tokens=args.host_tokens)
+    return replace(memory, host_tokens=config.host_tokens)
 
 
-def _fit(args: argparse.Namespace) -> int:
+def _fit(recording: str | None, cache_tokens: int) -> int:
     """Print the rates of a recording's workers, in the form that `--rates` reads."""
     from kvist.simulate.rates import fit
     from kvist.simulate.trace import read_lines
 
-    if args.recording is None or not Path(args.recording).exists():
-        raise InvalidValueError("RECORDING", args.recording, "a file or folder of `kvist route --record-requests`")
-    fits = fit(line for _, line in read_lines(Path(args.recording)))
-    cache_tokens = args.machines[0].cache_tokens
+    if recording is None or not Path(recording).exists():
+        raise InvalidValueError("RECORDING", recording, "a file or folder of `kvist route --record-requests`")
+    fits = fit(line for _, line in read_lines(Path(recording)))
     machines = {name: asdict(replace(each.machine, cache_tokens=cache_tokens)) for name, each in fits.items()}
     print(json.dumps(machines, indent=1))
     for name, each in fits.items():
@@ -319,8 +287,6 @@ def _fit(args: argparse.Namespace) -> int:
 def _trace(name: str | None, num_requests: int | None) -> Trace:
     from kvist.simulate.trace import conversations, read_trace, tool_agents
 
-    if num_requests is not None and num_requests < 2:
-        raise InvalidValueError("--requests", num_requests, "2 or more")
     made_up = {"conversations": conversations, "tool-agents": tool_agents}.get(name or "")
     if name is None or (made_up is None and not Path(name).exists()):
         raise InvalidValueError("TRACE", name, "a file or a folder, or one of conversations, tool-agents and fit")
