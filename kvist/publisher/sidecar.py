@@ -40,9 +40,9 @@ The engine keeps the rest, up to its high-water mark.
 _WAIT_S = 0.001
 """How long the publisher's thread has the interpreter to itself before the inbox is checked again."""
 LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
-"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
+"""A sidecar's inbox holds `MAX_WAITING_EVENTS` and any message of an engine, so that nothing is lost.
 
-Nor does anybody wait for its interpreter lock: to offer it every 8 events costs 2 of 11 µs a block.
+Nobody waits for its interpreter lock: to offer it every 8 events costs 2 of 11 µs a block.
 """
 FAILURE_CHECK_INTERVAL_S = 0.5
 SAVE_INTERVAL_S = 2.0
@@ -70,10 +70,8 @@ class SidecarFeed:
         self._ranks: set[int] = set()
         self._num_processes = 1  # of the engine, up to the last clearing
         self._restored: Mapping[int, RankState] | None = None
-        # How many events the publisher had lost when all ranks were last known to hold nothing.
-        self._num_lost_at_clear = 0
-        # The same for each rank that reported it for itself since the stream, which it may share, was last cleared.
-        self._num_lost_at_rank_clear: dict[int, int] = {}
+        # Ranks that reported an empty cache after the last loss in the stream, which several ranks may share.
+        self._cleared_ranks: set[int] = set()
         # Ranks that store blocks beside the GPU.
         self._offloading: set[int] = set()
         # What was last passed to the publisher: which ranks are complete, and how many there were.
@@ -92,17 +90,13 @@ class SidecarFeed:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether no event was lost on the way into the publisher's streams, so that they lack no block."""
-        num_lost = self._publisher.num_lost_events
-        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_at_clear
+        """Return whether no event of the engine was lost, so that the publisher's streams lack no block."""
+        return self.feed.session.state is SourceState.LIVE
 
     @property
     def _complete_ranks(self) -> frozenset[int]:
         """Return the ranks that lack no block; to be read while the session asks nothing."""
-        if self.is_complete:
-            return frozenset(self._ranks)
-        num_lost = self._publisher.num_lost_events
-        return frozenset(rank for rank, before in self._num_lost_at_rank_clear.items() if before == num_lost)
+        return frozenset(self._ranks if self.is_complete else self._cleared_ranks)
 
     def progress(self) -> EngineProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
@@ -124,7 +118,7 @@ class SidecarFeed:
         """Continue from saved progress once the engine has proven to be the same; call it before anything else."""
         self._restored = ranks
         self._offloading = {*progress.offloading_ranks}
-        self._num_lost_at_rank_clear = dict.fromkeys(progress.complete_ranks, self._publisher.num_lost_events)
+        self._cleared_ranks = {*progress.complete_ranks}
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         self.feed.on_reconnect(now_s)  # a live message proves nothing: another process may have come as far
 
@@ -167,10 +161,9 @@ class SidecarFeed:
             if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
                 self._offloading.add(event.rank)
             elif isinstance(event, EngineCleared) and (event.tier is None or event.rank not in self._offloading):
-                self._num_lost_at_rank_clear[event.rank] = self._publisher.num_lost_events
+                self._cleared_ranks.add(event.rank)
                 if batch.rank is None and len(self._ranks) == 1:  # the stream is this rank's alone
                     self.feed.session.on_cleared()
-                    self._num_lost_at_clear = self._publisher.num_lost_events
                 self._publish_completeness()  # before the next event: copies are counted in complete ranks
 
     def clear(self) -> None:
@@ -179,12 +172,11 @@ class SidecarFeed:
             _logger.warning("saved state discarded: the engine may be another one source=%s", self.name)
             self._ranks |= self._restored.keys()  # cleared, too: the engine may stay silent about them for long
             self._restored = None
-        self._num_lost_at_rank_clear.clear()
+        self._cleared_ranks.clear()
         is_other_process = self.feed.session.num_epochs > self._num_processes
         self._num_processes = self.feed.session.num_epochs
         for rank in self._ranks:
             self._publisher.report(EngineCleared(rank))
-        self._num_lost_at_clear = self._publisher.num_lost_events
         if self.feed.session.is_complete:
             self._publish_completeness()  # before the next event: copies are counted in complete ranks
         else:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvist.events import FULL, Cleared, EngineRemoved, EngineStored
+from kvist.events import FULL, Cleared, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
@@ -236,38 +236,6 @@ def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_h
     assert seen == [(0, 0, has_answer)]
     second.publisher.close()
     assert publication.events() == [Cleared()]
-
-
-def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(publication):
-    feed_limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
-    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=feed_limits)
-    feed = SidecarFeed(Endpoint.parse("tcp://h:1"), publisher)
-    engine = Engine(1, 1000)
-
-    def receive(*messages: Message) -> None:
-        for _ in feed.receive_all(messages, 1.0):
-            pass
-
-    def is_complete() -> bool:
-        seen: list[bool] = []
-        publisher.call_between_batches(lambda streams: seen.append(streams[0].is_complete)).result(20)
-        return seen[0]
-
-    receive(engine.change(1))
-    assert is_complete()
-    publication.gate.clear()
-    for number in range(2, 50):
-        publisher.report(EngineRemoved([number]))  # of another feed, say, that decoded its messages
-    receive(engine.change(2))
-    publication.gate.set()
-    assert not is_complete()
-    assert feed.progress() is not None
-    assert not feed.is_complete
-    publisher.call_between_batches(lambda _: None).result(20)
-    cleared = msgspec.msgpack.encode([5.0, [{"type": "AllBlocksCleared"}], 0])
-    receive(Message(b"", 2, cleared))
-    assert is_complete()
-    publisher.close()
 
 
 def test_what_is_broken_in_messages_is_counted_and_all_else_published(start, caplog):
