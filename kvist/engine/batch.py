@@ -7,7 +7,7 @@ arrays into tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -162,31 +162,6 @@ def padding_batch(num_decodes: int, num_prefill_tokens: int, table_widths: Seque
                 np.full((1, num_tokens), ABSENT, np.int64),
             )
             for width in table_widths
-        ),
-    )
-
-
-def pad_batch(batch: HostBatch, size: int) -> HostBatch:
-    """Return decodes whose layers share their tables, padded to `size` sequences as in `padding_batch`."""
-
-    def pad(rows: npt.NDArray[Any], filler: int = 0) -> npt.NDArray[Any]:
-        padded = np.full((size, *rows.shape[1:]), filler, rows.dtype)
-        padded[: len(rows)] = rows
-        return padded
-
-    return replace(
-        batch,
-        input_ids=pad(batch.input_ids),
-        positions=pad(batch.positions),
-        seq_lens=pad(batch.seq_lens),
-        num_decodes=size,
-        groups=tuple(
-            GroupPages(
-                pad(group.block_tables[0], ABSENT)[None],
-                pad(group.page_offsets),
-                pad(group.slot_mapping[0], ABSENT)[None],
-            )
-            for group in batch.groups
         ),
     )
 

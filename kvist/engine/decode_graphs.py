@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages, pad_batch, padding_batch, to_device
+from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages, padding_batch, to_device
 from kvist.engine.models.transformer import CausalLM
-from kvist.kvcache import WindowPlan
+from kvist.kvcache import ABSENT, WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 Compute = Callable[[], torch.Tensor]
@@ -84,20 +84,22 @@ class DecodeGraphs:
         if num_seqs > self._sizes[-1] or batch.num_decodes < num_seqs or not is_shared:
             return None
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        step = to_device(pad_batch(batch, size), self._plan, self._tensors, drawn)
-        self._fill(step, size)
+        step = to_device(batch, self._plan, self._tensors, drawn)
+        self._fill(step, num_seqs, size)
         return self._replays[size]()[step.logit_rows]
 
-    def _fill(self, step: ForwardBatch, size: int) -> None:
-        """Copy a padded step into the first rows of the graphs' input."""
+    def _fill(self, step: ForwardBatch, num_seqs: int, size: int) -> None:
+        """Copy a step into the first rows of the graphs' input, and make padding of the rows behind it."""
         own = self._input
         pairs = [(own.input_ids, step.input_ids), (own.positions, step.positions), (own.seq_lens, step.seq_lens)]
         for group in self._plan.groups:
             to, pages = (each.layers[group.layer_indices[0]] for each in (own, step))
             pairs.append((to.block_tables[:, : pages.block_tables.shape[1]], pages.block_tables))
             pairs += [(to.page_offsets, pages.page_offsets), (to.slot_mapping, pages.slot_mapping)]
+            to.slot_mapping[num_seqs:size] = ABSENT
+        own.seq_lens[num_seqs:size] = 0
         for target, rows in pairs:
-            target[:size].copy_(rows)
+            target[:num_seqs].copy_(rows)
 
 
 def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
