@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -54,19 +54,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """One model's compiled template. Rendering is deterministic, except for templates that print today's date."""
 
-    def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        now: Callable[[], datetime] = datetime.now,
-    ) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`; `special_tokens` (bos_token, eos_token…) are visible to it. Raises InvalidValueError."""
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:

@@ -94,9 +94,9 @@ class ChatTokenizer:
         source = _template_source(model_dir, config)
         return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source else None)
 
-    def tokenize_chat(self, request: ChatCompletionRequest, *, add_special_tokens: bool = False) -> NDArray[np.uint32]:
+    def tokenize_chat(self, request: ChatCompletionRequest) -> NDArray[np.uint32]:
         """Return the prompt's tokens; raises RequestError (400) when there is no template or it refuses."""
-        return self.tokenize_text(self.template.render(request), add_special_tokens=add_special_tokens)
+        return self.tokenize_text(self.template.render(request), add_special_tokens=False)
 
     def tokenize_with_items(
         self, request: ChatCompletionRequest, *, add_special_tokens: bool = False

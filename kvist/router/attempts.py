@@ -80,7 +80,7 @@ class _Attempt(ResponseReceiver):
             self.sent_s, decision, is_streamed=is_streamed, computes=computes
         )
         owner.reserved = None
-        worker.unanswered.add(self)
+        worker.on_silence.add(self.on_silence)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
         headers = self._call.headers(owner.headers_for(target.worker))
@@ -153,7 +153,7 @@ class _Attempt(ResponseReceiver):
     def _end(self, status: int, error: Exception | None = None) -> None:
         has_usage = status == OK and self.usage is not None
         self._load.finish(self.owner.router.now_s(), self.num_output_tokens if has_usage else None)
-        self._worker.unanswered.discard(self)
+        self._worker.on_silence.discard(self.on_silence)
         if self._is_trial:
             self._worker.breaker.abandon()
         self._call.end(error)
@@ -407,7 +407,7 @@ class AnswerAttempt(_Attempt):
         is_cumulative = self._is_stored or owner.parsed.path == GENERATE_PATH
         self._usage = UsageReader(is_event_stream=self.is_event_stream, is_last_event_long=is_cumulative)
         self._load.end_prefill()
-        self._worker.unanswered.discard(self)
+        self._worker.on_silence.discard(self.on_silence)
         now_s = router.now_s()
         first_byte_s = round(now_s - owner.started_s, 6)
         self.first_byte_s = first_byte_s

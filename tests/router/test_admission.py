@@ -458,7 +458,7 @@ async def test_who_waits_for_a_worker_that_leaves_goes_at_once_where_there_is_ro
         front.hold(one.url, long)
         asked = [asyncio.create_task(front.complete(long))]
         left = front.service.fleet.get(one.url)
-        await until(lambda: len(one.completions) == 1 and not left.unanswered)
+        await until(lambda: len(one.completions) == 1 and not left.on_silence)
         left.capacity.ends_a_second = 2.0
         asked.append(asyncio.create_task(front.complete(long)))
         await until(lambda: queued(front) == 1)

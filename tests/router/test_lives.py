@@ -683,7 +683,7 @@ class Life:
             cells = load.ints[start : start + rows.ROW_WORDS].tolist()
             assert not any(cells[8 + rows.Field.RUNNING :: 8])
         for worker in service.fleet.workers:
-            assert not worker.unanswered
+            assert not worker.on_silence
         assert service._forwarder.releases._num_waiting == 0 or self.dialect == "kvist"
 
     def check_counts(self) -> None:

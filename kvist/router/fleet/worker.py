@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from kvist.router.fleet.identity import Identity
 from kvist.router.policy.decision import Role
@@ -246,13 +246,6 @@ class WorkerState(StrEnum):
     DRAINING = "draining"
 
 
-class Unanswered(Protocol):
-    """A request that a worker has not begun to answer."""
-
-    def on_silence(self, silent_s: float) -> None:
-        """React to a worker that has sent nothing at all for so long."""
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """One engine. `event_error` says why its announced events are not followed.
@@ -280,8 +273,8 @@ class Worker:
     """Which engine it is, by its own word or its model list's; None if neither says."""
     adapters: frozenset[str | None] = frozenset()
     capacity: Capacity = field(default_factory=Capacity)
-    unanswered: set[Unanswered] = field(default_factory=set)
-    """Requests of this process for which it has not sent a first byte."""
+    on_silence: set[Callable[[float], None]] = field(default_factory=set)
+    """Called when it was silent for so many seconds, for each request of this process without a first byte."""
     num_given_up: int = 0
     """How often it was given up because it sent nothing."""
 
@@ -316,8 +309,8 @@ class Worker:
     def give_up(self, silent_s: float) -> None:
         """Tell the requests that it has not begun to answer that it has sent nothing for so long."""
         self.num_given_up += 1
-        for unanswered in [*self.unanswered]:
-            unanswered.on_silence(silent_s)
+        for on_silence in [*self.on_silence]:
+            on_silence(silent_s)
 
     def has_compatible_cache(self, other: Worker) -> bool:
         """Return whether the workers can exchange cache blocks, by their models and their blocks' sizes and types."""
