@@ -118,7 +118,7 @@ class Forwarder:
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
         )
-        self.healer = Healer(fleet, index, metrics)
+        self.healer = Healer(fleet, metrics)
         self.releases = Releases(pool, lambda outcome: metrics.counts.update([("releases", outcome)]))
         self.accounts, self.limits = Accounts(Account), Limits(load.tenants, self.now_s)
 

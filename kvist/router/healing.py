@@ -33,7 +33,6 @@ from kvist.events.dialects.block_events import REPORT_SESSION
 from kvist.events.session import SourceState
 from kvist.openai.requests import with_fields
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.index import Caches
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
@@ -108,10 +107,8 @@ class _Healing:
 class Healer:
     """Decides which requests ask for a full report, and ends that by what their answers show."""
 
-    def __init__(self, fleet: Fleet, index: Caches | None, metrics: RouterMetrics) -> None:
-        """Heal ranks that are partial in `index`; without one do nothing."""
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
         self._fleet = fleet
-        self._index = index
         self._metrics = metrics
         self._ranks: dict[WorkerRank, _Healing] = {}
 
@@ -144,13 +141,13 @@ class Healer:
 
     def _needs_report(self, target: WorkerRank) -> bool:
         """Return whether the rank is known only in part, and a report may bring more of it to the index."""
-        ranks = [] if self._index is None else self._index.ranks(target.worker)
+        worker = self._fleet.get(target.worker)
+        ranks = [] if worker is None else self._fleet.ranks(worker)
         status = next((status for status in ranks if status.target == target), None)
         if status is None or status.state is SourceState.LIVE:
             self._ranks.pop(target, None)
         if status is None or status.state is not SourceState.PARTIAL or status.is_counted:
             return False
-        worker = self._fleet.get(target.worker)
         if worker is None or worker.engine != "vllm":
             return False
         healing = self._ranks.get(target)

@@ -76,6 +76,12 @@ def test_any_object_is_the_same_but_for_the_argument(fields, arguments):
     assert received == {name: value for name, value in sent.items() if name != "vllm_xargs"}
 
 
+@pytest.fixture(autouse=True)
+def fresh_ranks(monkeypatch):
+    """Let the router know each rank as it is now, not as it was a moment ago."""
+    monkeypatch.setattr("kvist.router.fleet.fleet.RANKS_MAX_AGE_S", -1.0)
+
+
 @pytest.fixture
 def engine(start_vllm, free_port):
     """An engine that keeps two messages for replay."""
@@ -237,7 +243,7 @@ class OneRank:
         self.state, self.clearing, self.is_counted = SourceState.PARTIAL, 1, False
         self.metrics, self.num_hits = RouterMetrics(), []
         worker = SimpleNamespace(engine="vllm")
-        self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self.metrics)
+        self.healer = Healer(SimpleNamespace(get=lambda _: worker, ranks=self.ranks), self.metrics)
 
     def ranks(self, *_: object) -> list[RankStatus]:
         return [RankStatus(self.target, self.state, 0, self.clearing, is_counted=self.is_counted)]
