@@ -1,7 +1,7 @@
 """Fleets of stand-in workers that answer chats at once, and the routers in front of them, as processes.
 
 A fleet is four workers in two processes: one answers from prepared bytes; the other caches the prompts' blocks in an
-LRU and publishes the changes as vLLM does.
+LRU and publishes the changes as vLLM does, with a replay endpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Self
 
@@ -39,6 +40,8 @@ CACHE_BLOCKS = 6_000
 COUNT, OPENED = b"count", b"opened"
 COUNT_PATH = b"/count"
 HASH_MASK = (1 << 64) - 1
+REPLAYED_MESSAGES = 10_000
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 BACKLOG = 4096
 START_TIMEOUT_S = 300.0
 ABOUT_CHAT = f'"id":"chatcmpl-1","created":1,"model":"{MODEL}"'
@@ -98,7 +101,19 @@ class Engine:
         self._socket = zmq.Context.instance().socket(zmq.PUB)
         self._socket.set_hwm(ENGINE_HWM)
         self._socket.bind("tcp://127.0.0.1:*")
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._sent: deque[list[bytes]] = deque(maxlen=REPLAYED_MESSAGES)
+        replay = zmq.Context.instance().socket(zmq.ROUTER)
+        port = replay.bind_to_random_port("tcp://127.0.0.1")
+        Thread(target=self._replay, args=(replay,), daemon=True).start()
+        self.endpoint = f"{self._socket.get_string(zmq.LAST_ENDPOINT)}?replay_port={port}"
+
+    def _replay(self, replay: zmq.Socket[bytes]) -> None:
+        """Answer each request with the messages from its number on that are still kept."""
+        while True:
+            client, empty, start = replay.recv_multipart()
+            for number, payload in [message for message in [*self._sent] if message[0] >= start]:
+                replay.send_multipart([client, empty, number, payload])
+            replay.send_multipart([client, empty, END_OF_REPLAY, b""])
 
     def compute(self, user: str) -> None:
         """Cache a prompt and publish what changed."""
@@ -121,7 +136,9 @@ class Engine:
             parent = hashes[num_held - 1] if num_held else None
             stored = EngineStored(hashes[num_held:], tokens, BLOCK_SIZE, parent, window=FULL, group=0)
             payload = encode_vllm("map", removed, stored)
-            self._socket.send_multipart([b"", self._number.to_bytes(8, "big"), payload])
+            message = [self._number.to_bytes(8, "big"), payload]
+            self._sent.append(message)
+            self._socket.send_multipart([b"", *message])
             self._number += 1
 
 
