@@ -349,8 +349,13 @@ def paged_attention_reference(
 def _attend_rows(
     query: torch.Tensor, first_query: int, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attend with consecutive rows `[rows, num_heads, head_dim]`, the first of them at index `first_query` of `key`."""
+    """Attend with consecutive rows `[rows, num_heads, head_dim]`, the first of them at index `first_query` of `key`.
+
+    `key` and `value` are as from `_gather`; all are finite, and each row sees at least one. The rows of all heads that
+    share a KV head are computed as one head's.
+    """
     window, sinks = options.get("window"), options.get("sinks")
+    scale, soft_cap = options["scale"], options.get("soft_cap")
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     low = 0 if window is None else max(0, first_query - window + 1)
@@ -360,15 +365,19 @@ def _attend_rows(
     visible = keys <= positions
     if window is not None:
         visible &= positions - keys < window
-    heads_per_kv = num_heads // num_kv_heads
-    attended = _attend(
-        query.transpose(0, 1).reshape(1, num_kv_heads, heads_per_kv * num_rows, head_dim),
-        key[:, :, low:end],
-        value[:, :, low:end],
-        visible.repeat(heads_per_kv, 1),
-        options,
-        None if sinks is None else sinks.repeat_interleave(num_rows).view(1, num_kv_heads, -1, 1),
-    )
+    visible = visible.repeat(num_heads // num_kv_heads, 1)
+    rows = query.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim).float()
+    key, value = key[:, :, low:end], value[:, :, low:end]
+    if soft_cap is None and sinks is None:
+        attended = functional.scaled_dot_product_attention(rows, key, value, visible, scale=scale)
+    else:
+        scores = (rows * scale) @ key.mT
+        if soft_cap is not None:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        scores.masked_fill_(~visible, -torch.inf)
+        if sinks is not None:  # one more score in each row, whose value is zero
+            scores = torch.cat([scores, sinks.repeat_interleave(num_rows).view(1, num_kv_heads, -1, 1)], dim=-1)
+        attended = scores.softmax(dim=-1)[..., : len(keys)] @ value
     return attended.reshape(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)
 
 
@@ -387,30 +396,3 @@ def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, keys: torch.Tensor) -> 
     cache_rows = kv_cache.as_strided((num_rows, head_dim), (head_dim, 1))
     key, value = cache_rows.index_select(0, rows.flatten()).view(*rows.shape, head_dim).float()
     return key, value
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    options: AttentionOptions,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute softmax attention in float32 over the visible keys; each row has at least one.
-
-    `query` is `[batch, num_kv_heads, rows, head_dim]`, `key` and `value` `[batch, num_kv_heads, keys, head_dim]`,
-    `visible` broadcasts to `[batch, num_kv_heads, rows, keys]`, `sinks` to `[batch, num_kv_heads, rows, 1]`: one more
-    score, whose value is zero. All keys and values are finite.
-    """
-    scale, soft_cap = options["scale"], options.get("soft_cap")
-    if soft_cap is None and sinks is None:
-        return functional.scaled_dot_product_attention(query.float(), key, value, visible, scale=scale)
-    scores = (query.float() * scale) @ key.mT
-    if soft_cap is not None:
-        scores = torch.tanh(scores / soft_cap) * soft_cap
-    scores.masked_fill_(~visible, -torch.inf)
-    if sinks is None:
-        return scores.softmax(dim=-1) @ value
-    weights = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(dim=-1)
-    return weights[..., :-1] @ value
