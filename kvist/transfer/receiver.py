@@ -33,7 +33,6 @@ from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, e
 
 logger = logging.getLogger(__name__)
 
-_MAX_SENDERS = 256
 _MAX_PROBES = 16
 _PROBE_TIMEOUT_S = 0.2
 _MAX_IDLE_S = 60.0
@@ -87,18 +86,12 @@ class SenderConnections:
         """Yield every sender; they may be dropped meanwhile."""
         return iter(list(self._senders.values()))
 
-    def connect(self, endpoint: str, busy: Collection[str], now_s: float) -> SenderConnection:
-        """Return the connection to an endpoint; raises InvalidValueError.
-
-        Where there are too many, a new one replaces one that is not to a `busy` endpoint.
-        """
+    def connect(self, endpoint: str, now_s: float) -> SenderConnection:
+        """Return the connection to an endpoint; raises InvalidValueError, or ZMQError if there are too many sockets."""
         sender = self._senders.get(endpoint)
         if sender is not None:
             sender.used_at_s = now_s
             return sender
-        idle = next((each for each in self._senders.values() if each.endpoint not in busy), None)
-        if len(self._senders) >= _MAX_SENDERS and idle is not None:
-            self.drop(idle)
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -215,12 +208,10 @@ class Receiver:
         block_ids = tuple(
             prompt_blocks(table, fetch.num_tokens, hello.block_size) for table in fetch.block_ids_per_group
         )
-        busy = {endpoint for each in self._transfers.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)
             pieces = [incoming_pieces(hello, block_ids, Part(rank, len(ranks))) for rank in ranks]
-            busy.update(fetch.endpoints)
-            senders = [self._senders.connect(endpoint, busy, now_s) for endpoint in fetch.endpoints]
+            senders = [self._senders.connect(endpoint, now_s) for endpoint in fetch.endpoints]
         except (InvalidValueError, zmq.ZMQError) as error:  # the latter where no more sockets can be opened
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
             self._report(commands.FetchReleased(fetch.request_id))

@@ -170,7 +170,7 @@ class Worker:
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self.connections.values()))
 
-    def connect(self, where: Any, _: Any = None, now_s: float = 0.0) -> Any:
+    def connect(self, where: Any, now_s: float = 0.0) -> Any:
         """Reach a worker's memory by its metadata, or its socket by its endpoint."""
         if isinstance(where, bytes):
             return where.decode()

@@ -68,7 +68,7 @@ class Ends:
     def __iter__(self) -> Iterator[Sender]:
         return iter(self.senders)
 
-    def connect(self, endpoint: str, _: object, now_s: float) -> Sender:  # noqa: ARG002
+    def connect(self, endpoint: str, now_s: float) -> Sender:  # noqa: ARG002
         return next(each for each in self.senders if each.endpoint == endpoint)
 
     def drop(self, sender: Sender) -> None:

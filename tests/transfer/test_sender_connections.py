@@ -25,26 +25,13 @@ def senders() -> Iterator[SenderConnections]:
     context.destroy(linger=0)
 
 
-def test_of_too_many_senders_one_goes_that_nothing_is_fetched_from(
-    senders: SenderConnections, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_SENDERS", 2)
-    first, second = (senders.connect(endpoint, (), 0.0) for endpoint in ENDPOINTS[:2])
-    assert senders.connect(ENDPOINTS[0], (), 0.0) is first
-    senders.connect(ENDPOINTS[2], {ENDPOINTS[0]}, 0.0)
-    assert second.dealer.closed
-    assert [each.endpoint for each in senders] == [ENDPOINTS[0], ENDPOINTS[2]]
-    senders.connect(ENDPOINTS[3], {ENDPOINTS[0], ENDPOINTS[2]}, 0.0)
-    assert len(list(senders)) == 3, "all are in use"
-
-
 def test_only_so_many_hosts_are_looked_at_at_once(
     senders: SenderConnections, monkeypatch: pytest.MonkeyPatch, until_true
 ) -> None:
     go_on, looked_at = threading.Event(), []
     monkeypatch.setattr(senders, "threads", ThreadPoolExecutor(1))
     monkeypatch.setattr(module, "has_process_ended", lambda endpoint: looked_at.append(endpoint) or go_on.wait(60))
-    first, second = (senders.connect(endpoint, (), 0.0) for endpoint in ENDPOINTS[:2])
+    first, second = (senders.connect(endpoint, 0.0) for endpoint in ENDPOINTS[:2])
     assert senders.find_lost(first, [1]) == senders.find_lost(second, [2]) == ()
     until_true(lambda: looked_at == ENDPOINTS[:1])
     go_on.set()

@@ -136,7 +136,7 @@ class Decode:
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self.connections.values()))
 
-    def connect(self, endpoint: str, _: object, now_s: float) -> Connection:
+    def connect(self, endpoint: str, now_s: float) -> Connection:
         connection = self.connections.setdefault(endpoint, Connection(endpoint, self))
         connection.used_at_s = now_s
         return connection
