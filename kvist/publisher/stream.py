@@ -137,7 +137,7 @@ class Companion(Stream):
 
     @property
     def counts_copies(self) -> bool:
-        return self._published.counts_copies
+        return self._published.residency.counts_copies
 
     @property
     def trusts_stores(self) -> bool:
@@ -239,7 +239,6 @@ class RankStream(Stream):
         super().__init__(source, block_size, epoch)
         self._options = options
         self._has_full_reports = options.get("has_full_reports", False)
-        self._is_report = False  # the event at hand
         self._filter = WindowFilter(source.rank)
         self._set_residency(self.residency)
         self._num_events = 0
@@ -314,13 +313,13 @@ class RankStream(Stream):
 
     @property
     def counts_copies(self) -> bool:
-        """Return whether a block that is stored again has one more copy, rather than being reported once more."""
-        return self._options.get("counts_copies", False) and self.is_complete and not self._is_report
+        """Return whether a block that is stored again has one more copy, unless the event is known as a report."""
+        return self._options.get("counts_copies", False) and self.is_complete
 
     @property
     def trusts_stores(self) -> bool:
         """Return whether the blocks of a store are certainly held, rather than perhaps only reported once more."""
-        return self.counts_copies or not self._options.get("counts_copies", False)
+        return self.residency.counts_copies or not self._options.get("counts_copies", False)
 
     def _make_splitter(self) -> None:
         """Begin to learn which layer groups there are, if they are followed."""
@@ -348,9 +347,7 @@ class RankStream(Stream):
         is_report = isinstance(event, EngineStored) and (event.is_report or self._has_full_reports)
         if self._splitter is not None:
             is_report = self._splitter.is_report(event)
-        if is_report != self._is_report:
-            self._is_report = is_report
-            self.residency.counts_copies = self.counts_copies
+        self.residency.counts_copies = self.counts_copies and not is_report
         if self._splitter is not None:
             self._splitter.admit(event, self._publish)
             return
