@@ -119,9 +119,9 @@ class EngineFollower:
         return (self._session,)
 
     def states(self) -> dict[int, SourceState]:
-        is_resyncing = not self._resyncing.isdisjoint(self._sources())
-        followed = SourceState.RESYNCING if is_resyncing else self._session.state
-        return {source.rank: self._state(source, followed) for source in self._sources()}
+        sources = self._sources()
+        followed = self._session.state if self._resyncing.isdisjoint(sources) else SourceState.RESYNCING
+        return {source.rank: self._state(source, followed) for source in sources}
 
     def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
         if followed is SourceState.PARTIAL and source.rank in self._complete_ranks:

@@ -92,6 +92,10 @@ class Caches(Protocol):
     def has_joined(self) -> bool:
         """Whether prompts can be hashed and matched."""
 
+    @property
+    def num_clearings(self) -> int:
+        """A number that changes whenever a rank comes or is cleared."""
+
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
     ) -> Overlaps | None:
@@ -211,6 +215,11 @@ class FleetIndex:
         """Return whether the index is compiled, so that prompts can be hashed and matched."""
         return self.joined_at_s is not None
 
+    @property
+    def num_clearings(self) -> int:
+        """Return a number that changes whenever a rank comes or is cleared."""
+        return 0 if self.radix is None else self.radix.num_clearings
+
     def follow(self, worker: str, endpoints: Sequence[str], block_size: int | None = None) -> None:
         """Follow exactly these streams for the worker; its blocks are dropped if they, or the size of blocks, change.
 
@@ -297,10 +306,15 @@ class FleetIndex:
 
     def _rank_with_items(self, worker: str) -> WorkerRank | None:
         """Return the rank of a worker that is expected to hold prompts with images, if it still is."""
-        rank, holder = self._only_rank(worker), _holder_of(worker, True)
-        if self.radix is None or rank is None or holder not in self._expected:
-            return None
-        return rank if self.radix.clearing_of(rank) == self._clearings.get(holder) else None
+        rank = self._only_rank(worker)
+        return rank if rank is not None and self._has_items(rank) else None
+
+    def _has_items(self, rank: WorkerRank) -> bool:
+        """Return whether the only rank of its worker is expected to hold prompts with images."""
+        holder = _holder_of(rank.worker, True)
+        if self.radix is None or holder not in self._expected:
+            return False
+        return self.radix.clearing_of(rank) == self._clearings.get(holder)
 
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
@@ -342,7 +356,7 @@ class FleetIndex:
             self._status(target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
         ]
-        if self._rank_with_items(worker) is not None:
+        if len(ranks) == 1 and self._has_items(ranks[0].target):
             ranks = [replace(ranks[0], items_clearing=self.radix.clearing_of(_holder_of(worker, True)))]
         return ranks
 

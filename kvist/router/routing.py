@@ -70,7 +70,7 @@ class Prefix(NamedTuple):
 
 
 class _Ranks(NamedTuple):
-    """The ranks of some workers, as they were up to `RANKS_MAX_AGE_S` ago, and their columns on the board."""
+    """The ranks of some workers, as they were a moment ago, and their columns on the board."""
 
     statuses: list[RankStatus]
     columns: NDArray[np.intp]
@@ -427,7 +427,7 @@ class Routing:
         return Pull(holder.overlap_blocks[0], np.where(has_same_blocks, ranks.fetch_token_s, inf), min_tokens)
 
     def _ranks_of(self, workers: list[Worker], now_s: float) -> _Ranks:
-        if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S:
+        if now_s - self._ranks_known_at_s > RANKS_MAX_AGE_S / 4:
             self._ranks.clear()
             self._ranks_known_at_s = now_s
         key = tuple(workers)

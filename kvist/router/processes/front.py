@@ -76,6 +76,9 @@ _decode = msgspec.msgpack.Decoder(ToFront).decode
 class SharedIndex:
     """The `kvist.router.index.Caches` of a front: the keeper's index; empty while there is no keeper."""
 
+    num_clearings = 0
+    """It does not change, as a front forgets its lists of ranks with all that the keeper sends about a worker."""
+
     def __init__(self, send: Callable[[Message], None]) -> None:
         """Report matches and answers to the keeper with `send`, as far as it needs to know of them."""
         self._send = send

@@ -112,8 +112,7 @@ class KeeperProcess(ComposedContext):
         while True:
             await asyncio.sleep(TICK_S)
             began_s = loop.time()
-            clearings = None if index is None or index.radix is None else index.radix.num_clearings
-            now = (clearings, frozenset() if index is None else frozenset(index.resyncing))
+            now = None if index is None else (index.num_clearings, frozenset(index.resyncing))
             is_due = self._has_changes or now != last or began_s - scanned_s > _RESCAN_S
             if is_due and began_s >= rests_until_s:
                 last, self._has_changes, scanned_s = now, False, began_s

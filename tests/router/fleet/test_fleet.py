@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvist.events import WorkerRank
+from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
+from kvist.router.index import RankStatus
 
 EVENTS = {"endpoint": "tcp://127.0.0.1:40001?replay_port=40002"}
 
@@ -139,3 +144,33 @@ async def test_removing_twice_drains_once(worker, router) -> None:
         assert first.status_code == 202
         assert second.status_code in (202, 404)
         await front.until_state(one.url, "gone")
+
+
+def test_the_lists_of_ranks_are_asked_for_anew_after_a_while_or_once_a_rank_was_cleared() -> None:
+    asked: list[str] = []
+
+    def ranks(url: str) -> list[RankStatus]:
+        asked.append(url)
+        return [RankStatus(WorkerRank(url, 0))]
+
+    index, now_s = SimpleNamespace(num_clearings=0, ranks=ranks), 0.0
+    fleet = Fleet(16, index, lambda: now_s)  # type: ignore[arg-type]
+    workers: list[Any] = [SimpleNamespace(url=f"http://w{number}") for number in range(64)]
+
+    def num_asked() -> int:
+        asked.clear()
+        for worker in workers:
+            assert fleet.ranks(worker)[0].target.worker == worker.url
+        assert len(set(asked)) == len(asked)
+        return len(asked)
+
+    assert (num_asked(), num_asked()) == (64, 0)
+    nums = []
+    for step in range(1, 101):
+        now_s = step * RANKS_MAX_AGE_S / 10
+        nums.append(num_asked())
+    assert nums[:4] == [0, 0, 0, 0]
+    assert sum(nums[4:10]) >= 64  # each of them, by the time that its list is too old
+    assert max(nums[50:]) < 32  # not all of them at once
+    index.num_clearings = 1
+    assert (num_asked(), num_asked()) == (64, 0)

@@ -46,6 +46,7 @@ class Caches:
         self.statuses: dict[str, list[RankStatus]] = {}
         self.block_sizes: dict[str, int] = {}
         self.has_joined = True
+        self.num_clearings = 0
 
     def match(self, hashes: Any, num_usable: int | None = None, _: int | None = None) -> Overlaps:
         family = next((idx for idx, chain in enumerate(CHAINS) if len(hashes) and chain[0] == hashes[0]), None)
