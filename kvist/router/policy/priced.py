@@ -1,9 +1,9 @@
 """The `kv` policy: a request's cost at a rank, in seconds of waiting and computing, at a price that rises with load.
 
-    cost = wait + max(p · r + s, highest s) + context_scale · C · r + recent_scale · R · r̄      the lowest wins
-    p = e − h + κ · e + (1 − ρ) · d,  s = spread_scale · C · r
+    cost = wait + max(p · r + s, highest s) + CONTEXT_SCALE · C · r + RECENT_SCALE · R · r̄      the lowest wins
+    p = e − h + κ · e + (1 − ρ) · d,  s = SPREAD_SCALE · C · r
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
-    κ = min(max_price, price_scale · ρ² / (1 − ρ))
+    κ = min(MAX_PRICE, PRICE_SCALE · ρ² / (1 − ρ))
     h = Σ over the prompt's marks that are not held here of min(2/3, q / (q + number of ranks)) · (F(to) − F(from))
 
 Where that is faster, blocks that another worker holds are fetched: those seconds replace their e · r, but not their
@@ -45,6 +45,12 @@ from kvist.router.policy.in_flight import NUM_SLOTS, SLOT, Marks, PromptsInFligh
 from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, Floats, Work, WorkRows
 
+PRICE_SCALE: Final = 2.5
+MAX_PRICE: Final = 40.0
+CONTEXT_SCALE: Final = 0.02
+SPREAD_SCALE: Final = 0.03
+RECENT_SCALE: Final = 0.03
+"""How much each term weighs; docs/decisions.md says what other weights did."""
 MAX_SHARE: Final = 2 / 3
 """Later requests take over no more than this of a computation, as this request waits for it. Without a limit, hot
 prefixes are copied for a difference of a few running requests (docs/decisions.md)."""
@@ -64,9 +70,6 @@ def weigh_ranks(
     compute_scale: float,
     price: float,
     idle: float,
-    context_scale: float,
-    spread_scale: float,
-    recent_scale: float,
     weighed: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
@@ -82,7 +85,7 @@ def weigh_ranks(
         share = min(MAX_SHARE, num_requests[idx] / (num_requests[idx] + len(held)))
         shared_to[idx + 1] = shared_to[idx] + share * (done - before)
         before = done
-    recent_unit_s, most_s = recent_scale * work[1].mean(), spread_scale * (work[1] * work[2]).max()
+    recent_unit_s, most_s = RECENT_SCALE * work[1].mean(), SPREAD_SCALE * (work[1] * work[2]).max()
     for idx in range(len(held)):
         before, saved, tokens = 0.0, 0.0, 0
         for tier in range(held.shape[1]):
@@ -97,8 +100,8 @@ def weigh_ranks(
         # Up to the next mark the rank may hold some: that is not shared.
         next_idx = min(np.searchsorted(marked, tokens // block_size, side="right") + 1, len(marked))
         shared = shared_to[-1] - shared_to[next_idx]
-        priced_s = ((1.0 + price) * compute - shared + idle * pending + spread_scale * context_tokens) * unit_s
-        rest_s = context_scale * context_tokens * unit_s + recent * recent_unit_s
+        priced_s = ((1.0 + price) * compute - shared + idle * pending + SPREAD_SCALE * context_tokens) * unit_s
+        rest_s = CONTEXT_SCALE * context_tokens * unit_s + recent * recent_unit_s
         weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending, shared
         cached_tokens[idx] = tokens
 
@@ -144,7 +147,7 @@ class Prices(NamedTuple):
             "price_of_computing": self.price * (compute_s + self.spared * unit_s),
             "in_flight": (1.0 - self.load.utilisation) * self.pending * unit_s,
             "fetch": self.fetch_s,
-            "recent": self.policy.settings.recent_scale * self.load.recent * unit_s.mean(),
+            "recent": RECENT_SCALE * self.load.recent * unit_s.mean(),
         }
         terms |= {"running": self.cost_s - sum(terms.values()), "cost": self.cost_s}
         return {name: each.tolist() for name, each in terms.items()}
@@ -242,7 +245,7 @@ class PricedPolicy:
         held = held[:, None] if held.ndim == 1 else held
         marks = self._in_flight.marks(block_hashes)
         idle = 1.0 - work.utilisation
-        price = min(settings.max_price, settings.price_scale * work.utilisation**2 / idle)
+        price = min(MAX_PRICE, PRICE_SCALE * work.utilisation**2 / idle)
         weighed, cached_tokens = np.empty((4, len(held))), np.empty(len(held), np.int64)
         weigh_ranks(
             work.by_rank,
@@ -256,9 +259,6 @@ class PricedPolicy:
             compute_scale,
             price,
             idle,
-            settings.context_scale,
-            settings.spread_scale,
-            settings.recent_scale,
             weighed,
             cached_tokens,
         )

@@ -1,4 +1,4 @@
-"""The weights of the priced cost, apart from the code that computes it, which reading flags should not load."""
+"""What the priced cost depends on, apart from the code that computes it, which reading flags should not load."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ them over costs as much again, in two more exchanges and a wait for the blocks. 
 
 @dataclass(frozen=True, slots=True)
 class PriceSettings:
-    """The weights of `kvist.router.policy.priced`; `tier_credits` has one for each `Tier`."""
+    """What the cost of `kvist.router.policy.priced` depends on for a model; `tier_credits` has one for each `Tier`."""
 
     name: ClassVar[str] = "kv"
     alpha: float = DEFAULT_ALPHA
     tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
-    price_scale: float = 2.5
-    max_price: float = 40.0
-    context_scale: float = 0.02
-    spread_scale: float = 0.03
-    recent_scale: float = 0.03
 
     def work_of(self, num_tokens: Any) -> Any:
         """Return the work of a prompt's first tokens, of one number or many."""

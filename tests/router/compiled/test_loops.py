@@ -71,7 +71,7 @@ def test_costs_of_ranks(seed: int) -> None:
     marked = np.arange(2, 2 + 2 * int(numbers.integers(0, 15)), 2)
     num_requests = np.sort(numbers.exponential(20.0, len(marked)))[::-1].copy()
     weighed, cached = np.empty((2, 4, NUM_RANKS)), np.empty((2, NUM_RANKS), np.int64)
-    weights = (1.5e-5, 1.0, 0.8, 0.5, 0.02, 0.03, 0.03)
+    weights = (1.5e-5, 1.0, 0.8, 0.5)
     for each, *into in zip(both(loops.weigh_ranks), weighed, cached, strict=True):
         query = (work, running, marked, num_requests, held, np.array([1.0, 0.75]), 30, 128, 4000)
         each(*query, *weights, *into)
