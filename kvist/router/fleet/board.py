@@ -1,6 +1,6 @@
 """Numbers that the router's processes share: a table with a row for each front and a column for each rank of the fleet.
 
-    whole board     how many columns have a name; the names of columns; the rows
+    whole board     how many columns were ever in use; a hash of each column's rank, 0 if it is free; the rows
     row             one cell for the front itself, and one for each column; what priced policies know
     cell            up to eight numbers, of eight bytes each; `RankField` and `FrontField` say which
     for prices      work of each column, and prompts in flight (`kvist.router.policy`)
@@ -9,7 +9,7 @@
 
 Other routers (`replicas`) have rows behind those of the fronts, which the keeper writes when it receives their
 summaries. Only its front writes to a row; a reader takes the sum, or the maximum, of a cell over all rows, which is
-what a single process would have counted. Only the keeper names columns. The memory outlives each of these processes,
+what a single process would have counted. Only the keeper assigns columns. The memory outlives each of these processes,
 but not the router; a row is cleared before another process takes it over.
 """
 
@@ -20,6 +20,7 @@ from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
@@ -29,12 +30,11 @@ from kvist.router.tenants.rows import ROW_WORDS as TENANT_ROW_WORDS
 
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
-MAX_NAME_BYTES = 256
 NUM_QUEUES = 1 << 12
 """Models whose numbers are equal modulo this share one counter, and so the bound of a queue."""
 _WORD, _CELL_WORDS = 8, 8
-_NAMES_AT = 64
-_ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
+_HASHES_AT = 64
+_ROWS_AT = _HASHES_AT + MAX_COLUMNS * _WORD
 _ROW = np.dtype(
     [
         ("cells", "i8", (1 + MAX_COLUMNS, _CELL_WORDS)),
@@ -103,7 +103,7 @@ class LoadBoard:
     ) -> None:
         """Use shared `memory`, of `board_bytes` for all rows; by default a board of this process alone.
 
-        Only the keeper `names_columns`; fronts read which rank has which column.
+        Only a process that `names_columns`, the keeper, gives ranks columns; the others look them up.
         """
         num_rows = num_fronts + num_replicas
         memory = mmap.mmap(-1, board_bytes(num_rows)) if memory is None else memory
@@ -113,6 +113,7 @@ class LoadBoard:
         start = _ROWS_AT // _WORD
         self.row_starts = range(start, start + num_rows * _ROW_WORDS, _ROW_WORDS)
         """Where each row begins in `ints` and `floats`, with the front's own cell; other routers' rows come last."""
+        self._hashes: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, MAX_COLUMNS, _HASHES_AT)
         rows = np.frombuffer(memory, _ROW, num_rows, _ROWS_AT)
         self.work: NDArray[np.float64] = rows["work"]
         self.in_flight: NDArray[np.void] = rows["in_flight"]
@@ -123,9 +124,7 @@ class LoadBoard:
         self.saved_speeds: dict[WorkerRank, tuple[float, float]] = {}
         """What `learnt_speeds` returns first for a rank that gets a column from now on."""
         self.columns: dict[WorkerRank, int] = {}
-        """Those that have a name, as far as this process knows."""
-        self._free: list[int] = []
-        self._read_names()
+        """Those that this process has looked up."""
 
     def cells(self, target: WorkerRank) -> range | None:
         """Return where the cells of a rank begin, one for each row; None while it has no column."""
@@ -139,11 +138,12 @@ class LoadBoard:
         """Return the column of a rank; the keeper assigns one if there is none yet, a front returns None then."""
         column = self.columns.get(target)
         if column is None:
-            if self._names_columns:
-                column = self._assign_column(target)
-            else:
-                self._read_names()
-                column = self.columns.get(target)
+            rank_hash = xxh3_64_intdigest(f"{target.rank} {target.worker}".encode()) | 1
+            column = next(iter(np.flatnonzero(self._hashes == rank_hash).tolist()), None)
+            if column is None and self._names_columns:
+                column = self._assign_column(target, rank_hash)
+            if column is not None:
+                self.columns[target] = column
         return column
 
     def learnt_speeds(self) -> dict[WorkerRank, tuple[float, float]]:
@@ -156,45 +156,22 @@ class LoadBoard:
         for target in [target for target in self.columns if target.worker == worker]:
             column = self.columns.pop(target)
             if self._names_columns:
-                self._write_name(column, b"")
-                self._free.append(column)
+                self._hashes[column] = 0
 
-    def _assign_column(self, target: WorkerRank) -> int:
-        name = f"{target.rank} {target.worker}".encode()
-        if len(name) > MAX_NAME_BYTES:
-            raise InvalidValueError("url", target.worker, f"at most {MAX_NAME_BYTES - 8} bytes")
-        running = self.cell_ints[:, 1:, RankField.RUNNING]
-        column = next((each for each in self._free if not running[:, each].any()), None)
-        if column is not None:
-            self._free.remove(column)
+    def _assign_column(self, target: WorkerRank, rank_hash: int) -> int:
+        num_used, running = self.ints[0], self.cell_ints[:, 1:, RankField.RUNNING]
+        free = np.flatnonzero((self._hashes[:num_used] == 0) & ~running[:, :num_used].any(0))
+        if len(free):
+            column = int(free[0])
             self.cell_ints[:, 1 + column] = 0
             self.work[:, :, column] = 0.0
             self.in_flight["until_s"][self.in_flight["rank"] == column] = 0.0
         else:
-            column = self.ints[0]
+            column = num_used
             if column == MAX_COLUMNS:
                 raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
             self.ints[0] += 1
         if (learnt := self.saved_speeds.get(target)) is not None:  # no front knows of the column yet
             self.work[0, [LEARNT_S, LEARNT], column] = learnt
-        self._write_name(column, name)
-        self.columns[target] = column
+        self._hashes[column] = rank_hash
         return column
-
-    def _write_name(self, column: int, name: bytes) -> None:
-        start = _NAMES_AT + column * MAX_NAME_BYTES
-        first, *rest = name.ljust(MAX_NAME_BYTES, b"\0")
-        self.memory[start] = 0  # a concurrent reader finds no name, rather than a part of one
-        self.memory[start + 1 : start + MAX_NAME_BYTES] = bytes(rest)
-        self.memory[start] = first
-
-    def _read_names(self) -> None:
-        self.columns, self._free = {}, []
-        for column in range(self.ints[0]):
-            start = _NAMES_AT + column * MAX_NAME_BYTES
-            name = self.memory[start : start + MAX_NAME_BYTES].partition(b"\0")[0]
-            if name:
-                rank, _, worker = name.decode().partition(" ")
-                self.columns[WorkerRank(worker, int(rank))] = column
-            else:
-                self._free.append(column)

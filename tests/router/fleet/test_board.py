@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from lives import seeds
 
-from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.router.fleet.board import MAX_NAME_BYTES, LoadBoard, board_bytes, clear_row
+from kvist.router.fleet.board import LoadBoard, board_bytes, clear_row
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.priced import PricedPolicy
@@ -243,18 +242,9 @@ def test_columns_are_reused_once_nothing_runs_in_them() -> None:
     assert front.ended_requests("http://last") == 0
 
 
-def test_a_name_that_is_being_written_is_nobodys() -> None:
-    memory, target = mmap.mmap(-1, board_bytes(2)), WorkerRank("http://w", 0)
-    keeper = LoadBoard(memory, num_fronts=2)
-    assert keeper.cells(target) is not None
-    start = memory.find(b"0 http://w")
-    memory[start] = 0
-    front = LoadBoard(memory, num_fronts=2, names_columns=False)
+def test_a_front_finds_the_column_that_the_keeper_assigns_and_another_keeper_finds_it_too() -> None:
+    memory, target = mmap.mmap(-1, board_bytes(2)), WorkerRank("http://" + "a" * 1000, 0)
+    keeper, front = LoadBoard(memory, num_fronts=2), LoadBoard(memory, num_fronts=2, names_columns=False)
+    assert keeper.column(WorkerRank("http://w", 0)) == 0
     assert front.cells(target) is None
-    memory[start] = ord("0")
-    assert front.cells(target) == keeper.cells(target)
-
-
-def test_a_name_too_long_for_the_board_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="url"):
-        LoadTracker().register(WorkerRank("http://" + "a" * MAX_NAME_BYTES, 0))
+    assert keeper.cells(target) == front.cells(target) == LoadBoard(memory, num_fronts=2).cells(target)
