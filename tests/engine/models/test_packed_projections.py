@@ -60,7 +60,7 @@ def test_a_projection_alone_stays_as_it_is() -> None:
 def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace layers as on a GPU, but run them as they were traced; loops that Numba compiles cannot be traced."""
     monkeypatch.setattr("kvist.kernels._triton._import_loops", lambda: None)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     attend = transformers.AttentionInterface._global_mapping["kvist_paged"]
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "kvist_paged", attend)
     torch._dynamo.reset()
