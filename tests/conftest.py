@@ -132,9 +132,10 @@ def checked_bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return an environment in which each index into an array is checked by machine code of its own.
 
     Numba reads the flag when it compiles, so a cache that was filled without it would hide everything. The tests of one
-    xdist group share the one filled here.
+    xdist group share the one filled here; code that is optimised less is compiled sooner.
     """
-    return {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("checked-bounds"))}
+    directory = str(tmp_path_factory.mktemp("checked-bounds"))
+    return {"NUMBA_BOUNDSCHECK": "1", "NUMBA_OPT": "1", "NUMBA_CACHE_DIR": directory}
 
 
 @pytest.fixture
