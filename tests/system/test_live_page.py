@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,6 +34,8 @@ async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[tuple[str, Shown]]:
     """Yield the page's URL, and what its views have to show by what answers and the API told of two requests."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "firefox", "firefox-esr"))):
+        pytest.skip("no browser here: apt-get install chromium firefox-esr")
     process = await asyncio.create_subprocess_exec(*UP, stdout=subprocess.PIPE)
     try:
         url = await printed(process.stdout, r"The fleet, live: (\S+)")

@@ -32,6 +32,14 @@ assert half_of(-1) == 0xFFFF_FFFF
 """
 
 
+ALONE = f"""
+import sys, types
+radix = types.ModuleType("kvist.radix")  # which would else compile the index, for ten seconds
+radix.__path__ = {list(kvist.radix.__path__)}
+sys.modules["kvist.radix"] = radix
+"""
+
+
 def loaded(source: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("calls_a_helper", source)
     assert spec is not None
@@ -58,7 +66,7 @@ def test_functions_compile_and_run_without_a_writable_directory(tmp_path: Path) 
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a directory")
     module = tmp_path / "alone.py"
-    module.write_text(CALLS_A_HELPER)
+    module.write_text(ALONE + CALLS_A_HELPER)
     environment = {**os.environ, "HOME": str(in_the_way), "XDG_CACHE_HOME": str(in_the_way), "NUMBA_CACHE_DIR": ""}
     subprocess.run([sys.executable, str(module)], env=environment, check=True, cwd=tmp_path)
 
