@@ -149,6 +149,10 @@ def paced(quick: bool) -> list[Case]:
                 name = f"{rate // 1000}k blocks/s, {form.partition('/')[0]}{', churn' if capacity else ''}"
                 spec = StreamSpec(8, {"peer": "map", "kvist": form}, capacity)
                 cases.append(run_case(name, spec, num_steps, 2 if quick else 4, 60, duration_s))
+    for num_engines in (64, 256):
+        name = f"{num_engines} engines, 30 steps a second each, map"
+        spec, num_steps = StreamSpec(8, same("map"), num_streams=num_engines), int(num_engines * 30 * duration_s)
+        cases.append(run_case(name, spec, num_steps, 2 if quick else 4, 60, duration_s))
     return cases
 
 

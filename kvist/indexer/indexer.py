@@ -14,6 +14,7 @@ from kvist.events import WorkerRank
 from kvist.events.follow import Turns, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
+from kvist.events.transports.zmtp import Reads
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.source import Progress, Source
@@ -81,6 +82,7 @@ class Indexer:
 
     async def __aenter__(self) -> Self:
         """Start housekeeping; sources can be added from here on."""
+        self._reads = Reads(self._max_delay_s)
         await self._tasks.__aenter__()
         self._sweeping = self._tasks.create_task(self._sweep(), name="kvist-sweep")
         return self
@@ -91,7 +93,10 @@ class Indexer:
         for tasks in self._sources.values():
             for task in tasks.values():
                 task.cancel()
-        await leave_group(self._tasks, error)
+        try:
+            await leave_group(self._tasks, error)
+        finally:
+            self._reads.close()
 
     def add_source(self, worker: str, url: str, *, rank: int = 0, block_size: int | None = None) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
@@ -232,7 +237,7 @@ class Indexer:
         if source.endpoint.is_bound and self._ending:  # one of these may still listen at the address
             await asyncio.wait(self._ending)
         try:
-            async with open_subscription(source.endpoint, split, self._max_delay_s) as subscription:
+            async with open_subscription(source.endpoint, split, self._reads) as subscription:
                 source.subscription = subscription
                 await self._released.wait()
                 await follow(

@@ -13,7 +13,7 @@ from kvist.events.transports.broker import BrokerUrl, is_broker_url, public_url,
 from kvist.events.transports.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from kvist.events.transports.zmtp import Splitter
+    from kvist.events.transports.zmtp import Reads, Splitter
 
 __all__ = [
     "Endpoint",
@@ -50,10 +50,10 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
     return ZmqPublication(endpoint)
 
 
-def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, max_delay_s: float = 0.0) -> Subscription:
+def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, reads: Reads | None = None) -> Subscription:
     """Return a subscription to all topics; entering it connects.
 
-    ZeroMQ's streams are read faster with a `splitter`, and if a message may wait `max_delay_s` for others.
+    ZeroMQ's streams are read faster with a `splitter`, and several of a process with `reads` that they share.
     """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
@@ -69,4 +69,4 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None, max_
         return NatsSubscription(endpoint.broker)
     from kvist.events.transports.zmtp import ZmtpSubscription
 
-    return ZmtpSubscription(endpoint, splitter, max_delay_s)
+    return ZmtpSubscription(endpoint, splitter, reads)

@@ -1,10 +1,11 @@
 """A subscriber that speaks ZMTP 3 over TCP itself: large reads, many messages at once, no object for each.
 
 `connection` is the protocol, without I/O; `wire` has its bytes, and the contract of compiled code that finds messages
-among them. `sockets` and `subscription` are the asyncio around them; `replay` asks questions.
+among them. `sockets`, `reads` and `subscription` are the asyncio around them; `replay` asks questions.
 """
 
+from kvist.events.transports.zmtp.reads import Reads
 from kvist.events.transports.zmtp.subscription import ZmtpSubscription
 from kvist.events.transports.zmtp.wire import SplitResult, Splitter, StopReason
 
-__all__ = ["SplitResult", "Splitter", "StopReason", "ZmtpSubscription"]
+__all__ = ["Reads", "SplitResult", "Splitter", "StopReason", "ZmtpSubscription"]

@@ -16,20 +16,13 @@ from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp.connection import Connection, Inbox
+from kvist.events.transports.zmtp.reads import Reads
 from kvist.events.transports.zmtp.replay import ask
 from kvist.events.transports.zmtp.sockets import accept, connect, listen, shake_hands
 from kvist.events.transports.zmtp.wire import PeerError, Splitter
 
 OVERHEAD_BYTES = 64 << 10
 """Room for what one message may contain beside topic and payload: frame headers, and commands between its frames."""
-NAP_S = 0.002
-"""A dense stream is read once in so long: many small reads cost more than a few large ones.
-
-All naps of a process end together, so that one turn of the event loop serves many sources.
-"""
-DENSE_S = 0.0005
-"""A stream is dense if its messages are no further apart: then a nap collects four of them, or more."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -43,8 +36,8 @@ class ZmtpSubscription:
     is_peer_gone = False
     problem: str | None = None
 
-    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, max_delay_s: float = 0.0) -> None:
-        """With `max_delay_s`, a message may wait so long for others, so that they are read together."""
+    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None, reads: Reads | None = None) -> None:
+        """With `reads`, the socket is read together with those of other subscriptions."""
         self._malformed = MalformedCounter(endpoint.address)
         self._endpoint, self._address = endpoint, endpoint.address
         if endpoint.scheme == "tcp":
@@ -55,7 +48,7 @@ class ZmtpSubscription:
                 raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
             if not endpoint.is_bound and (host == "*" or port == "0"):
                 raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
-        self._splitter, self._max_delay_s = splitter, max_delay_s
+        self._splitter, self._shared_reads = splitter, reads
         self._arrived = asyncio.Event()
         self._link: Link | None = None
         self.num_connects = 0
@@ -73,6 +66,7 @@ class ZmtpSubscription:
 
     async def __aenter__(self) -> Self:
         self._listener = listen(self._address) if self._endpoint.is_bound else None
+        self._reads = self._shared_reads or Reads()
         await self._tasks.__aenter__()
         self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
         return self
@@ -84,6 +78,8 @@ class ZmtpSubscription:
         finally:
             if self._listener is not None:
                 self._listener.close()
+            if self._reads is not self._shared_reads:
+                self._reads.close()
             del self._connecting  # it refers to this subscription in turn
 
     async def receive(self) -> MessageBlock:
@@ -120,7 +116,7 @@ class ZmtpSubscription:
         inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
         connection = Connection(inbox, self._splitter, self._malformed, minor_version)
         self.num_connects += 1
-        self._link = Link(sock, connection, self._malformed, self._arrived.set, self._max_delay_s)
+        self._link = Link(sock, connection, self._malformed, self._arrived.set, self._reads)
         try:
             return await self._link.run()
         finally:
@@ -128,11 +124,7 @@ class ZmtpSubscription:
 
 
 class Link:
-    """Reads from one connection until it ends, or we end it; pauses while the inbox is full.
-
-    While the event loop watches the socket, each arrival is read at once. A dense stream is not watched, but read after
-    a nap, which also saves the loop's bookkeeping (20 µs each time with asyncio's own transports, which must pause).
-    """
+    """Reads from one connection until it ends, or we end it; pauses while the inbox is full."""
 
     def __init__(
         self,
@@ -140,25 +132,23 @@ class Link:
         connection: Connection,
         malformed: MalformedCounter,
         on_messages: Callable[[], None],
-        max_delay_s: float,
+        reads: Reads,
     ) -> None:
         """Own the socket, subscribe, and call `on_messages` whenever there are messages to take."""
         self.inbox = connection.inbox
-        self._loop = asyncio.get_running_loop()
-        self._max_delay_s = max_delay_s
+        self._reads = reads
         self._sock = sock
-        self._fd = sock.fileno()  # asyncio formats a socket for each look-up of one, and not a number
+        self._fd = sock.fileno()
         self._connection = connection
         self._malformed = malformed
         self._on_messages = on_messages
         self._is_left = False  # we ended it: the peer broke the protocol or was silent
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._emptied = asyncio.Event()
-        self._last_read_s, self._num_silent_intervals = self._loop.time(), 0
-        self._next_read: asyncio.Handle | None = None
-        self._is_watching = False
+        self._num_silent_intervals = 0
+        self._is_reading = False
         self._flush()
-        self._watch()
+        self._resume_reading()
 
     @property
     def is_caught_up(self) -> bool:
@@ -193,51 +183,34 @@ class Link:
         """Return the messages that are here, and continue reading if that had to pause."""
         block = self.inbox.take()
         self._advance()
-        if not (self._is_watching or self._next_read or self.inbox.is_full or self._ended.done()):
+        if not (self._is_reading or self.inbox.is_full or self._ended.done()):
             self._read()
+            self._resume_reading()
         if self.inbox.num_messages == 0:
             self._emptied.set()
         return block
 
-    def _read(self) -> None:
-        self._next_read = None
+    def _read(self) -> bool:
+        """Read what is there, and return whether there may be more."""
         try:
             space = self.inbox.space()
             num_bytes = self._sock.recv_into(space)
         except BlockingIOError:
-            self._watch()
-            return
+            return False
         except PeerError as error:
             self._leave(error.reason)
-            return
+            return False
         except OSError:
             num_bytes = 0
         if num_bytes == 0:
             self._close()
-            return
-        now_s = self._loop.time()
-        since_s, self._last_read_s, self._num_silent_intervals = now_s - self._last_read_s, now_s, 0
-        num_before = self.inbox.num_messages
+            return False
+        self._num_silent_intervals = 0
         self.inbox.end += num_bytes
         self._advance()
-        if not self._ended.done():
-            num_messages = self.inbox.num_messages - num_before
-            is_dense = since_s < num_messages * (self._max_delay_s or DENSE_S)
-            self._schedule_read(now_s, is_dense, is_drained=num_bytes < len(space))
-
-    def _schedule_read(self, now_s: float, is_dense: bool, is_drained: bool) -> None:
-        """Choose what starts the next read: new bytes, the end of a nap, the next turn of the loop, or a `take`."""
-        if not is_dense and not self.inbox.is_full:
-            self._watch()
-            return
-        self._stop_watching()
         if self.inbox.is_full:
-            return
-        if is_drained:
-            nap_s = self._max_delay_s or NAP_S
-            self._next_read = self._loop.call_at((now_s // nap_s + 1) * nap_s, self._read)
-        else:
-            self._next_read = self._loop.call_soon(self._read)
+            self._stop_reading()
+        return num_bytes == len(space) and self._is_reading
 
     def _advance(self) -> None:
         """Process the bytes in the inbox, report its messages, and send answers."""
@@ -282,21 +255,19 @@ class Link:
         self._is_left = True
         self._close()
 
-    def _watch(self) -> None:
-        if not self._is_watching:
-            self._is_watching = True
-            self._loop.add_reader(self._fd, self._read)
+    def _resume_reading(self) -> None:
+        if not (self._is_reading or self.inbox.is_full or self._ended.done()):
+            self._is_reading = True
+            self._reads.add(self._fd, self._read)
 
-    def _stop_watching(self) -> None:
-        if self._is_watching:
-            self._is_watching = False
-            self._loop.remove_reader(self._fd)
+    def _stop_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._reads.remove(self._fd)
 
     def _close(self) -> None:
         if self._ended.done():
             return
         self._ended.set_result(None)
-        self._stop_watching()
-        if self._next_read is not None:
-            self._next_read.cancel()
+        self._stop_reading()
         self._sock.close()

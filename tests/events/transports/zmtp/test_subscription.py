@@ -17,7 +17,7 @@ from zmtp_splitter import split
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, open_subscription
 from kvist.events.transports.block import MessageBlock
-from kvist.events.transports.zmtp import ZmtpSubscription
+from kvist.events.transports.zmtp import Reads, ZmtpSubscription
 from kvist.events.transports.zmtp.connection import CAPACITY_BYTES
 
 
@@ -90,11 +90,20 @@ async def test_a_receive_is_a_block_found_by_the_splitter_it_was_given(peer, say
     assert num_calls > 0
 
 
-async def test_a_patient_subscription_reads_together_what_comes_close_together_and_misses_nothing(peer, say):
-    async with ZmtpSubscription(peer.endpoint, max_delay_s=0.05) as subscription:
+@pytest.fixture
+async def slow_reads():
+    reads = Reads(0.05)
+    yield reads
+    reads.close()
+
+
+async def test_a_patient_subscription_reads_together_what_comes_close_together_and_misses_nothing(
+    peer, say, slow_reads
+):
+    async with ZmtpSubscription(peer.endpoint, reads=slow_reads) as subscription:
         _, writer = await peer.accept(say.hello())
         messages, received, sizes = numbered(60), [], []
-        for start in range(0, 60, 3):  # the first is read at once, those behind it at the end of a nap
+        for start in range(0, 60, 3):  # the first is read at once, those behind it at the end of the delay
             for message in messages[start : start + 3]:
                 writer.write(say.message(message))
                 await asyncio.sleep(0)
