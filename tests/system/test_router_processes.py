@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -16,7 +17,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class Router:
                 connection.close()
 
     def close(self) -> None:
-        for each in chain.from_iterable(self._idle.values()):
+        for each in itertools.chain.from_iterable(self._idle.values()):
             each.close()
 
     async def ask(self, front: int, prompt: str | list[int], **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
@@ -263,12 +263,14 @@ async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[S
             return workers.count(added.url) >= 2
 
         await until(is_used_by_both)
-        running = (await router.ask(1, "hold last"))[1]
-        while "hold last" not in await added.prompts():
+        for number in itertools.count():  # until it is the new worker's turn
+            prompt = f"hold {number} after all"
+            running = (await router.ask(1, prompt))[1]
+            await until_came([*fleet, added], prompt)  # else it would miss the release
+            if prompt in await added.prompts():
+                break
             await release(fleet)
             await running
-            running = (await router.ask(1, "hold last"))[1]
-            await until_came([*fleet, added], "hold last")
         for front in FRONTS:
             assert (await router.call(front, f"/workers?url={added.url}", method="DELETE"))[0] == 202
         assert (await router.workers(1))[added.url]["state"] == "draining"
@@ -313,8 +315,8 @@ async def test_workers_that_were_found_outlive_who_found_them_and_what_named_the
 
 async def test_fronts_let_a_worker_that_joins_in_by_what_they_gave_it_together(fleet: list[StandIn]) -> None:
     async with stand_ins(1) as (new,), routing("--policy", "least-loaded", "--worker-urls", fleet[0].url) as router:
-        held = [(await router.ask(front, f"hold early {front}"))[1] for front in FRONTS for _ in range(4)]
-        await until_came(fleet, "hold early 0", "hold early 1")
+        held = [(await router.ask(front, f"hold early {front} {idx}"))[1] for front in FRONTS for idx in range(4)]
+        await until_came(fleet, *(f"hold early {front} {idx}" for front in FRONTS for idx in range(4)))
         assert (await router.call(0, "/workers", {"url": new.url}))[0] == 201
 
         async def is_warming() -> bool:
