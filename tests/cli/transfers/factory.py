@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -88,8 +89,10 @@ def stop_amid_copies() -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(10_000)  # as the command does
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # what all have in common no worker looks through
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them but by their descriptors
     print("ready", flush=True)
     for line in sys.stdin:
