@@ -122,6 +122,8 @@ def _check_endpoint(endpoint: str) -> None:
         raise InvalidValueError("kv_transfer", endpoint, f"a host with an IPv4 address ({error})") from None
 
 
+_BACKLOG = 1024
+
 # Together below 5 s, within which a process should end after SIGTERM.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
 
@@ -137,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args, ServeConfig, {"model_dir": Path})
-    with listen(config.host, config.port) as listener:
+    with reserve(config.host, config.port) as listener:
         worker = worker_name(config.host, listener.getsockname()[1])
         traces = config.otlp_traces_endpoint
         tracing = None if traces is None else open_tracing(traces, _SERVICES[config.role], worker)
@@ -178,16 +180,27 @@ def _open_publisher(config: ServeConfig, worker: str) -> AbstractContextManager[
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket whose connections send small writes at once; raises InvalidValueError."""
+def reserve(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to the address; raises InvalidValueError.
+
+    Until it listens, connections are refused: so a router asks another worker instead of waiting for this one's model.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise InvalidValueError("host and port", f"{host}:{port}", f"an address to listen on ({error})") from None
+        listener.close()
+        raise _not_listening(host, port, error) from None
     # asyncio leaves Nagle's algorithm on for this socket: a token would wait 40 ms for a delayed acknowledgement
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _not_listening(host: str, port: int, error: Exception) -> InvalidValueError:
+    return InvalidValueError("host and port", f"{host}:{port}", f"an address to listen on ({error})")
 
 
 async def _serve(
@@ -249,6 +262,10 @@ async def _serve(
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         if followers is not None:
             _end_on_loss(followers, server)
+        try:
+            listener.listen(_BACKLOG)
+        except OSError as error:  # another process was ready before
+            raise _not_listening(config.host, config.port, error) from None
         await server.serve(sockets=[listener])
     if followers is not None and followers.error is not None:
         raise followers.error
@@ -296,4 +313,4 @@ def _make_server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+    return Server(uvicorn.Config(app, backlog=_BACKLOG, log_config=None, access_log=False, lifespan="off"))

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from kvist.cli._client import fetch
 from kvist.cli._demo import LOCAL_TOKENS, render, run_demo, summary
 from kvist.cli._terminal import display, on_signal
-from kvist.cli.serve import listen
+from kvist.cli.serve import reserve
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ async def _up(args: argparse.Namespace) -> int:
     assert task is not None
     on_signal(task.cancel)
     console = Console(stderr=args.json, markup=False)
-    listen(args.host, args.port).close()  # or a port in use would be reported only after workers have started
+    reserve(args.host, args.port).close()  # or a port in use would be reported only after workers have started
     async with ProcessGroup() as group:
         workers = await _start_workers(args, group, console)
         port = "0" if args.envoy else str(args.port)
@@ -220,7 +220,7 @@ class ProcessGroup:
 
     async def start_envoy(self, host: str, port: int, picker_url: str, workers: list[str]) -> Child:
         """Start Envoy and wait until it forwards requests; raises KvistError."""
-        with listen(host, port) as listener:
+        with reserve(host, port) as listener:
             port = listener.getsockname()[1]
         config = envoy_config(host, port, picker_url, workers)
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

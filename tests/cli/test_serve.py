@@ -8,13 +8,14 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 
 from kvist.cli import main
-from kvist.cli.serve import listen
-from kvist.engine import bundled_model_path
+from kvist.cli.serve import reserve
+from kvist.engine import bundled_model_path, loading
 from kvist.events.codec import decode_batch
 from kvist.events.transports import Endpoint, open_subscription
 from kvist.events.types import Cleared, Stored
@@ -131,7 +132,31 @@ def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_written_to_a_client_waits_for_nothing() -> None:
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with reserve("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_nobody_waits_for_a_model_that_is_still_being_loaded() -> None:
+    with reserve("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_of_two_that_reserved_a_port_the_one_that_listens_late_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reserve("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        load_engine = loading.load_engine
+
+        def load_late(*arguments: Any) -> Any:
+            loaded = load_engine(*arguments)
+            first.listen()
+            return loaded
+
+        monkeypatch.setattr(loading, "load_engine", load_late)
+        assert main(["serve", "--model", MODEL, "--port", str(port)]) == 2
+    assert f"host and port: got '127.0.0.1:{port}'" in capsys.readouterr().err
