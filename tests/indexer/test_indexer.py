@@ -18,8 +18,9 @@ from kvist.errors import InvalidValueError
 from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
-from kvist.events.transports import Endpoint, Message, open_publication
+from kvist.events.transports import Endpoint, Message, open_publication, open_subscription
 from kvist.events.transports.memory import MemoryPublication
+from kvist.events.transports.zmtp import Reads
 from kvist.indexer import Indexer
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
@@ -139,6 +140,21 @@ async def test_a_worker_that_is_followed_anew_may_connect_to_the_same_address(in
         await until(lambda: indexer.sources[0].subscription is not None or sole(indexer).failure)
         assert sole(indexer).failure is None
         indexer.remove_source("w")
+
+
+async def test_the_sockets_of_all_streams_are_read_together(indexer, until, free_port, monkeypatch):
+    reads_of = []
+
+    def recorded(endpoint, splitter, reads):
+        reads_of.append(reads)
+        return open_subscription(endpoint, splitter, reads)
+
+    monkeypatch.setattr("kvist.indexer.indexer.open_subscription", recorded)
+    for number in range(3):
+        indexer.add_source(f"w{number}", f"tcp://127.0.0.1:{free_port()}")
+    await until(lambda: len(reads_of) == 3)
+    assert isinstance(reads_of[0], Reads)
+    assert len(set(reads_of)) == 1
 
 
 async def test_a_diverged_index_is_noticed_and_relearnt(index, indexer, make_truth, digest_of, until, memory_url):
