@@ -50,6 +50,7 @@ _REASONS = {
     Condition.GONE: "the publisher has closed the stream or died",
 }
 _UPPER_BOUNDS = "overlaps are upper bounds: hits also need other layer groups; publish them with --groups all"
+_UNTOLD = "overlaps are upper bounds: hits also need windows or states, of which SGLang's events do not tell"
 
 
 def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
@@ -149,7 +150,7 @@ def explain_workers(
     """Explain the state of each worker."""
     sources: dict[str, list[dict[str, Any]]] = {}
     for source in index.source_statistics() if index is not None else ():
-        sources.setdefault(source.worker, []).append(_explain_source(source))
+        sources.setdefault(source.worker, []).append(_explain_source(source, fleet))
     speeds, hits = load.prompt_speeds(), regret.by_worker(now_s, HITS_WINDOW_S, _HITS)
     return [
         _explain_worker(worker, fleet, load, index, now_s)
@@ -209,15 +210,19 @@ def _unavailable_reason(worker: Worker, fleet: Fleet, now_s: float) -> str | Non
     return "it serves no model" if worker.model_ids == frozenset() else None
 
 
-def _explain_source(source: SourceStatistics) -> dict[str, Any]:
+def _explain_source(source: SourceStatistics, fleet: Fleet) -> dict[str, Any]:
     condition, reason = condition_of(source)
+    worker = fleet.get(source.worker)
+    is_hybrid = worker is not None and worker.identity.has_upper_bounds
+    if is_hybrid and condition is Condition.LIVE:
+        reason = _UNTOLD
     age_s = source.last_event_age_s
     return {
         "url": source.url,
         "condition": condition,
         "reason": reason,
         "failure": source.failure,
-        "overlap_is_upper_bound": source.has_upper_bounds,
+        "overlap_is_upper_bound": source.has_upper_bounds or is_hybrid,
         "last_event_age_s": None if age_s is None else round(age_s, 3),
         "lag_s": source.lag_s,
         **{name: getattr(source, f"num_{name}") for name in _COUNTERS},
@@ -252,7 +257,7 @@ def explain_readiness(fleet: Fleet, models: Models, index: FleetIndex | None, *,
         }
     if index is not None:
         page["index"] = "ready" if index.has_joined else "compiling"
-        page["event_sources"] = _explain_sources(workers, index)
+        page["event_sources"] = _explain_sources(fleet, index)
     return page
 
 
@@ -266,20 +271,20 @@ def _why_not_ready(workers: list[Worker]) -> str:
     return "no worker is healthy; " + "; ".join(reasons)
 
 
-def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]:
+def _explain_sources(fleet: Fleet, index: FleetIndex) -> dict[str, Any]:
     """Explain how many streams are in each condition, and the problems of those that are not live."""
     counts: Counter[Condition] = Counter()
     num_upper_bounds = 0
     problems: list[dict[str, Any]] = []
     for source in index.source_statistics():
-        page = _explain_source(source)
+        page = _explain_source(source, fleet)
         counts[page["condition"]] += 1
         num_upper_bounds += page["overlap_is_upper_bound"]
         if page["condition"] is not Condition.LIVE:
             problems.append({"worker": source.worker, **{name: page[name] for name in _PROBLEM}})
     without_events = [
         {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
-        for worker in workers
+        for worker in fleet.workers
         if worker.event_error
     ]
     return {

@@ -1,15 +1,16 @@
 """Asks a worker about itself: whether it is up, which models it serves, where it streams its KV events.
 
-Kvist's engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role and all of its settings. vLLM
-is known by its model list; its version and its event streams have endpoints of their own (`/version`,
-`/kv_event_sources`). Of any engine the model list is read, and the size of its cache in /metrics (vLLM, SGLang).
+Kvist's engine answers `GET /server_info` with `"engine": "kvist"`, SGLang with its role, its event streams and all of
+its settings. vLLM is known by its model list; its version and its event streams have endpoints of their own
+(`/version`, `/kv_event_sources`). Of any engine the model list is read, and the size of its cache in /metrics (vLLM,
+SGLang).
 An announced event endpoint is a claim: it is dialled only if `event_endpoint` allows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +20,7 @@ from prometheus_client.samples import Sample
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
 from kvist.events.transports.broker import BrokerUrl, is_broker_url
+from kvist.events.types import MAX_RANKS
 from kvist.http import Headers, UpstreamError, UpstreamPool
 from kvist.networks import is_in_networks
 from kvist.router.policy.decision import Role
@@ -27,6 +29,7 @@ MAX_ANSWER_BYTES = 1024 * 1024
 _VLLM_CACHE, _SGLANG_CACHE = "vllm:cache_config_info", "sglang:max_total_num_tokens"
 _START = "process_start_time_seconds"
 _MAX_TOKENS = 1 << 53
+_Form = TypeVar("_Form")
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})
 
 
@@ -62,6 +65,8 @@ class Identity(msgspec.Struct, frozen=True):
     """Where its tokeniser and its model are: directories, or names on the Hugging Face Hub."""
     tokens_per_s: float | None = None
     """How fast it fetches the part of a prompt that another worker holds; None if it neither fetches nor gives any."""
+    has_upper_bounds: bool = False
+    """Whether a hit also needs what its events do not tell of: SGLang's sliding windows, and states (Mamba)."""
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether the worker's process is a new one, by the start times then and now, if both are known."""
@@ -97,6 +102,36 @@ class _VllmEvents(msgspec.Struct, frozen=True):
     def url(self) -> str:
         replay_port = "none" if self.replay_endpoint is None else self.replay_endpoint.rpartition(":")[2]
         return f"{self.endpoint}?replay_port={replay_port}"
+
+
+class _SglangEvents(msgspec.Struct, frozen=True):
+    """What a scheduler publishes: each rank at the ports that follow those of rank 0."""
+
+    publisher: str
+    endpoint_host: str
+    endpoint_port_base: int
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    replay_endpoint_port_base: int | None = None
+
+    def urls(self) -> tuple[str, ...]:
+        """Return the ranks' streams: SGLang's own or, from its publisher `kvist`, canonical ones; none of any other."""
+        dialect = {"zmq": "&engine=sglang", "kvist": ""}.get(self.publisher)
+        if dialect is None:
+            return ()
+        base = self.replay_endpoint_port_base
+        return tuple(
+            f"tcp://{self.endpoint_host}:{self.endpoint_port_base + rank}"
+            f"?replay_port={'none' if base is None else base + rank}{dialect}"
+            for rank in range(self.dp_size)
+        )
+
+
+class _SglangMemory(msgspec.Struct, frozen=True):
+    token_capacity_swa: int | None = None
+
+
+class _SglangState(msgspec.Struct, frozen=True):
+    memory_usage: _SglangMemory
 
 
 class _ModelEntry(msgspec.Struct, frozen=True):
@@ -190,14 +225,27 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
 
 def _sglang_identity(server_info: Mapping[str, Any], known: Identity) -> Identity:
     mode = server_info["disaggregation_mode"]
+    published = _read_as(_SglangEvents, server_info.get("kv_events"))
+    states = _read_as(list[_SglangState], server_info.get("internal_states")) or []
+    has_windows = any(state.memory_usage.token_capacity_swa is not None for state in states)
     fields = {
         "engine": "sglang",
         "version": server_info.get("version"),
+        "event_endpoints": () if published is None else published.urls(),
+        "has_upper_bounds": has_windows or server_info.get("uses_mamba_radix_cache") is True,
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
         "cache_block": [server_info.get("page_size"), server_info.get("kv_cache_dtype")],
         "bootstrap_port": server_info.get("disaggregation_bootstrap_port"),
     }
     return msgspec.convert(msgspec.structs.asdict(known) | fields, Identity)
+
+
+def _read_as(form: type[_Form], value: object) -> _Form | None:
+    """Return a part of an answer, None if there is none or it has another form: another version's."""
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError:
+        return None
 
 
 async def _as_vllm(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:

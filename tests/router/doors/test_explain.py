@@ -9,7 +9,7 @@ import pytest
 from kvist.events import Batch, Heartbeat
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, open_publication
+from kvist.events.transports import Endpoint, Message, open_publication
 from kvist.indexer.statistics import SourceStatistics
 from kvist.router.doors.explain import condition_of
 
@@ -106,6 +106,24 @@ async def test_a_live_stream_that_tells_of_one_layer_group_has_upper_bounds(work
 
         await front.until(has_upper_bounds)
     publication.close()
+
+
+async def test_the_streams_of_an_sglang_with_windows_have_upper_bounds(worker, router, engine) -> None:
+    sizes = {"memory_usage": {"token_capacity": 8192, "token_capacity_swa": 4096}}
+    with engine("one") as cache:
+        endpoint = Endpoint.parse(cache.publisher.endpoint)
+        ports = [int(address.rpartition(":")[2]) for address in (endpoint.address, endpoint.replay_address)]
+        names = ("endpoint_port_base", "replay_endpoint_port_base")
+        published = {"publisher": "kvist", "endpoint_host": "*", "dp_size": 1} | dict(zip(names, ports, strict=True))
+        told = {"disaggregation_mode": "null", "internal_states": [sizes], "kv_events": published}
+        cache.store(TOKENS)
+        async with worker(server_info=told) as one, router(one.url) as front:
+            await front.until_overlap(one.url, TOKENS, 9)
+            (_, page), shown = await readiness(front), (await front.workers())[one.url]["kv_events"]
+            assert (page["event_sources"]["live"], page["event_sources"]["overlap_is_upper_bound"]) == (1, 1)
+            (source,) = shown["sources"]
+            assert (source["condition"], source["overlap_is_upper_bound"]) == ("live", True)
+            assert "of which SGLang's events do not tell" in source["reason"]
 
 
 async def test_a_stream_that_fails_before_any_block_size_is_known_is_told(worker, router, free_port) -> None:

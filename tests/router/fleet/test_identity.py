@@ -75,6 +75,59 @@ async def test_a_vllm_that_names_no_streams_announces_none(worker, sources: Any)
     assert (found.engine, found.version, found.event_endpoints) == ("vllm", None, ())
 
 
+SGLANG = {"disaggregation_mode": "null", "version": "0.5.23", "page_size": 32, "kv_cache_dtype": "auto"}
+PUBLISHED = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "topic": "",
+    "block_size": 32,
+    "dp_size": 2,
+    "replay_endpoint_port_base": 5657,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "endpoints"),
+    [
+        ({}, ("tcp://*:5557?replay_port=5657&engine=sglang", "tcp://*:5558?replay_port=5658&engine=sglang")),
+        ({"publisher": "kvist", "dp_size": 1}, ("tcp://*:5557?replay_port=5657",)),
+        ({"replay_endpoint_port_base": None, "dp_size": 1}, ("tcp://*:5557?replay_port=none&engine=sglang",)),
+        ({"publisher": "theirs"}, ()),
+        ({"dp_size": 0}, ()),
+        ({"endpoint_port_base": "5557"}, ()),
+    ],
+)
+async def test_sglang_tells_the_streams_of_its_ranks(worker, published: dict[str, Any], endpoints) -> None:
+    async with worker(server_info=SGLANG | {"kv_events": PUBLISHED | published}) as one:
+        found = await identity(one.url)
+    assert (found.engine, found.version, found.cache_block) == ("sglang", "0.5.23", (32, "auto"))
+    assert found.event_endpoints == endpoints
+
+
+@pytest.mark.parametrize("more", [{}, {"kv_events": None}])
+async def test_an_sglang_without_a_publisher_announces_none(worker, more: dict[str, Any]) -> None:
+    async with worker(server_info=SGLANG | more) as one:
+        assert (await identity(one.url)).event_endpoints == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "has_upper_bounds"),
+    [
+        ({"internal_states": [{"memory_usage": {"token_capacity": 8192, "token_capacity_swa": 4096}}]}, True),
+        ({"internal_states": [{"memory_usage": {"token_capacity": 8192, "token_capacity_swa": None}}]}, False),
+        ({"internal_states": [{"memory_usage": {"token_capacity": 8192}}]}, False),
+        ({"internal_states": [{}], "uses_mamba_radix_cache": False}, False),
+        ({"uses_mamba_radix_cache": True}, True),
+    ],
+)
+async def test_an_sglang_with_windows_or_states_has_upper_bounds(
+    worker, more: dict[str, Any], has_upper_bounds
+) -> None:
+    async with worker(server_info=SGLANG | more) as one:
+        assert (await identity(one.url)).has_upper_bounds is has_upper_bounds
+
+
 @pytest.mark.parametrize("server_info", [None, {"model_path": "x", "block_size": "16", "version": 3}, [1, 2]])
 async def test_of_other_engines_only_the_models_are_read(worker, server_info: Any) -> None:
     models = [{"id": "base", "max_model_len": 9}, {"id": "lora", "parent": "base"}]
