@@ -36,6 +36,7 @@ else:
         IS_INSTALLED, IS_INTERPRETED = True, knobs.runtime.interpret
 
 __all__ = [
+    "FUSED",
     "IS_INTERPRETED",
     "DeviceFacts",
     "device_facts",
@@ -47,6 +48,9 @@ __all__ = [
     "tl",
     "widen_for_interpreter",
 ]
+
+FUSED = {"enable_fp_fusion": True}
+"""Option of every launch, for multiply-adds: Triton 3.9 warns where it is missing, and 3.10 will fuse none there."""
 
 
 def is_launched(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from kvist.kernels._checks import AttentionOptions, check_attention, check_tenso
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import TileShape, attend_tile, decode_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
 from kvist.kernels._triton import (
+    FUSED,
     device_facts,
     is_launched,
     jit,
@@ -298,7 +299,7 @@ def attend_splits(
             TOKENS=tile.tokens, ROWS=tile.rows, TILE=tile.keys,
             WINDOW=options.get("window"), SOFT_CAP=options.get("soft_cap"), FP8_MANTISSA=mantissa,
             IS_FP8_NATIVE=device_facts(query.device).capability >= 89,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSED,
         )  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def merge_splits(
     with torch.cuda.device_of(out):
         _merge_splits_kernel[(num_tokens * num_heads, -(-head_dim // _MERGED_DIMS))](
             out, split_out, split_lse, sinks, num_heads, num_splits,
-            HEAD_DIM=head_dim, NUM_DIMS=_MERGED_DIMS, SPLITS_PAD=MAX_SPLITS,
+            HEAD_DIM=head_dim, NUM_DIMS=_MERGED_DIMS, SPLITS_PAD=MAX_SPLITS, **FUSED,
         )  # fmt: skip
 
 

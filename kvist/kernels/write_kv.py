@@ -8,7 +8,7 @@ import torch
 
 from kvist.kernels._checks import DTYPES, check_kv_cache, check_tensor, row_stride
 from kvist.kernels._fp8 import FP8_DTYPES, as_bytes, encode_fp8, mantissa_bits
-from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, loops_for, next_power_of_2, tl
+from kvist.kernels._triton import FUSED, IS_INTERPRETED, is_launched, jit, loops_for, next_power_of_2, tl
 
 _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
 
@@ -66,7 +66,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
                 key, value, as_bytes(kv_cache), slot_mapping,
                 num_tokens, row_stride(key), row_stride(value), kv_cache.stride(0),
                 NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
-                HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM, FP8_MANTISSA=mantissa,
+                HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM, FP8_MANTISSA=mantissa, **FUSED,
             )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 from kvist.kernels import paged_attention, write_kv
 from kvist.kernels._fp8 import FP8_DTYPES
-from kvist.kernels._triton import DeviceFacts
+from kvist.kernels._triton import FUSED, DeviceFacts
 
 E4M3, E5M2 = FP8_DTYPES
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -72,7 +72,7 @@ def launched(capability: int) -> dict[str, tuple[ASTSource, dict[str, int]]]:
 
     def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
-        sources[fn.name + key] = source, {name: compile[name] for name in ("num_warps", "num_stages")}
+        sources[fn.name + key] = source, {name: compile[name] for name in ("num_warps", "num_stages", *FUSED)}
         return True
 
     knobs.runtime.jit_cache_hook = hook
