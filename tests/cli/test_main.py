@@ -40,6 +40,13 @@ def test_a_process_of_its_own_collects_rarely_and_nothing_at_its_end() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\n10000 True\n")
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_a_process_that_imported_triton_ends_without_a_word() -> None:
+    program = "import triton; from kvist.cli import main; main()"
+    command = [sys.executable, "-c", program, "why", "--help"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
