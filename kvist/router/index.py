@@ -51,8 +51,8 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 APPROXIMATE = "approximate"
 _EXPECTED, _ITEMS = "expected", "items"
-_MAX_EVENT_DELAY_S = 0.01
-"""How long events are collected before they are applied: routing does as well without what was cached just now."""
+_MAX_EVENT_DELAY_S = 0.05
+"""How long events are collected before they are applied: prompts of the last seconds count without them."""
 
 
 @dataclass(frozen=True, slots=True)
