@@ -18,7 +18,7 @@ from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, Worke
 from kvist.events.types import GroupRule, Holding
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
-from kvist.radix.compiled.layout import Record, Records
+from kvist.radix.compiled.layout import Records
 from kvist.radix.memory import (
     CORE_BYTES,
     Sweeper,
@@ -35,11 +35,6 @@ _U64_END = 1 << 64
 _OPERATION = struct.Struct("=4Q")
 _MAX_SEGMENT_BITS = 12
 _EPOCHS_A_CAP = 64
-
-
-def is_half_full(core: Record) -> bool:
-    """Return whether matches count as uses: before, which blocks will be the least recently used is open."""
-    return bool(0 < core["max_blocks"] <= core["table"]["num_rows"] * 2)
 
 
 class _Writing:
@@ -106,6 +101,8 @@ class RadixIndex:
         self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
         self._core["max_blocks"] = max_blocks or 0
+        self._num_rows = self.core["table"]["num_rows"].data
+        self._half_full = max_blocks / 2 if max_blocks else math.inf  # until then, what to evict first is open
         table_memory = TableMemory(self.core["table"], self.segments, memory, CORE_BYTES, advice)
         self._sweeper = Sweeper(self.core, self.segments, self._slots, table_memory)
         self._snapshot: weakref.ref[Snapshot] | None = None
@@ -203,7 +200,7 @@ class RadixIndex:
             hashes = _contiguous(hashes)
             num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
-        if num_holders and is_half_full(self._core):
+        if num_holders and self._num_rows[0] >= self._half_full:
             self.touch(hashes)
         return Match(self._slots.ranks, holder_ids, depths, num_usable)
 

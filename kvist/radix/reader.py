@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvist.radix.compiled import matching
 from kvist.radix.compiled.layout import CORE, QUERY, SEGMENT
-from kvist.radix.index import is_half_full
 from kvist.radix.memory import CORE_BYTES, reserved_array
 
 _PATIENCE, _MATCH = 64, 32
@@ -32,6 +32,9 @@ class RadixReader:
         self._core = np.frombuffer(memory, CORE, 1)
         self._segments = np.frombuffer(memory, SEGMENT, 1 << int(self._core["table"]["bits"][0]), CORE_BYTES)
         self._generation, self._slots = self._core["generation"].data, self._core["slots"][0]
+        self._clearings = self._slots["clearing"]
+        self._num_rows = self._core["table"]["num_rows"].data
+        self._half_full = int(self._core["max_blocks"][0]) / 2 or math.inf
         self._query = reserved_array(QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
 
@@ -43,10 +46,10 @@ class RadixReader:
             patience -= _MATCH if generation % 2 == 0 else 1
             if generation % 2 == 0:
                 num_holders = matching.match(self._core, self._segments, self._query, hashes, num_usable)
-                clearings = self._slots["clearing"][self._holder_ids[:num_holders]]
-                depths = self._holder_depths[:num_holders].copy()
+                clearings = self._clearings[self._holder_ids[:num_holders]].tolist()
                 if self._generation[0] == generation:
-                    return dict(zip(clearings.tolist(), zip(*depths.T.tolist(), strict=True), strict=True))
+                    depths = self._holder_depths[:num_holders].T.tolist()
+                    return dict(zip(clearings, zip(*depths, strict=True), strict=True))
             os.sched_yield()
         return None
 
@@ -58,4 +61,4 @@ class RadixReader:
     @property
     def wants_uses(self) -> bool:
         """Return whether the writer needs to know what was matched (`RadixIndex.touch`)."""
-        return is_half_full(self._core[0])
+        return bool(self._num_rows[0] >= self._half_full)

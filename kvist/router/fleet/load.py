@@ -96,7 +96,9 @@ class LoadTracker:
         self.ints, self._floats = self.board.ints, self.board.floats
         self._front = front
         self.own_row = self.board.row_starts[front]
-        starts = [row + TENANTS_WORD for row in self.board.row_starts[: self.board.num_fronts]]
+        rows = self.board.row_starts[: self.board.num_fronts]
+        self._other_rows = [(number, row) for number, row in enumerate(rows) if number != front]
+        starts = [row + TENANTS_WORD for row in rows]
         self.tenants = TenantRows(self.ints, self._floats, starts, front)
         self._cells: dict[WorkerRank, range] = {}
         self._workers: dict[str, list[range]] = {}
@@ -227,8 +229,6 @@ class LoadTracker:
 
         Only requests for `model` count, if it is given.
         """
-        if self.board.num_fronts == 1:
-            return None
         heads = [
             (
                 self.ints[row + FrontField.HEAD_PRIORITY],
@@ -236,9 +236,8 @@ class LoadTracker:
                 self._floats[row + FrontField.HEAD_SINCE],
                 front,
             )
-            for front, row in enumerate(self.board.row_starts)
-            if front != self._front
-            and (number := self.ints[row + FrontField.HEAD])
+            for front, row in self._other_rows
+            if (number := self.ints[row + FrontField.HEAD])
             and (model is None or number == model)
             and now_s - self._floats[row + FrontField.ALIVE_AT] < _ALIVE_S
         ]
