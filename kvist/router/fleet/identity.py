@@ -73,6 +73,9 @@ class Identity(msgspec.Struct, frozen=True):
         return None not in (self.started_s, earlier.started_s) and self.started_s != earlier.started_s
 
 
+_UNKNOWN = Identity()
+
+
 class _Place(msgspec.Struct, frozen=True):
     endpoint: str
 
@@ -143,20 +146,23 @@ class _ModelList(msgspec.Struct, frozen=True):
     data: list[dict[str, Any]]
 
 
-async def probe(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+async def probe(pool: UpstreamPool, url: str, authorization: Headers, earlier: Identity = _UNKNOWN) -> Identity:
     """Check a worker's health and return its identity.
 
-    Raises UpstreamError if it is unreachable or says that it is not healthy, MalformedMessageError for an answer of the
-    wrong form. The caller bounds the time.
+    Of vLLM that is still the process of an `earlier` identity, only its models and metrics are asked anew. Raises
+    UpstreamError if it is unreachable or says that it is not healthy, MalformedMessageError for an answer of the wrong
+    form. The caller bounds the time.
     """
     status, _ = await fetch(pool, url, "/health", authorization)
     if not 200 <= status < 300:
         raise UpstreamError(url, f"GET /health answered {status}")
-    identity = await _server_info(pool, url, authorization)
-    identity = msgspec.structs.replace(identity, models=await _models(pool, url, authorization))
-    if identity.engine is None and any(model.entry.get("owned_by") == "vllm" for model in identity.models or ()):
-        identity = await _as_vllm(identity, pool, url, authorization)
-    return await _with_metrics(identity, pool, url, authorization)
+    models, measured = await _models(pool, url, authorization), await _metrics(pool, url, authorization)
+    identity = earlier
+    if earlier.engine != "vllm" or earlier.started_s is None or earlier.started_s != measured.get("started_s"):
+        identity = await _server_info(pool, url, authorization)
+        if identity.engine is None and any(model.entry.get("owned_by") == "vllm" for model in models or ()):
+            identity = await _as_vllm(identity, pool, url, authorization)
+    return msgspec.structs.replace(identity, models=models, **measured)
 
 
 def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
@@ -281,8 +287,8 @@ def _cache_size_tokens(server_info: dict[str, Any]) -> int | None:
     return num_tokens if type(num_tokens) is int and 0 <= num_tokens < _MAX_TOKENS else None
 
 
-async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
-    """Return the identity with what /metrics say; a page that cannot be read changes nothing."""
+async def _metrics(pool: UpstreamPool, url: str, authorization: Headers) -> dict[str, Any]:
+    """Return what /metrics say of the identity; of a page that cannot be read, nothing."""
     try:
         status, body = await fetch(pool, url, "/metrics", authorization)
         names = (_VLLM_CACHE, _SGLANG_CACHE, _START)
@@ -290,7 +296,7 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
         families = text_string_to_metric_families("\n".join(lines))
         samples = [sample for family in families for sample in family.samples]
     except (MalformedMessageError, ValueError):
-        return identity
+        return {}
     found: dict[str, Any] = {"started_s": next((each.value for each in samples if each.name == _START), None)}
     caches = [sample for sample in samples if sample.name in (_VLLM_CACHE, _SGLANG_CACHE)]
     # Each data-parallel rank has a cache of its own, which each of its tensor-parallel ranks reports.
@@ -299,7 +305,7 @@ async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, author
         found["cache_size_tokens"] = sum(sizes)
     for labels in (cache.labels for cache in caches if cache.name == _VLLM_CACHE):
         found["cache_block"] = _number(labels.get("block_size", "")), labels.get("cache_dtype")
-    return msgspec.structs.replace(identity, **found)
+    return found
 
 
 def _num_tokens(cache: Sample) -> int | None:

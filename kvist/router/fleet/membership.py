@@ -280,7 +280,7 @@ class Membership(ComposedContext):
         authorization = self._config.authorization(worker.url)
         try:
             async with self._pool.clock.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url, authorization)
+                identity = await probe(self._pool, worker.url, authorization, worker.identity)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # a busy worker keeps its cache
                 self._index.forget_expected(worker.url)

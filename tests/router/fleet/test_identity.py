@@ -66,6 +66,26 @@ async def test_vllm_tells_its_version_its_cache_and_the_streams_of_its_ranks(wor
     assert found.event_endpoints == ("tcp://*:5701?replay_port=5801", "tcp://*:5702?replay_port=none")
 
 
+async def test_vllm_is_asked_what_no_process_changes_once_a_process(worker) -> None:
+    started = "process_start_time_seconds {}\n"
+    async with (
+        worker(models=VLLM, version={"version": "0.32.0"}, metrics=started.format(1.5)) as one,
+        UpstreamPool() as pool,
+    ):
+        first = await probe(pool, one.url, [])
+        one.models, one.version, num_asked = (
+            [*VLLM, {"id": "lora", "parent": "m"}],
+            {"version": "0.33.0"},
+            len(one.received),
+        )
+        second = await probe(pool, one.url, [], first)
+        assert [each.target for each in one.received[num_asked:]] == ["/health", "/v1/models", "/metrics"]
+        one.metrics = started.format(2.5)
+        third = await probe(pool, one.url, [], second)
+    assert [model.id for model in second.models or ()] == ["m", "lora"]
+    assert [each.version for each in (first, second, third)] == ["0.32.0", "0.32.0", "0.33.0"]
+
+
 @pytest.mark.parametrize(
     "sources", [None, {}, {"0": EVENTS | {"publisher": "null"}}, {"sources": [EVENTS]}, {"0": {"endpoint": 5557}}]
 )
