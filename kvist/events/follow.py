@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, ReplayRequest, Subscription
 
-TICK_S = 0.25
+TICK_S = 0.5
 """How long to wait for a message: questions become due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""

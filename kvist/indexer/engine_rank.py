@@ -55,6 +55,7 @@ class Table:
         memory = reserved(SEGMENT.itemsize * self._num_segments)
         self.segments: Records = np.frombuffer(memory, SEGMENT)
         self.head = reserved_array(HEAD, 1)
+        self._num_rows = self.head["num_rows"].data
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
         self._table = TableMemory(self.head, self.segments, memory)
         self._peak_rows = 0  # most rows since all segments had the size they need
@@ -64,7 +65,7 @@ class Table:
         return self._table.size_bytes
 
     def __len__(self) -> int:
-        return int(self.head["num_rows"][0])
+        return int(self._num_rows[0])
 
     def get(self, key: int) -> int:
         """Return the value of a key in the first part, 0 for none."""

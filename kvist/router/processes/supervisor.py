@@ -31,7 +31,7 @@ from kvist.router.recording import Beginning
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.02
+_POLL_S = 0.05
 _LIVED_LONG_S = 5.0
 """A process that dies sooner than this is restarted after a pause, which doubles each time up to the next."""
 _MAX_PAUSE_S = 5.0
