@@ -68,10 +68,9 @@ class ChatTemplate:
             raise InvalidValueError("chat template", source[:80], f"jinja2 ({error}, line {error.lineno})") from None
         # Lookups in jinja2's chain of maps would take half of the rendering time.
         self._template.globals = dict(self._template.globals)
-        self._special_tokens = dict(special_tokens)
-        self._takes_parts = _loops_over_content(environment.parse(source))
+        self.source, self.special_tokens = source, dict(special_tokens)
+        self._takes_parts = self._loops_over_content(environment.parse(source))
         self._knows_developers = "'developer'" in source or '"developer"' in source
-        self.source = source
 
     def render(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text, up to the first image or other non-text item.
@@ -96,18 +95,12 @@ class ChatTemplate:
         return [head, *text[len(head) :].split(_CUT)]
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
-        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
-        if (effort := request.reasoning_effort) is not None:
-            variables["enable_thinking"] = effort != "none"
-        variables |= (request.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
-        variables["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
-        if request.tools is not None:
-            variables["tools"] = [_tool(tool) for tool in request.tools]
-        if request.documents is not None:
-            variables["documents"] = request.documents
         try:
-            variables["messages"] = self._messages(request, is_marked)
-            text = self._template.render(variables)
+            messages = [self._message(message, is_marked) for message in request.messages]
+            messages = self._arranged(messages, request)
+            if request.continue_final_message:
+                messages[-1] = _marked(messages[-1])
+            text = self._template.render(self._variables(request) | {"messages": messages})
         except _REFUSALS as error:
             problem = f"the chat template refused them: {error}"
             raise invalid_field("messages", problem, code="template_refused") from None
@@ -117,6 +110,18 @@ class ChatTemplate:
         if not cut:
             raise RequestError(400, "continue_final_message: the template drops the last message", param="messages")
         return head if tail.startswith(" ") else head.rstrip()
+
+    def _variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens}
+        if (effort := request.reasoning_effort) is not None:
+            variables["enable_thinking"] = effort != "none"
+        variables |= (request.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
+        variables["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
+        if request.tools is not None:
+            variables["tools"] = [self._tool(tool) for tool in request.tools]
+        if request.documents is not None:
+            variables["documents"] = request.documents
+        return variables
 
     @functools.cached_property
     def effort_without_thinking(self) -> str:
@@ -132,23 +137,25 @@ class ChatTemplate:
 
     @functools.cached_property
     def is_system_first(self) -> bool:
-        """Return whether it accepts a system message at the start only, tried in the same environment as vLLM does."""
+        """Return whether it accepts a system message at the start only."""
+        return self._with_later_system("t") is None
+
+    def _with_later_system(self, content: str) -> str | None:
+        """Return a chat with a second system message, None if it is refused: in the environment that engines try."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
-        messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        said = (("system", "t"), ("user", "t"), ("system", content), ("user", "t"))
+        messages = [{"role": role, "content": text} for role, text in said]
         try:
-            environment.from_string(self.source).render(messages=messages, add_generation_prompt=False)
+            return environment.from_string(self.source).render(messages=messages, add_generation_prompt=False)
         except _REFUSALS:
-            return True
-        return False
+            return None
 
-    def _messages(self, request: ChatCompletionRequest, is_marked: bool) -> list[Message]:
-        messages = [self._message(message, is_marked) for message in request.messages]
+    def _arranged(self, messages: list[Message], _: ChatCompletionRequest) -> list[Message]:
+        """Return the messages with those of developers as the template knows them."""
         if not self._knows_developers and "developer" in [message.get("role") for message in messages]:
-            messages = _with_one_system_message(messages)
-        if request.continue_final_message:
-            messages[-1] = _marked(messages[-1])
+            return _with_one_system_message(messages)
         return messages
 
     def _message(self, message: Message, is_marked: bool) -> Message:
@@ -171,17 +178,16 @@ class ChatTemplate:
                 shown_parts.append({"type": "text", "text": _CUT})
                 if is_marked and isinstance(part, dict):
                     shown_parts.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
-            elif role != "system" or (text := without_billing_header(text)) is not None:
+            elif role != "system" or (text := self._system_text(text)) is not None:
                 shown_parts.append({"type": "text", "text": text})
                 texts.append(text)
         if self._takes_parts and role != "tool":
             known["content"] = shown_parts
         else:
-            joined = "\n".join(texts if self._takes_parts else filter(None, texts))
-            known["content"] = _CUT * num_items + joined
+            known["content"] = _CUT * num_items + self._joined(texts)
         if role == "assistant":
             if message.get("tool_calls"):
-                known["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+                known["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             thoughts = message.get("reasoning")
             if thoughts is None:
                 thoughts = message.get("reasoning_content")
@@ -194,6 +200,44 @@ class ChatTemplate:
         if isinstance(message.get("name"), str):
             known["name"] = message["name"]
         return known
+
+    def _joined(self, texts: list[str]) -> str:
+        return "\n".join(texts if self._takes_parts else filter(None, texts))
+
+    def _system_text(self, text: str) -> str | None:
+        return without_billing_header(text)
+
+    def _call(self, call: Any) -> Any:
+        """Return a call with its arguments, a JSON string in OpenAI's API, as an object before the name."""
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            return call
+        if not isinstance(function.get("arguments"), dict):
+            function = {"arguments": parsed_arguments(function.get("arguments")), "name": function.get("name")}
+        return {"id": call.get("id"), "function": function, "type": "function"}
+
+    def _tool(self, tool: Any) -> Any:
+        """Return a tool with the fields that vLLM knows, in its order, because templates print the whole tool."""
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            return tool
+        deferral = tool.get("defer_loading")
+        known = {name: function.get(name) for name in ("name", "description", "parameters")}
+        for name, value in (("strict", None), ("defer_loading", deferral)):
+            if (value := function.get(name, value)) is not None:
+                known[name] = value
+        shown = {"type": "function", "function": known}
+        return shown if deferral is None else shown | {"defer_loading": deferral}
+
+    def _loops_over_content(self, tree: jinja2.nodes.Template) -> bool:
+        """Return whether the template iterates over a message's content, and so takes parts; any other takes text."""
+        for loop in tree.find_all(jinja2.nodes.For):
+            match loop.iter:
+                case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
+                    return True
+                case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
+                    return True
+        return False
 
 
 def without_billing_header(text: str) -> str | None:
@@ -226,30 +270,6 @@ def _with_one_system_message(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
-def _tool(tool: Any) -> Any:
-    """Return a tool with the fields that vLLM knows, in its order, because templates print the whole tool."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict):
-        return tool
-    deferral = tool.get("defer_loading")
-    known = {name: function.get(name) for name in ("name", "description", "parameters")}
-    for name, value in (("strict", None), ("defer_loading", deferral)):
-        if (value := function.get(name, value)) is not None:
-            known[name] = value
-    shown = {"type": "function", "function": known}
-    return shown if deferral is None else shown | {"defer_loading": deferral}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    """Return a call with its arguments, a JSON string in OpenAI's API, as an object before the name, for templates."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    if not isinstance(function.get("arguments"), dict):
-        function = {"arguments": parsed_arguments(function.get("arguments")), "name": function.get("name")}
-    return {"id": call.get("id"), "function": function, "type": "function"}
-
-
 def parsed_arguments(text: Any) -> dict[str, Any]:
     """Return the arguments of a call, a JSON object, decoded; an empty object if they are anything else."""
     try:
@@ -266,17 +286,6 @@ def _marked(message: Message) -> Message:
     if isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
         return message | {"content": [*content[:-1], content[-1] | {"text": f"{content[-1]['text']}{_CUT} "}]}
     raise RequestError(400, "continue_final_message: expected a last message that ends in text", param="messages")
-
-
-def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Return whether a template iterates over a message's content, and so takes parts; any other takes text."""
-    for loop in tree.find_all(jinja2.nodes.For):
-        match loop.iter:
-            case jinja2.nodes.Getattr(attr="content") | jinja2.nodes.Name(name="content"):
-                return True
-            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")):
-                return True
-    return False
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -39,7 +39,7 @@ def chat_of(
 
 
 def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionRequest:
-    turns, system = _objects(fields, "messages"), fields.get("system")
+    turns, system = objects_in(fields, "messages"), fields.get("system")
     texts = [system] if isinstance(system, str) else list(_system_texts(system or []))
     if template.is_system_first:
         for message in turns:
@@ -53,22 +53,22 @@ def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionReques
     effort = output.get("effort") if isinstance(output, dict) else None
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         effort = template.effort_without_thinking
-    tools = None if fields.get("tools") is None else [_anthropic_tool(tool) for tool in _objects(fields, "tools")]
-    return _chat(fields, messages, tools, effort)
+    tools = None if fields.get("tools") is None else [_anthropic_tool(tool) for tool in objects_in(fields, "tools")]
+    return chat_with(fields, messages, tools, effort)
 
 
 def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionRequest:
     instructions, prompt = fields.get("instructions"), fields.get("input")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     messages += [message for message in previous if message.get("role") != "system"]
-    items: list[Fields] = [] if isinstance(prompt, str) else _objects(fields, "input")
+    items: list[Fields] = [] if isinstance(prompt, str) else objects_in(fields, "input")
     messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _turns(items)
     last = items[-1] if items else {}
     is_open = last.get("status") in ("in_progress", "incomplete") and last.get("type", "message") in _CONTINUED
     reasoning = fields.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
-    tools = list(_functions(_objects(fields, "tools"))) if fields.get("tools") else None
-    return _chat(fields, messages, tools, effort, is_open=is_open)
+    tools = list(_functions(objects_in(fields, "tools"))) if fields.get("tools") else None
+    return chat_with(fields, messages, tools, effort, is_open=is_open)
 
 
 def chat_fields(api: str, fields: Fields) -> Fields:
@@ -102,39 +102,43 @@ def messages_of_response(output: Any) -> list[Message]:
 _CONTINUED = ("message", "reasoning")
 
 
-def _chat(
+def chat_with(
     fields: Fields, messages: list[Message], tools: list[Any] | None, effort: Any, *, is_open: bool = False
 ) -> ChatCompletionRequest:
+    """Return a chat of these messages and tools, with the rest of a request of another API."""
     given = {name: fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs")}
     given |= {"messages": messages, "tools": tools, "reasoning_effort": effort}
     given |= {"continue_final_message": is_open, "add_generation_prompt": not is_open}
     return convert(given, ChatCompletionRequest)
 
 
-def _objects(fields: Fields, name: str) -> list[Fields]:
+def objects_in(fields: Fields, name: str) -> list[Fields]:
+    """Return the list of objects in a field; raises RequestError (400)."""
     value = fields.get(name)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise invalid_field(name, f"got {value!r:.100}, expected a list of objects")
     return value
 
 
-def _unknown(kind: object, param: str) -> RequestError:
+def unknown_kind(kind: object, param: str) -> RequestError:
+    """Return the refusal of a part that cannot be rendered here."""
     return invalid_field(param, f"got {kind!r:.100}, which has no place in a chat here", code="unknown_part")
 
 
 def _system_texts(content: Any) -> Iterator[str]:
     """Yield the texts of a system prompt, without Claude Code's, which changes with each request."""
-    for block in _blocks(content):
+    for block in blocks_of(content):
         if block.get("type") != "text":
-            raise _unknown(block.get("type"), "system")
+            raise unknown_kind(block.get("type"), "system")
         text = block.get("text")
         if text and without_billing_header(text) == text:
             yield text
 
 
-def _blocks(content: Any) -> list[Fields]:
+def blocks_of(content: Any) -> list[Fields]:
+    """Return the blocks of a content, which may be one text; raises RequestError (400)."""
     return (
-        [{"type": "text", "text": content}] if isinstance(content, str) else _objects({"content": content}, "content")
+        [{"type": "text", "text": content}] if isinstance(content, str) else objects_in({"content": content}, "content")
     )
 
 
@@ -149,7 +153,7 @@ def _anthropic_turn(role: Any, content: Any) -> Iterator[Message]:
         return
     message: Message = {"role": role}
     parts: list[Fields] = []
-    for block in _blocks(content):
+    for block in blocks_of(content):
         match block.get("type"):
             case "text":
                 parts += [{"type": "text", "text": block["text"]}] if block.get("text") else []
@@ -168,7 +172,7 @@ def _anthropic_turn(role: Any, content: Any) -> Iterator[Message]:
             case "redacted_thinking" | "tool_reference":
                 pass
             case kind:
-                raise _unknown(kind, "messages")
+                raise unknown_kind(kind, "messages")
     if parts:
         is_text = len(parts) == 1 and "text" in parts[0]
         message["content"] = parts[0]["text"] if is_text else parts
@@ -177,13 +181,13 @@ def _anthropic_turn(role: Any, content: Any) -> Iterator[Message]:
 
 
 def _tool_result(call_id: str, content: Any) -> Iterator[Message]:
-    blocks = _blocks(content)
+    blocks = blocks_of(content)
     texts = [block.get("text", "") for block in blocks if block.get("type") == "text"]
     yield {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
     if images := [{"type": "image_url"} for block in blocks if block.get("type") == "image"]:
         yield {"role": "user", "content": images}
     if any(block.get("type") == "tool_reference" for block in blocks):
-        raise _unknown("tool_reference", "messages")
+        raise unknown_kind("tool_reference", "messages")
 
 
 def _anthropic_tool(tool: Fields) -> Fields:
@@ -234,7 +238,7 @@ def _assistants_part(item: Fields) -> tuple[str | None, Any]:
             return ("content", text) if isinstance(text, str) else (None, item)
         case "message" if "role" in item:
             return None, item
-    raise _unknown(kind, "input")
+    raise unknown_kind(kind, "input")
 
 
 def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
@@ -246,7 +250,7 @@ def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
             case "custom":
                 yield {"type": "function", "function": {**tool, "parameters": _FREE_TEXT}}
             case "namespace":
-                for inner in _objects(tool, "tools"):
+                for inner in objects_in(tool, "tools"):
                     if inner.get("type") == "function":
                         name = f"{tool.get('name')}__{inner.get('name')}"
                         yield {"type": "function", "function": {**inner, "name": name}}

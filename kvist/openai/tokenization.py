@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from kvist.errors import InvalidValueError
 from kvist.openai.chat_template import ChatTemplate, items_of
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import ChatCompletionRequest
+from kvist.openai.sglang import SglangTemplate
 from kvist.settings import read_json_object
 
 if TYPE_CHECKING:
@@ -99,13 +101,13 @@ class ChatTokenizer:
         return self.tokenize_text(self.template.render(request), add_special_tokens=False)
 
     def tokenize_with_items(
-        self, request: ChatCompletionRequest, *, add_special_tokens: bool = False
+        self, request: ChatCompletionRequest, template: ChatTemplate, *, add_special_tokens: bool = False
     ) -> tuple[NDArray[np.uint32], int]:
         """Return a chat's tokens, with ITEM_TOKENS in place of each non-text item, and how many precede the first item.
 
         Raises RequestError (400).
         """
-        head, *texts = self.template.render_parts(request)
+        head, *texts = template.render_parts(request)
         parts = [self.tokenize_text(head, add_special_tokens=add_special_tokens)]
         for text, item in islice(zip_longest(texts, items_of(request) if texts else ()), _MAX_ITEMS):
             if text:
@@ -122,6 +124,14 @@ class ChatTokenizer:
             problem = "this model has no chat template; use /v1/completions"
             raise invalid_field("messages", problem, code="no_chat_template")
         return self._template
+
+    def template_of(self, engine: str | None) -> ChatTemplate:
+        """Return the template as the engine fills it: as vLLM does, for all but SGLang; raises as `template`."""
+        return self._sglang_template if engine == "sglang" else self.template
+
+    @cached_property
+    def _sglang_template(self) -> SglangTemplate:
+        return SglangTemplate(self.template.source, self.template.special_tokens)
 
     def tokenize_text(self, text: str, *, add_special_tokens: bool = True) -> NDArray[np.uint32]:
         """Return the tokens of a text prompt; raises RequestError (400) if it is not valid Unicode."""

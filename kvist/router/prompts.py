@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_hexdigest
 
 from kvist.events import WorkerRank
+from kvist.openai import sglang
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.requests import (
@@ -131,8 +132,8 @@ class KnownModels(Protocol):
     def tokenizer(self, model: str | None) -> ChatTokenizer | None:
         """Return the model's tokeniser, None where its text cannot be read."""
 
-    def is_on_vllm(self, model: str | None) -> bool:
-        """Return whether a worker that serves the model is vLLM."""
+    def engine(self, model: str | None) -> str | None:
+        """Return the engine whose way of reading chats counts for the model: vLLM if it has any such worker."""
 
     def resolve_alias(self, fields: Fields) -> str | None:
         """Return the model of a request that names an alias, None if it names none."""
@@ -143,7 +144,7 @@ class OneModel:
     """A `KnownModels` where all prompts are of one model, which may have no tokeniser here."""
 
     only: ChatTokenizer | None
-    is_vllm: bool = False
+    only_engine: str | None = None
 
     @property
     def inline_body_bytes(self) -> int:
@@ -154,9 +155,9 @@ class OneModel:
         """Return the tokeniser."""
         return self.only
 
-    def is_on_vllm(self, _: str | None) -> bool:
-        """Return whether vLLM serves it."""
-        return self.is_vllm
+    def engine(self, _: str | None) -> str | None:
+        """Return the engine."""
+        return self.only_engine
 
     def resolve_alias(self, _: Fields) -> str | None:
         """Return None, as there are no aliases."""
@@ -264,14 +265,19 @@ class PromptReader:
         worker = None if stored is None else stored.worker
         try:
             _check_is_plain(api, fields)
-            tokenizer = self._loaded_tokenizer(fields)
+            tokenizer, engine = self._loaded_tokenizer(fields), self._models.engine(fields.get("model"))
+            template = tokenizer.template_of(engine)
             if api == CHAT_PATH:
                 chat = convert(fields, ChatCompletionRequest)
             else:
-                chat = chat_of(api, fields, tokenizer.template, _messages_of(previous_id, stored))
+                previous = _messages_of(previous_id, stored)
+                if isinstance(template, sglang.SglangTemplate):
+                    chat = sglang.chat_of(api, fields, template, previous)
+                else:
+                    chat = chat_of(api, fields, template, previous)
             # To a response's prompt, rendered by a template or not, vLLM has the tokeniser add its special tokens.
-            adds_special_tokens = api == RESPONSES_PATH and self._models.is_on_vllm(chat.model)
-            token_ids, num_exact = tokenizer.tokenize_with_items(chat, add_special_tokens=adds_special_tokens)
+            adds_special_tokens = api == RESPONSES_PATH and engine == "vllm"
+            token_ids, num_exact = tokenizer.tokenize_with_items(chat, template, add_special_tokens=adds_special_tokens)
         except RequestError as error:
             return _read_other(fields, num_bytes, error, worker)
         num_tokens, salt = len(token_ids), chat.cache_salt

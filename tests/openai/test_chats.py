@@ -12,6 +12,7 @@ import vllm_rendering
 from _engine_files import MISSING, versions
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvist.openai import sglang
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of, messages_of_response
 from kvist.openai.errors import RequestError
@@ -265,8 +266,9 @@ def test_requests_become_chats(api: str, body: dict[str, Any], messages: list[An
 
 
 @pytest.mark.parametrize("api", [MESSAGES_PATH, RESPONSES_PATH])
-def test_whatever_a_body_is_it_is_a_chat_or_refused(api: str) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+@pytest.mark.parametrize(("kind", "chat_of"), [(ChatTemplate, chat_of), (sglang.SglangTemplate, sglang.chat_of)])
+def test_whatever_a_body_is_it_is_a_chat_or_refused(api: str, kind: Any, chat_of: Any) -> None:
+    template = kind("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     odd = [None, 5, "x", [], {}, [5], [None], {"type": 5}, [[]], True]
 
     def broken(value: Any, chance: random.Random) -> Any:

@@ -255,7 +255,7 @@ def test_what_stands_for_a_chat_with_images_begins_its_next_turn_and_no_other_ch
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "x"}]}]
         messages += [{"role": "assistant", "content": more}, {"role": "user", "content": "again"}] if more else []
         chat = ChatCompletionRequest(messages=messages)
-        token_ids, num_exact = tokenizer.tokenize_with_items(chat)
+        token_ids, num_exact = tokenizer.tokenize_with_items(chat, tokenizer.template)
         assert token_ids[:num_exact].tolist() == tokenizer.tokenize_chat(chat).tolist()
         assert len(token_ids) > ITEM_TOKENS * len(urls)
         return token_ids.tolist()
@@ -289,7 +289,9 @@ def test_only_what_comes_before_the_first_image_is_rendered(content: str, text: 
 
 def test_a_body_full_of_images_is_read_up_to_the_64th(reader: PromptReader) -> None:
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": [image_of("data:"), None, 5, "again"] * 5000}])
-    token_ids, num_exact = reader._models.tokenizer("m").tokenize_with_items(chat)
+    token_ids, num_exact = reader._models.tokenizer("m").tokenize_with_items(
+        chat, reader._models.tokenizer("m").template
+    )
     assert num_exact < len(token_ids) <= 64 * (ITEM_TOKENS + 20_000)
 
 
@@ -373,8 +375,8 @@ async def test_how_well_a_prompt_is_read_is_said(
 async def test_on_vllm_the_tokeniser_adds_its_special_tokens_to_the_prompts_of_responses() -> None:
     tokenizer, asked = ChatTokenizer.load(bundled_model_path()), body(messages=[TURN], input=TURN["content"])
     chat, of_others, of_vllm = [
-        (await PromptReader(OneModel(tokenizer, is_vllm=is_vllm)).read(path, asked)).token_ids.tolist()
-        for path, is_vllm in ((CHAT_PATH, True), (RESPONSES_PATH, False), (RESPONSES_PATH, True))
+        (await PromptReader(OneModel(tokenizer, engine)).read(path, asked)).token_ids.tolist()
+        for path, engine in ((CHAT_PATH, "vllm"), (RESPONSES_PATH, None), (RESPONSES_PATH, "vllm"))
     ]
     assert of_others == chat
     assert of_vllm == [chat[0], *chat]

@@ -58,6 +58,7 @@ class Fleet:
         self._model_ids: frozenset[str | None] = frozenset()
         self._last_sizes: Mapping[str, int] = {}
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
+        self._engines_of_models: dict[str | None, str | None] = {}
         self._serving: dict[str | None, list[Worker]] = {}
         self.has_prefill_workers = False
         """Whether some worker, in whatever state, has the role to compute prompts for others."""
@@ -90,6 +91,7 @@ class Fleet:
     def refresh(self) -> None:
         """Recompute what follows from the workers' identities, after some of them have changed."""
         self._sizes_of_models.clear()
+        self._engines_of_models.clear()
         self._serving.clear()
         self._ranks.clear()
         roles = {worker.role for worker in self._workers.values()}
@@ -121,6 +123,16 @@ class Fleet:
             if model in self._model_ids or model is None:  # clients may make up any number of others
                 self._sizes_of_models[model] = sizes
         return sizes
+
+    def engine_of(self, model: str | None) -> str | None:
+        """Return the engine of the workers that serve the model; of several, vLLM, or else none."""
+        if model in self._engines_of_models:
+            return self._engines_of_models[model]
+        engines = {worker.engine for worker in self._workers.values() if worker.serves(model)}
+        engine = "vllm" if "vllm" in engines else engines.pop() if len(engines) == 1 else None
+        if model in self._model_ids or model is None:
+            self._engines_of_models[model] = engine
+        return engine
 
     def block_size_of(self, worker: str, model: str | None) -> int:
         """Return the tokens per block of a worker; if unknown, the smallest of those that serve the model."""

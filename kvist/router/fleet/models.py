@@ -99,9 +99,9 @@ class Models(ComposedContext):
         """Return the model's tokeniser, None if its prompts cannot be tokenised."""
         return self.files(model).tokenizer
 
-    def is_on_vllm(self, model: str | None) -> bool:
-        """Return whether a worker that serves the model is vLLM."""
-        return any(worker.engine == "vllm" and worker.serves(model) for worker in self._fleet.workers)
+    def engine(self, model: str | None) -> str | None:
+        """Return the engine of the model's workers; of several, vLLM, or else none."""
+        return self._fleet.engine_of(model)
 
     def policy(self, model: str | None) -> ModelPolicy:
         """Return the model's policy by the configuration."""

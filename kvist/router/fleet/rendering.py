@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -169,27 +170,30 @@ class RenderingChecks:
         """Compare with the tokeniser of a worker's first model, and write what differs to `known`."""
         self.config, self._pool, self._known, self._now_s = config, pool, known, now_s
         self._models = models
-        self._asked_at_s: dict[str, float] = {}
+        self._asked: dict[str, tuple[float, str | None]] = {}
         self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def on_health_check(self, worker: Worker, tasks: BackgroundTasks) -> None:
         """Start to check a worker that passed its health check, in a task of its own, if a check is due."""
         url, now_s = worker.url, self._now_s()
-        tokenizer = self._models.tokenizer(_model_of(worker)) if self.config.policy == "kv" else None
+        model = _model_of(worker)
+        tokenizer = self._models.tokenizer(model) if self.config.policy == "kv" else None
+        asked_at_s, engine_then = self._asked.get(url, (-math.inf, None))
+        engine = self._models.engine(model)
         if worker.last_failure is not None:
             self.expire(url)
         elif tokenizer is None or url in self._tasks or worker.is_draining:
             return
-        elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
-            self._asked_at_s[url] = now_s
-            task = tasks.create_task(self._check(worker, tokenizer), name=f"kvist-rendering {url}")
+        elif now_s - asked_at_s >= RECHECK_S or engine != engine_then:
+            self._asked[url] = now_s, engine
+            task = tasks.create_task(self._check(worker, tokenizer, engine), name=f"kvist-rendering {url}")
             self._tasks[url] = task
             task.add_done_callback(lambda ended: self._tasks.get(url) is ended and self._tasks.pop(url))
 
     def expire(self, url: str) -> None:
         """Let the worker be checked again: another process may answer next."""
-        self._asked_at_s.pop(url, None)
+        self._asked.pop(url, None)
 
     def forget(self, url: str) -> None:
         """Drop the state of a removed worker, and cancel its check."""
@@ -197,20 +201,21 @@ class RenderingChecks:
         if (task := self._tasks.pop(url, None)) is not None:
             task.cancel()
 
-    async def _check(self, worker: Worker, tokenizer: ChatTokenizer) -> None:
+    async def _check(self, worker: Worker, tokenizer: ChatTokenizer, engine: str | None) -> None:
         earlier = worker.rendering
         worker.rendering = earlier or Rendering()
         async with self._turns:
-            found = worker.rendering = await self._compare(worker, tokenizer)
+            found = worker.rendering = await self._compare(worker, tokenizer, engine)
         self._known.set_differing(worker.url, {kind: each.token for kind, each in found.differences.items()})
         if earlier is None or earlier.state is not found.state:
             level = logging.INFO if found.state is RenderingState.SAME else logging.WARNING
             logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
 
-    async def _compare(self, worker: Worker, tokenizer: ChatTokenizer) -> Rendering:
+    async def _compare(self, worker: Worker, tokenizer: ChatTokenizer, engine: str | None) -> Rendering:
         probes, model = _make_probes(_special_tokens(tokenizer)), _model_of(worker)
         named = {} if model is None else {"model": model}
-        expected = await asyncio.to_thread(lambda: {kind: _own_tokens(tokenizer, probes[kind]) for kind in probes})
+        own = partial(_own_tokens, tokenizer, engine)
+        expected = await asyncio.to_thread(lambda: {kind: own(probe) for kind, probe in probes.items()})
         differences: dict[Kind, Difference] = {}
         refused = []
         for kind, probe in probes.items():
@@ -295,13 +300,14 @@ def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:
     return probes | {Kind.PROMPT: {"prompt": f"Hi {unicode} {special} "}}
 
 
-def _own_tokens(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] | None:
+def _own_tokens(tokenizer: ChatTokenizer, engine: str | None, probe: dict[str, Any]) -> list[int] | None:
     """Return the router's tokens of a probe, None if its template refuses it."""
     try:
         if "prompt" in probe:
             tokens = tokenizer.tokenize_text(probe["prompt"])
         else:
-            tokens = tokenizer.tokenize_chat(msgspec.convert(probe, ChatCompletionRequest))
+            template = tokenizer.template_of(engine)
+            tokens, _ = tokenizer.tokenize_with_items(msgspec.convert(probe, ChatCompletionRequest), template)
     except RequestError:
         return None
     token_ids: list[int] = tokens.tolist()

@@ -40,14 +40,14 @@ async def until_read(front: Any, *ids: str) -> None:
     await front.until(is_read)
 
 
-async def test_which_models_vllm_serves_is_known_by_their_lists(worker, router) -> None:
+async def test_which_engine_serves_a_model_is_known_by_their_lists(worker, router) -> None:
     async with (
         worker(models=named("a", owned_by="vllm")) as one,
         worker(models=named("b", owned_by="sglang")) as other,
         router(one.url, other.url) as front,
     ):
-        is_on_vllm = front.service.keeper.models.is_on_vllm
-        assert [is_on_vllm(model) for model in ("a", "b", "c", None)] == [True, False, False, True]
+        engine = front.service.keeper.models.engine
+        assert [engine(model) for model in ("a", "b", "c", None)] == ["vllm", "sglang", None, "vllm"]
 
 
 async def test_models_side_by_side_are_each_matched_by_their_own_tokens_and_blocks(

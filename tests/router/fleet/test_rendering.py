@@ -46,7 +46,7 @@ def tokenizing(http_bytes: Any) -> Callable[[ChatTokenizer], Any]:
                 return
             probe = read_fields(received.body)
             try:
-                tokens = rendering._own_tokens(tokenizer, {k: v for k, v in probe.items() if k != "model"})
+                tokens = rendering._own_tokens(tokenizer, None, {k: v for k, v in probe.items() if k != "model"})
             except RequestError:
                 tokens = None
             told = {"tokens": tokens, "count": len(tokens or ()), "max_model_len": 10, "token_strs": None}
@@ -260,11 +260,11 @@ async def test_sglangs_own_tokenize_takes_every_probe_and_what_it_refuses_is_no_
         except ValueError:  # SGLang answers 400 for it
             writer.write(http_bytes.response(b"{}", status=400))
             return
-        tokens = rendering._own_tokens(template(), asked.model_dump(exclude_none=True, exclude_unset=True))
+        tokens = rendering._own_tokens(template(), "sglang", asked.model_dump(exclude_none=True, exclude_unset=True))
         told = protocol.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=-1)
         writer.write(http_bytes.response(told.model_dump_json().encode()))
 
-    async with worker(answer=answer) as one:
+    async with worker(answer=answer, models=[{"id": "m", "owned_by": "sglang"}]) as one:
         async with router(one.url, block_size=16, model_path=MODEL) as front:
             await until_rendering(front, one.url, "same")
         refused = {kind: {"messages": [{"role": "nobody", "content": "Hi"}]} for kind in (Kind.PLAIN, Kind.TURNS)}
@@ -281,4 +281,4 @@ def test_vllms_own_tokenize_takes_every_probe_and_makes_the_same_of_it() -> None
     for kind, probe in rendering._make_probes(ours.added_tokens).items():
         text = vllm_rendering.text_of_tokenize(json.loads(json.dumps(probe | {"model": "m"})), oracle)
         expected = oracle(text, add_special_tokens=kind is Kind.PROMPT).input_ids
-        assert rendering._own_tokens(ours, probe) == expected, kind
+        assert rendering._own_tokens(ours, None, probe) == expected, kind
