@@ -131,7 +131,8 @@ class Admission:
     _retries: float = _MAX_RETRIES
 
     def __post_init__(self) -> None:
-        self.fleet.on_room = self.load.on_freed = self.admit_waiting_soon
+        self.load.on_freed = self.admit_waiting_soon
+        self.fleet.on_room = lambda _: self.admit_waiting_soon()
 
     # Who has room.
 

@@ -56,6 +56,8 @@ class Fleet:
         self._num_clearings = 0
         self._adapters: frozenset[str | None] = frozenset()
         self._model_ids: frozenset[str | None] = frozenset()
+        self._known: dict[str, tuple[object, ...]] = {}
+        """What all that is computed from workers' identities follows from, by worker."""
         self._last_sizes: Mapping[str, int] = {}
         self._sizes_of_models: dict[str | None, BlockSizes] = {}
         self._engines_of_models: dict[str | None, str | None] = {}
@@ -68,8 +70,8 @@ class Fleet:
         """Whether some worker can fetch the part of a prompt that another holds."""
         self.bounded: set[str] = set()
         """The workers whose number of requests has, or once had, a bound."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Is called when some worker may have room that had none."""
+        self.on_room: Callable[[Worker | None], None] = lambda _: None
+        """Is called when a worker has changed and may have room that it had not, or None where any may have."""
         self.on_paused: Callable[[Worker], None] = lambda _: None
         """Is called when a worker has asked for no requests for a while."""
         self.on_models: Callable[[], None] = lambda: None
@@ -77,19 +79,23 @@ class Fleet:
         self.renderings = Renderings()
 
     def put(self, worker: Worker) -> None:
-        """Add a worker, or replace the one of the same URL."""
+        """Add a worker, or replace the one of the same URL, or update what follows from its identity."""
+        tokens_per_s = worker.identity.tokens_per_s
+        known = worker, worker.role, worker.engine, worker.model_ids, worker.adapters, tokens_per_s
         self._workers[worker.url] = worker
-        self.refresh()
+        self._ranks.pop(worker.url, None)
+        if known != self._known.get(worker.url):
+            self._known[worker.url] = known
+            self._refresh()
 
     def remove(self, url: str) -> None:
         """Remove a worker."""
         self.bounded.discard(url)
         self.renderings.differing.pop(url, None)
-        del self._workers[url]
-        self.refresh()
+        del self._workers[url], self._known[url]
+        self._refresh()
 
-    def refresh(self) -> None:
-        """Recompute what follows from the workers' identities, after some of them have changed."""
+    def _refresh(self) -> None:
         self._sizes_of_models.clear()
         self._engines_of_models.clear()
         self._serving.clear()

@@ -142,7 +142,7 @@ class Membership(ComposedContext):
             if worker.is_draining:
                 worker.is_draining = False
                 self._drains.pop(url).cancel()
-                self._fleet.on_room()
+                self._fleet.on_room(worker)
         if EARLIER in self._wanted and source != EARLIER and self.discovery.is_complete:
             self.set_wanted(EARLIER, ())
             del self._wanted[EARLIER]
@@ -197,7 +197,7 @@ class Membership(ComposedContext):
     def _on_circuit_change(self, breaker: CircuitBreaker) -> None:
         """Let waiting requests try the worker as soon as its open circuit allows a trial."""
         if breaker.state is CircuitState.OPEN:
-            asyncio.get_running_loop().call_later(breaker.cooldown_s, self._fleet.on_room)
+            asyncio.get_running_loop().call_later(breaker.cooldown_s, self._fleet.on_room, None)
 
     def _drain(self, worker: Worker) -> None:
         """Give the worker no new requests, and remove it once its requests have ended or `drain_timeout_s` is over."""
@@ -208,7 +208,7 @@ class Membership(ComposedContext):
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
             self._drains[worker.url] = task
-            self._fleet.on_room()  # requests that wait for this worker may go to others
+            self._fleet.on_room(worker)  # requests that wait for this worker may go to others
 
     async def _remove_when_idle(self, worker: Worker) -> None:
         try:
@@ -265,7 +265,7 @@ class Membership(ComposedContext):
                     worker.capacity.learn(report, num_in_flight, self._load.ended_requests(worker.url))
                     if worker.capacity.max_requests is not None:
                         self._fleet.bounded.add(worker.url)
-                    self._fleet.on_room()
+                    self._fleet.on_room(worker)
 
     def _give_up(self, worker: Worker, silent_s: float) -> None:
         """Set a silent worker unhealthy, and let other workers have the requests that it has not begun to answer."""
@@ -273,7 +273,7 @@ class Membership(ComposedContext):
         worker.health.set_unhealthy()
         worker.last_failure = f"sent no byte for {silent_s:g} s, not even its /metrics"
         worker.give_up(silent_s)
-        self._fleet.on_room()
+        self._fleet.on_room(worker)
 
     async def _check(self, worker: Worker) -> None:
         """Run one health check, and apply what the worker says of itself."""
@@ -290,7 +290,7 @@ class Membership(ComposedContext):
         else:
             self._apply_identity(worker, identity)
             self._record_check(worker, None)
-        self._fleet.on_room()
+        self._fleet.on_room(worker)
 
     def _record_check(self, worker: Worker, failure: str | None) -> None:
         worker.last_failure = failure
@@ -322,7 +322,7 @@ class Membership(ComposedContext):
         worker.set_identity(identity)
         if has_restarted:
             self._renderings.expire(worker.url)
-        self._fleet.refresh()
+        self._fleet.put(worker)
         if self._index is None or worker.is_draining:
             return
         has_events = bool(worker.configured_event_sources) or bool(identity.event_endpoints)

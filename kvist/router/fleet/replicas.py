@@ -247,7 +247,7 @@ class Replicas(ComposedContext):
                 whole_at_s, self._is_whole_due = now_s, False
             for replica in self._rows.forget_silent(now_s):
                 logger.warning("replica is silent, its load no longer counts replica=%s", replica)
-                self._fleet.on_room()
+                self._fleet.on_room(None)
             await asyncio.sleep(TICK_S)
 
     async def _receive(self) -> None:
@@ -274,7 +274,7 @@ class Replicas(ComposedContext):
                 worker.breaker.doubt()
         for response_id, worker_url in summary.responses:
             self.on_response(response_id, worker_url)
-        self._fleet.on_room()
+        self._fleet.on_room(None)
 
 
 def num_replicas(config: RouterConfig) -> int:

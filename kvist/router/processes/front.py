@@ -246,7 +246,7 @@ class RemoteKeeper(ComposedContext):
 
     def _on_bell(self) -> None:
         os.eventfd_read(self._bell)
-        self.fleet.on_room()
+        self.fleet.on_room(None)
 
     # Sending and receiving.
 
@@ -345,7 +345,7 @@ class RemoteKeeper(ComposedContext):
         if news.num_given_up > worker.num_given_up:
             worker.give_up(self._pool.silent_s(news.url))
         worker.num_given_up = news.num_given_up
-        self.fleet.on_room()
+        self.fleet.on_room(worker)
 
     def _remove_worker(self, url: str) -> None:
         if self.fleet.get(url) is not None:

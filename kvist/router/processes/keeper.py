@@ -36,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 KEEPER_SOCKET = "keeper"
 """The name of the socket in the router's own directory."""
-TICK_S = 0.01
-"""Changes are sent after so long …"""
+TICK_S = 0.05
+"""What has changed of the index is sent after so long, as its events come as late …"""
 _REST = 9
 """… but sending takes no more than one part in ten of the time: it rests for so many times as long as it took."""
-_RESCAN_S = 0.25
+_RESCAN_S = 1.0
+"""What nobody reports is noticed after so long."""
 _METRICS_TIMEOUT_S = 2.0
 
 _decode = msgspec.msgpack.Decoder(ToKeeper).decode
@@ -56,7 +57,6 @@ class KeeperProcess(ComposedContext):
         self._fronts: dict[Link, int] = {}
         self._last_sent: dict[str, bytes] = {}
         """The last frame about each worker, by its URL, and about the index, by an empty string."""
-        self._has_changes = True
         self._has_adopted = False
         self._trials: dict[str, Link] = {}
         """The front that is trying a worker whose circuit is half-open."""
@@ -77,7 +77,7 @@ class KeeperProcess(ComposedContext):
                 descriptor=self._descriptor,
             )
         )
-        self._keeper.fleet.on_room = self._on_change
+        self._keeper.fleet.on_room = self._send_worker
         if self._keeper.replicas is not None:
             self._keeper.replicas.on_response = lambda response_id, worker: self._broadcast(
                 encode(messages.ResponseStored(response_id, worker, None))
@@ -102,20 +102,16 @@ class KeeperProcess(ComposedContext):
 
     # Sending.
 
-    def _on_change(self) -> None:
-        self._has_changes = True
-
     async def _publish(self) -> None:
-        """Send fronts what has changed, soon after it has."""
+        """Send fronts what has changed of the index, and what nobody reports; other changes are sent at once."""
         loop, index, last = asyncio.get_running_loop(), self._keeper.index, None
         scanned_s = rests_until_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             began_s = loop.time()
             now = None if index is None else (index.num_clearings, frozenset(index.resyncing))
-            is_due = self._has_changes or now != last or began_s - scanned_s > _RESCAN_S
-            if is_due and began_s >= rests_until_s:
-                last, self._has_changes, scanned_s = now, False, began_s
+            if (now != last or began_s - scanned_s > _RESCAN_S) and began_s >= rests_until_s:
+                last, scanned_s = now, began_s
                 self._send_changes()
                 rests_until_s = began_s + _REST * (loop.time() - began_s)
 
@@ -132,8 +128,9 @@ class KeeperProcess(ComposedContext):
         self._metrics.forget(url)
         self._broadcast(encode(messages.WorkerGone(url)))
 
-    def _send_worker(self, worker: Worker) -> None:
-        self._send_if_new(worker.url, self._news_of(worker))
+    def _send_worker(self, worker: Worker | None) -> None:
+        if worker is not None:
+            self._send_if_new(worker.url, self._news_of(worker))
 
     def _send_if_new(self, subject: str, message: Message) -> None:
         frame = encode(message)
@@ -247,9 +244,9 @@ class KeeperProcess(ComposedContext):
             if worker.health.is_healthy is None:
                 worker.health.is_healthy = each.is_healthy
                 worker.set_identity(each.identity)
+                fleet.put(worker)
             if each.is_draining:
                 membership.remove(worker)
-        fleet.refresh()
 
     async def _answer(self, link: Link, number: int, question: Question) -> None:
         if question.path in ("/metrics", "/usage"):
