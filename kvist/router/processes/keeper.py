@@ -245,6 +245,8 @@ class KeeperProcess(ComposedContext):
                 worker.health.is_healthy = each.is_healthy
                 worker.set_identity(each.identity)
                 fleet.put(worker)
+            for rank in each.ranks:  # else nobody would free the columns of a worker that is gone
+                self._load.register(rank.target)
             if each.is_draining:
                 membership.remove(worker)
 

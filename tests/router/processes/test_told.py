@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import mmap
 from collections import deque
 from pathlib import Path
 from random import Random
@@ -11,12 +13,14 @@ import msgspec
 import pytest
 from lives import seeds
 
+from kvist.events import WorkerRank
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
-from kvist.router.fleet.board import LoadBoard
+from kvist.router.fleet.board import LoadBoard, board_bytes
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import CircuitBreaker, CircuitState, HealthGauge, Worker
+from kvist.router.index import RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes.front import RemoteKeeper
 from kvist.router.processes.keeper import FrontMetrics, KeeperProcess
@@ -205,3 +209,21 @@ async def test_a_trial_that_succeeds_is_told_also_where_its_circuit_was_closed_m
     deliver(life.up[1])
     one.succeed(is_trial=True)
     life.check_trials()
+
+
+async def test_the_next_keeper_frees_the_columns_of_all_ranks_of_a_worker_that_is_gone(tmp_path: Path) -> None:
+    memory, url = mmap.mmap(-1, board_bytes(1)), "http://127.0.0.1:9"
+    ranks = [WorkerRank(url, number) for number in range(3)]
+    before = LoadBoard(memory)
+    columns = [before.column(rank) for rank in ranks]
+    front = LoadBoard(memory, names_columns=False)
+    assert [front.column(rank) for rank in ranks] == columns
+    async with KeeperProcess(CONFIG, tmp_path, LoadTracker(LoadBoard(memory)), 0.0) as keeper:
+        news = keeper._news_of(Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker()))
+        known = msgspec.structs.replace(news, ranks=[*map(RankStatus, ranks)])
+        keeper._adopt([known])
+        assert keeper._keeper.fleet.get(url) is not None
+        async with asyncio.timeout(10):
+            while keeper._keeper.fleet.get(url) is not None:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+    assert [LoadBoard(memory, names_columns=False).column(rank) for rank in ranks] == [None, None, None]
