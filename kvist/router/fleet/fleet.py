@@ -131,10 +131,10 @@ class Fleet:
         return sizes
 
     def engine_of(self, model: str | None) -> str | None:
-        """Return the engine of the workers that serve the model; of several, vLLM, or else none."""
+        """Return the engine of the workers that serve the model and name one; of several, vLLM, or else none."""
         if model in self._engines_of_models:
             return self._engines_of_models[model]
-        engines = {worker.engine for worker in self._workers.values() if worker.serves(model)}
+        engines = {worker.engine for worker in self._workers.values() if worker.engine and worker.serves(model)}
         engine = "vllm" if "vllm" in engines else engines.pop() if len(engines) == 1 else None
         if model in self._model_ids or model is None:
             self._engines_of_models[model] = engine

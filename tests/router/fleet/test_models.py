@@ -44,7 +44,8 @@ async def test_which_engine_serves_a_model_is_known_by_their_lists(worker, route
     async with (
         worker(models=named("a", owned_by="vllm")) as one,
         worker(models=named("b", owned_by="sglang")) as other,
-        router(one.url, other.url) as front,
+        worker(models=named("b")) as unknown,
+        router(one.url, other.url, unknown.url) as front,
     ):
         engine = front.service.keeper.models.engine
         assert [engine(model) for model in ("a", "b", "c", None)] == ["vllm", "sglang", None, "vllm"]
