@@ -11,11 +11,14 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 FIELDS_TEMPLATE = """\
 {{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for message in messages %}<|{{ message.role }} {{ message.name }}|>{{ message.content }}
-{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{%- if message.reasoning_content %}<thought>{{ message.reasoning_content }}</thought>{% endif %}
 {%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}({{ message.tool_call_id }})
 {% endfor %}{% if add_generation_prompt %}<|assistant {{ enable_thinking }} {{ thinking }} {{ reasoning_effort }}|>
 {%- endif %}"""
-"""A chat template that shows all that a request's prompt may depend on."""
+"""A chat template that shows all that a request's prompt may depend on.
+
+It marks no thoughts as a model that thinks would: SGLang repeats these only with such a model's `--reasoning-parser`.
+"""
 
 _WORDS = "the cache holds blocks of tokens that requests share and a router sends each to where its prefix is "
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

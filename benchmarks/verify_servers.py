@@ -251,9 +251,10 @@ class Tally:
         self.num_longer += predicted > cached
         self.cached_tokens += cached
         worker = answer.headers["x-kvist-worker"]
-        if predicted != cached and worker in live and self.is_predicted:
-            self.num_wrong_on_live += 1
-            print(f"{worker}: {predicted} tokens predicted, {cached} cached: {sent}", flush=True)
+        if predicted != cached and self.is_predicted:
+            self.num_wrong_on_live += worker in live
+            state = "live" if worker in live else "not live"
+            print(f"{worker} ({state}): {predicted} tokens predicted, {cached} cached: {sent}", flush=True)
 
     def row(self) -> list[str]:
         """Return the cells of the table."""
@@ -301,6 +302,7 @@ def send_twice(router: Router) -> Tally:
     tally = Tally(router.matches_prompts)
     with httpx.Client(base_url=router.url, trust_env=False, timeout=PATIENCE_S) as client:
         for name, (path, body) in REQUESTS.items():
+            sleep(EVENTS_S)
             if not client.post(path, json=body).is_success:
                 tally.refused.append(name)
                 continue
