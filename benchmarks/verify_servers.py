@@ -146,7 +146,9 @@ class VllmWorker(Worker):
         return version
 
     def command(self, program: str, model: Model) -> list[str]:
-        return [program, "serve", str(model.path), "--enforce-eager", "--enable-prompt-tokens-details"]
+        takes_tools = ["--enable-auto-tool-choice", "--tool-call-parser=pythonic"]
+        reports = ["--enable-prompt-tokens-details"]
+        return [program, "serve", str(model.path), "--enforce-eager", *reports, *takes_tools]
 
     def options(self, model: Model) -> dict[str, object]:
         return {
