@@ -97,7 +97,7 @@ class ChatTemplate:
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
         try:
             messages = [self._message(message, is_marked) for message in request.messages]
-            messages = self._arranged(messages, request)
+            messages = self._arranged(messages)
             if request.continue_final_message:
                 messages[-1] = _marked(messages[-1])
             text = self._template.render(self._variables(request) | {"messages": messages})
@@ -152,7 +152,7 @@ class ChatTemplate:
         except _REFUSALS:
             return None
 
-    def _arranged(self, messages: list[Message], _: ChatCompletionRequest) -> list[Message]:
+    def _arranged(self, messages: list[Message]) -> list[Message]:
         """Return the messages with those of developers as the template knows them."""
         if not self._knows_developers and "developer" in [message.get("role") for message in messages]:
             return _with_one_system_message(messages)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2.nodes
+from msgspec.structs import replace
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments
 from kvist.openai.chats import MESSAGES_PATH, blocks_of, chat_with, objects_in, unknown_kind
@@ -36,15 +37,22 @@ class SglangTemplate(ChatTemplate):
         loops = (loop.iter for loop in tree.find_all(jinja2.nodes.For))
         return any(word in self.source for word in _MEDIA) or any(map(_is_content_of_message, loops))
 
+    def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
+        """Return the prompt; an assistant's last message begins the answer if it is to be continued, or is a user's."""
+        *others, last = request.messages
+        content = self._message(last, is_marked)["content"]
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            others, content = request.messages, ""
+        elif not request.continue_final_message:
+            others, content = [*others, {"role": "user", "content": content}], ""
+        whole = {"continue_final_message": False, "add_generation_prompt": True}
+        return super()._rendered(replace(request, messages=others, **whole), is_marked=is_marked) + content
+
     def _variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
         thinking = {} if request.reasoning_effort is None else {"thinking": request.reasoning_effort != "none"}
-        return thinking | super()._variables(request) | {"add_generation_prompt": not request.continue_final_message}
+        return thinking | super()._variables(request)
 
-    def _arranged(self, messages: list[Message], request: ChatCompletionRequest) -> list[Message]:
-        """Return the messages; an assistant's last one that is not to be continued is taken for the user's."""
-        last = messages[-1]
-        if last["role"] == "assistant" and isinstance(last["content"], str) and not request.continue_final_message:
-            messages[-1] = {"role": "user", "content": last["content"]}
+    def _arranged(self, messages: list[Message]) -> list[Message]:
         return messages
 
     def _message(self, message: Message, is_marked: bool) -> Message:

@@ -54,6 +54,8 @@ def rendered(api: str | None, body: dict[str, Any], source: str = TEXT) -> str:
         ({"messages": [{"role": "system", "name": "bob", "content": "a"}]}, "<system bob>a\n<assistant>"),
         ({"messages": said("a", "b")}, "<user>a\n<user>b\n<assistant>"),
         ({"messages": said("a", "b"), "continue_final_message": True}, "<user>a\n<assistant>b"),
+        ({"messages": said("a"), "continue_final_message": True}, "<user>a\n<assistant>"),
+        ({"messages": said("a", [part("b"), part("c")])}, "<user>a\n<user>b c\n<assistant>"),
         ({"messages": said("a", None)[1:], "continue_final_message": False}, "<user>\n<assistant>"),
         (
             {"messages": [*said("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, *said("b")]},
