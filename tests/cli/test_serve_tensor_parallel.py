@@ -45,7 +45,8 @@ async def test_it_serves_says_how_many_ranks_and_ends_them_when_asked() -> None:
     async with serve() as (process, url, follower):
         async with httpx.AsyncClient(base_url=url, timeout=180) as client:
             assert (await client.get("/server_info")).json()["tensor_parallel_size"] == 2
-            answer = await client.post("/v1/completions", json={"prompt": list(range(5, 40)), "max_tokens": 5})
+            asked = {"prompt": list(range(5, 40)), "max_tokens": 5, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=asked)
             assert answer.json()["usage"]["completion_tokens"] == 5
         process.terminate()
         async with asyncio.timeout(180):
