@@ -58,9 +58,8 @@ class Served:
     transfers: Transfers
 
     async def post(self, **params: Any) -> httpx.Response:
-        return await self.client.post(
-            "/v1/completions", json={"prompt": [5, 6, 7, 8] * 5, "max_tokens": 3, "kv_transfer_params": params}
-        )
+        asked = {"prompt": [5, 6, 7, 8] * 5, "max_tokens": 3, "ignore_eos": True, "kv_transfer_params": params}
+        return await self.client.post("/v1/completions", json=asked)
 
 
 @pytest_asyncio.fixture
