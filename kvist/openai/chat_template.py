@@ -96,14 +96,17 @@ class ChatTemplate:
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
         try:
-            messages = [self._message(message, is_marked) for message in request.messages]
-            messages = self._arranged(messages)
-            if request.continue_final_message:
-                messages[-1] = _marked(messages[-1])
-            text = self._template.render(self._variables(request) | {"messages": messages})
+            return self._filled(request, is_marked)
         except _REFUSALS as error:
             problem = f"the chat template refused them: {error}"
             raise invalid_field("messages", problem, code="template_refused") from None
+
+    def _filled(self, request: ChatCompletionRequest, is_marked: bool) -> str:
+        """Return the template's text; raises one of _REFUSALS, or RequestError."""
+        messages = self._arranged([self._message(message, is_marked) for message in request.messages])
+        if request.continue_final_message:
+            messages[-1] = _marked(messages[-1])
+        text = self._template.render(self._variables(request) | {"messages": messages})
         if not request.continue_final_message:
             return text
         head, cut, tail = text.rpartition(_CUT)

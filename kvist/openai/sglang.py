@@ -37,7 +37,7 @@ class SglangTemplate(ChatTemplate):
         loops = (loop.iter for loop in tree.find_all(jinja2.nodes.For))
         return any(word in self.source for word in _MEDIA) or any(map(_is_content_of_message, loops))
 
-    def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
+    def _filled(self, request: ChatCompletionRequest, is_marked: bool) -> str:
         """Return the prompt; an assistant's last message begins the answer if it is to be continued, or is a user's."""
         *others, last = request.messages
         content = self._message(last, is_marked)["content"]
@@ -46,7 +46,7 @@ class SglangTemplate(ChatTemplate):
         elif not request.continue_final_message:
             others, content = [*others, {"role": "user", "content": content}], ""
         whole = {"continue_final_message": False, "add_generation_prompt": True}
-        return super()._rendered(replace(request, messages=others, **whole), is_marked=is_marked) + content
+        return super()._filled(replace(request, messages=others, **whole), is_marked) + content
 
     def _variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
         thinking = {} if request.reasoning_effort is None else {"thinking": request.reasoning_effort != "none"}

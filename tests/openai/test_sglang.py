@@ -189,6 +189,8 @@ def test_a_template_that_takes_parts_gets_texts_as_texts_and_one_system_message_
 @pytest.mark.parametrize(
     ("api", "body"),
     [
+        (None, {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+        (None, {"messages": [{"role": "user", "content": 5}]}),
         (MESSAGES_PATH, {"messages": said([{"type": "search_result"}])}),
         (MESSAGES_PATH, {"messages": said("a", [{"type": "redacted_thinking"}])}),
         (RESPONSES_PATH, {"input": [{"type": "item_reference", "id": "x"}]}),
@@ -196,6 +198,6 @@ def test_a_template_that_takes_parts_gets_texts_as_texts_and_one_system_message_
         (RESPONSES_PATH, {"input": "a", "tools": [5]}),
     ],
 )
-def test_what_has_no_place_in_a_chat_is_refused(api: str, body: dict[str, Any]) -> None:
+def test_what_has_no_place_in_a_chat_is_refused(api: str | None, body: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         rendered(api, body)

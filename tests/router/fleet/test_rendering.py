@@ -39,14 +39,14 @@ def template(source: str = SOURCE) -> ChatTokenizer:
 def tokenizing(http_bytes: Any) -> Callable[[ChatTokenizer], Any]:
     """Make the answers of a worker that tokenises so, and completes whatever else it is asked."""
 
-    def make(tokenizer: ChatTokenizer) -> Any:
+    def make(tokenizer: ChatTokenizer, engine: str | None = None) -> Any:
         async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
             if received.target != "/tokenize":
                 writer.write(http_bytes.response(http_bytes.completion()))
                 return
             probe = read_fields(received.body)
             try:
-                tokens = rendering._own_tokens(tokenizer, None, {k: v for k, v in probe.items() if k != "model"})
+                tokens = rendering._own_tokens(tokenizer, engine, {k: v for k, v in probe.items() if k != "model"})
             except RequestError:
                 tokens = None
             told = {"tokens": tokens, "count": len(tokens or ()), "max_model_len": 10, "token_strs": None}
@@ -88,6 +88,20 @@ async def test_a_worker_that_makes_the_same_tokens_is_said_to(worker, router, to
         await front.client.delete("/workers", params={"url": one.url})
         await front.until_state(one.url, "gone")
         assert not [name for name in await front.metrics() if one.url in name]
+
+
+async def test_a_worker_is_asked_again_once_another_engines_way_of_reading_counts(worker, router, tokenizing) -> None:
+    sglang, vllm = ([{"id": "m", "owned_by": engine}] for engine in ("sglang", "vllm"))
+    async with (
+        worker(answer=tokenizing(template(), "sglang"), models=sglang) as one,
+        worker(answer=tokenizing(template()), models=vllm) as other,
+        router(one.url, block_size=16, model_path=MODEL) as front,
+    ):
+        await until_rendering(front, one.url, "same")
+        await front.client.post("/workers", json={"url": other.url})
+        await until_rendering(front, other.url, "same")
+        shown = await until_rendering(front, one.url, "differs")
+        assert {"developer", "text in parts"} <= set(shown["differences"])
 
 
 async def test_only_chats_that_differ_are_matched_by_less(worker, router, engine, tokenizing) -> None:
