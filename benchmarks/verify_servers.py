@@ -359,7 +359,6 @@ def judge_chats(workers: list[Worker], model: Model, folder: Path) -> Iterator[t
             for worker in workers
         }
         with running(Router(silent, model, folder)) as router:
-            conversations = Conversations(seed=2)
             yield "the router is started again, and cannot ask for replays", conversations.converse(router, 2)
             yield "and later", conversations.converse(router, 2)
         sidecars = {}

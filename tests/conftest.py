@@ -340,6 +340,7 @@ class FakeVllm:
     """
 
     def __init__(self, port: int, *, num_kept: int | None = 10_000, with_topics: bool = False) -> None:
+        self.url = f"tcp://127.0.0.1:{port}"
         self.next_sequence = 0
         self.kept: list[tuple[int, bytes]] = []
         self._num_kept = num_kept
@@ -347,7 +348,7 @@ class FakeVllm:
         self._context = zmq.Context()
         self._stream = self._context.socket(zmq.PUB)
         self._stream.set_hwm(100_000)  # vLLM's default
-        self._stream.bind(f"tcp://127.0.0.1:{port}")
+        self._stream.bind(self.url)
         self._is_stopping = threading.Event()
         self._server: threading.Thread | None = None
         if num_kept is not None:

@@ -197,7 +197,7 @@ class PrefillAttempt(_Attempt):
             return
         handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer)) if is_ok else None
         if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
-            self.owner.router.routing.record_computed(self.owner.parsed, self._worker.url)
+            self.owner.router.routing.record_computed(self.owner.parsed, self.decision)
         now_s = self.owner.router.now_s()
         if self.handover is None:
             self.owner.on_prefilled(self, handoff, now_s - self.sent_s)
@@ -414,7 +414,7 @@ class AnswerAttempt(_Attempt):
         router.metrics.observe(first_byte_s, "time_to_first_byte_seconds", self._worker.url, self._model)
         if not is_empty and self.status == OK:
             self._load.on_first_token(now_s)
-            router.routing.record_computed(owner.parsed, decision.chosen.target.worker)
+            router.routing.record_computed(owner.parsed, decision)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s

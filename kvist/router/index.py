@@ -6,8 +6,10 @@ counts the matches only of workers that have the model.
 
 A worker that no stream has reported on yet is expected to hold the prompts that it was sent last. Those blocks are in
 the same index, held by a rank that no stream can name, and count until the first stream reports on the worker. From
-then on only prompts with images are expected: what follows an image has names that the router cannot compute. Those
-blocks count where the rank holds all that comes before the first image.
+then on a rank is expected to hold two kinds of prompts beside what it reports, until it is cleared. What follows an
+image has names that the router cannot compute: it counts where the rank holds all that comes before the first image.
+And a partial rank that cannot be asked for what it holds reports nothing that follows a block whose report was missed,
+a system prompt perhaps, for as long as it keeps that block: so all that it was sent counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
@@ -50,7 +52,7 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
 
 APPROXIMATE = "approximate"
-_EXPECTED, _ITEMS = "expected", "items"
+_EXPECTED = "expected "
 _MAX_EVENT_DELAY_S = 0.05
 """How long events are collected before they are applied: prompts of the last seconds count without them."""
 
@@ -72,8 +74,8 @@ class RankStatus:
     """In the index, as `clearing` is (`RadixIndex.slot_of`, `RadixIndex.clearing_of`)."""
     is_counted: bool = False
     """Whether copies of its blocks are counted, so that blocks it reports again would count as more copies."""
-    items_clearing: int | None = None
-    """As `clearing`, of the rank that stands for the prompts with images which this one is expected to hold."""
+    expected_clearing: int | None = None
+    """As `clearing`, of the rank that stands for what this one is expected to hold beside what it reports."""
 
     @property
     def display_state(self) -> str | None:
@@ -111,16 +113,26 @@ class Caches(Protocol):
     def is_expecting(self, worker: str) -> bool:
         """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
 
-    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
+    def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
+        """Record that a rank now holds all blocks of a prompt, which its events do not say."""
 
 
 def add_expected(
-    overlaps: dict[WorkerRank, tuple[int, ...]], target: WorkerRank, expected: tuple[int, ...], num_exact: int
+    overlaps: dict[WorkerRank, tuple[int, ...]],
+    target: WorkerRank,
+    state: SourceState | None,
+    expected: tuple[int, ...],
+    num_exact: int | None,
 ) -> None:
-    """Add what a rank should hold of a prompt with images, where it holds the `num_exact` blocks before the first."""
+    """Add what a rank should hold of a prompt, whatever it reports.
+
+    Of a prompt with images that counts where a live rank holds the `num_exact` blocks before the first.
+    """
+    num_needed = num_exact if state is SourceState.LIVE else 0
+    if num_needed is None:
+        return
     held = overlaps.get(target, (0,) * len(expected))
-    depths = [max(each, more) if each >= num_exact else each for each, more in zip(held, expected, strict=True)]
+    depths = [max(each, more) if each >= num_needed else each for each, more in zip(held, expected, strict=True)]
     if any(depths):
         overlaps[target] = tuple(depths)
 
@@ -170,7 +182,9 @@ class FleetIndex:
         self._max_blocks = config.max_blocks or default_max_blocks()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         self._clearings: dict[WorkerRank, int | None] = {}
-        """Of the ranks that are expected to hold prompts with images, when the first of those was recorded."""
+        """By the same names, the clearing of the rank that is meant when its last prompt was recorded."""
+        self._rooms: dict[str, int] = {}
+        """Blocks that each worker caches."""
         self._limits: dict[str, int] = {}
         self._now_s = now_s
         self.radix: RadixIndex | None = None
@@ -251,70 +265,72 @@ class FleetIndex:
         return self._streams[worker].endpoints if worker in self._streams else ()
 
     def expect(self, worker: str, num_blocks: int) -> None:
-        """Expect the worker to keep what it is sent, up to so many blocks, while no stream reports on it.
+        """Expect the worker to keep what it is sent, up to so many blocks, as far as no events say what it holds.
 
         Call it again now and then: that also forgets what has expired.
         """
-        has_reported = self.has_reported(worker)
-        holder = _holder_of(worker, has_reported)
-        self._forget(_holder_of(worker, not has_reported))
-        if num_blocks == 0:
-            self._forget(holder)
-            return
-        expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._config.expected_time_to_live_s))
-        # Of all such workers together no more than the index may keep, whatever they say of themselves.
-        expected.capacity = min(num_blocks, self._max_blocks // len(self._expected))
-        self._remove(holder, expected.forget(self._now_s()))
+        if num_blocks == 0 or not any(map(self._counts, self._holders(worker))):
+            self.forget_expected(worker)
+        self._rooms[worker] = num_blocks
+        for holder in self._holders(worker):
+            self._expected[holder].capacity = self._capacity(worker)
+            self._remove(holder, self._expected[holder].forget(self._now_s()))
 
     def has_reported(self, worker: str) -> bool:
         """Return whether some stream has reported on the worker."""
-        return self._indexer is not None and bool(self._indexer.states(worker))
+        return bool(self._states(worker))
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
-        return self.radix is not None and _holder_of(worker, False) in self._expected and not self.has_reported(worker)
+        return self.radix is not None and self._rooms.get(worker, 0) > 0 and not self.has_reported(worker)
 
-    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Record that a worker, expected to hold what it was sent, now holds all blocks of a prompt."""
-        holder = _holder_of(worker, self.has_reported(worker))
-        expected, rank = self._expected.get(holder), self._only_rank(worker)
-        if expected is None or self.radix is None or (rank is None and self.has_reported(worker)):
+    def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
+        """Record that a rank now holds all blocks of a prompt, which its events do not say."""
+        if self.radix is None or not self._rooms.get(target.worker):
             return
-        clearing = None if rank is None else self.radix.clearing_of(rank)
-        if self._clearings.get(holder) != clearing:
-            self._forget(holder)
-            expected = self._expected[holder] = ExpectedBlocks(expected.capacity, expected.time_to_live_s)
-            self._clearings[holder] = clearing
-        forgotten = expected.use(hashes.tolist(), self._now_s())
+        holder = _holder_of(target)
+        if holder not in self._expected or not self._counts(holder):
+            self.radix.clear(*holder)
+            self._expected[holder] = ExpectedBlocks(self._capacity(target.worker), self._config.expected_time_to_live_s)
+        self._clearings[holder] = self.radix.clearing_of(target)
+        forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
         self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
         self._remove(holder, forgotten)
 
     def forget_expected(self, worker: str) -> None:
         """Expect no blocks at the worker any more: it has restarted, or is gone."""
-        for has_reported in (False, True):
-            self._forget(_holder_of(worker, has_reported))
-
-    def _forget(self, holder: WorkerRank) -> None:
-        self._clearings.pop(holder, None)
-        if self._expected.pop(holder, None) is not None and self.radix is not None:
+        self._rooms.pop(worker, None)
+        for holder in self._holders(worker):
+            del self._expected[holder], self._clearings[holder]
+            assert self.radix is not None
             self.radix.remove_worker(holder.worker)
 
-    def _only_rank(self, worker: str) -> WorkerRank | None:
-        """Return the rank that a worker's streams report on, if it is one."""
-        states = {} if self._indexer is None else self._indexer.states(worker)
-        return WorkerRank(worker, *states) if len(states) == 1 else None
+    def _holders(self, worker: str) -> list[WorkerRank]:
+        """Return the index's names for what the worker's ranks are expected to hold, as far as they are."""
+        name = _EXPECTED + worker
+        return [holder for holder in self._expected if holder.worker == name]
 
-    def _rank_with_items(self, worker: str) -> WorkerRank | None:
-        """Return the rank of a worker that is expected to hold prompts with images, if it still is."""
-        rank = self._only_rank(worker)
-        return rank if rank is not None and self._has_items(rank) else None
+    def _capacity(self, worker: str) -> int:
+        """Return how many blocks one of the worker's ranks is expected to keep.
 
-    def _has_items(self, rank: WorkerRank) -> bool:
-        """Return whether the only rank of its worker is expected to hold prompts with images."""
-        holder = _holder_of(rank.worker, True)
-        if self.radix is None or holder not in self._expected:
-            return False
-        return self.radix.clearing_of(rank) == self._clearings.get(holder)
+        Of all workers together no more than the index may keep, whatever they say of themselves.
+        """
+        num_blocks = min(self._rooms[worker], self._max_blocks // len(self._rooms))
+        return num_blocks // max(1, len(self._states(worker)))
+
+    def _states(self, worker: str) -> Mapping[int, SourceState]:
+        """Return the state of each rank that streams have reported on."""
+        return {} if self._indexer is None else self._indexer.states(worker)
+
+    def _counts(self, holder: WorkerRank) -> bool:
+        """Return whether what a rank is expected to hold still counts, as it was not cleared since.
+
+        Its first report clears it, too, but if that shows that earlier ones were missed, all recorded before it stays.
+        """
+        target, clearing = _target_of(holder), self._clearings[holder]
+        assert self.radix is not None
+        is_same = clearing == self.radix.clearing_of(target)
+        return is_same or (clearing is None and self._states(target.worker) == {target.rank: SourceState.PARTIAL})
 
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
@@ -331,13 +347,10 @@ class FleetIndex:
         for target in self.resyncing & overlaps.keys():
             del overlaps[target]
         for holder, depths in expected.items():
-            kind, _, worker = holder.worker.partition(" ")
-            if kind == _EXPECTED and not self.has_reported(worker):
-                overlaps[WorkerRank(worker, 0)] = depths
-            elif kind == _ITEMS and num_exact is not None:
-                rank = self._rank_with_items(worker)
-                if rank is not None and rank not in self.resyncing:
-                    add_expected(overlaps, rank, depths, num_exact)
+            target = _target_of(holder)
+            if target not in self.resyncing and self._counts(holder):
+                state = self._states(target.worker).get(target.rank)
+                add_expected(overlaps, target, state, depths, num_exact)
         return overlaps
 
     def ranks(self, worker: str) -> list[RankStatus]:
@@ -348,17 +361,14 @@ class FleetIndex:
         if self.radix is None:
             return []
         if self.is_expecting(worker):
-            return [self._status(WorkerRank(worker, 0), None, _holder_of(worker, False))]
+            return [self._status(target := WorkerRank(worker, 0), None, _holder_of(target))]
         if self._indexer is None:
             return []
         counted = self._indexer.ranks_counting_copies(worker)
-        ranks = [
+        return [
             self._status(target := WorkerRank(worker, rank), state, target, is_counted=rank in counted)
             for rank, state in sorted(self._indexer.states(worker).items())
         ]
-        if len(ranks) == 1 and self._has_items(ranks[0].target):
-            ranks = [replace(ranks[0], items_clearing=self.radix.clearing_of(_holder_of(worker, True)))]
-        return ranks
 
     @property
     def resyncing(self) -> AbstractSet[WorkerRank]:
@@ -376,7 +386,11 @@ class FleetIndex:
         radix = self.radix
         assert radix is not None
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
-        return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot, is_counted)
+        is_guessed, beside = holder is not target, _holder_of(target)
+        is_expected = not is_guessed and beside in self._expected and self._counts(beside)
+        expected_clearing = radix.clearing_of(beside) if is_expected else None
+        clearing = radix.clearing_of(holder)
+        return RankStatus(target, state, num_blocks, clearing, is_guessed, slot, is_counted, expected_clearing)
 
     def source_statistics(self) -> Iterator[SourceStatistics]:
         """Yield the counters of each stream."""
@@ -451,6 +465,10 @@ class FleetIndex:
             self._keeper = await keeper.__aenter__()
 
 
-def _holder_of(worker: str, has_reported: bool) -> WorkerRank:
-    """Return the index's name for what a worker is expected to hold: no worker's own name has a space."""
-    return WorkerRank(f"{_ITEMS if has_reported else _EXPECTED} {worker}", 0)
+def _holder_of(target: WorkerRank) -> WorkerRank:
+    """Return the index's name for what a rank is expected to hold: no worker's own name has a space."""
+    return WorkerRank(_EXPECTED + target.worker, target.rank)
+
+
+def _target_of(holder: WorkerRank) -> WorkerRank:
+    return WorkerRank(holder.worker.removeprefix(_EXPECTED), holder.rank)

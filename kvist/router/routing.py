@@ -185,14 +185,22 @@ class Routing:
             return float(policy.work_of(parsed.num_tokens) - policy.work_of(held))
         return parsed.num_tokens - held
 
-    def record_computed(self, parsed: ParsedRequest, worker: str) -> None:
-        """Record that a worker has computed the prompt, if its events do not say so: it sends none, or of an image."""
-        if self._index is None or parsed.token_ids is None:
+    def record_computed(self, parsed: ParsedRequest, decision: Decision) -> None:
+        """Record that the chosen rank has computed the prompt, if its events do not tell which blocks it then holds.
+
+        That is so of prompts with images, of workers without events, and of partial ranks; but vLLM's report anew.
+        """
+        target, index, has_items = decision.chosen.target, self._index, parsed.num_exact_tokens is not None
+        worker = self._fleet.get(target.worker)
+        if index is None or worker is None or parsed.token_ids is None or (decision.chosen.is_exact and not has_items):
             return
-        if parsed.num_exact_tokens is not None or self._index.is_expecting(worker):
-            hashes = self._hashes_of(parsed, self._fleet.block_size_of(worker, parsed.model))(parsed.token_ids)
-            if len(hashes):
-                self._index.record_computed(worker, hashes)
+        if not has_items and worker.engine == "vllm" and not index.is_expecting(target.worker):
+            return
+        if len(self._fleet.ranks(worker)) > 1 and not self.is_one_of_several_ranks(target):
+            return  # the worker itself has chosen the rank
+        hashes = self._hashes_of(parsed, self._fleet.block_size_of(target.worker, parsed.model))(parsed.token_ids)
+        if len(hashes):
+            index.record_computed(target, hashes)
 
     def plan(
         self,

@@ -98,10 +98,10 @@ async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_a
     clock = Clock()
     async with FleetIndex(RouterConfig(block_size=16, expected_time_to_live_s=60), clock) as index:
         index.expect("w", 1000)
-        index.record_computed("w", hashes(TOKENS[:64]))
-        index.record_computed("w", hashes(TOKENS[80:]))
+        index.record_computed(WorkerRank("w", 0), hashes(TOKENS[:64]))
+        index.record_computed(WorkerRank("w", 0), hashes(TOKENS[80:]))
         clock.now_s += 59
-        index.record_computed("w", hashes(TOKENS[:32]))
+        index.record_computed(WorkerRank("w", 0), hashes(TOKENS[:32]))
         clock.now_s += 2
         index.expect("w", 1000)
         assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
@@ -114,7 +114,7 @@ async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_
             for worker in ("a", "b"):
                 index.expect(worker, 1 << 50)
         for worker in ("a", "b"):
-            index.record_computed(worker, hashes(TOKENS))
+            index.record_computed(WorkerRank(worker, 0), hashes(TOKENS))
         assert [overlap(index, worker, TOKENS) for worker in ("a", "b")] == [4, 4]
 
 
@@ -334,7 +334,7 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
 async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_at_the_worker(engine, until) -> None:
     async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
         index.expect("w", 1000)
-        index.record_computed("w", hashes(TOKENS))
+        index.record_computed(WorkerRank("w", 0), hashes(TOKENS))
         assert overlap(index, "w", TOKENS) == 10
         with engine("w") as cache:
             index.follow("w", [cache.publisher.endpoint])
@@ -357,33 +357,122 @@ async def test_what_follows_an_image_is_expected_where_what_precedes_it_is_held(
             index.follow("w", [cache.publisher.endpoint])
             cache.store(TOKENS[:32])
             await until(lambda: depth(2) == 2)
-            index.record_computed("w", chat)
+            index.record_computed(WorkerRank("w", 0), chat)
             assert depth(2) == 2, "nobody has looked at the worker yet"
             index.expect("w", 8)
-            index.record_computed("w", chat)
+            index.record_computed(WorkerRank("w", 0), chat)
             assert [depth(number) for number in (0, 1, 2, 3, None)] == [8, 8, 8, 2, 2]
             assert overlap(index, "w", TOKENS) == 2, "of text alone"
             assert [status.num_blocks for status in index.ranks("w")] == [2]
             cache.publisher.cleared()
             await until(lambda: depth(None) == 0)
             assert [depth(number) for number in (0, 2)] == [0, 0]
-            index.record_computed("w", chat)
+            index.record_computed(WorkerRank("w", 0), chat)
             assert [depth(number) for number in (0, 2)] == [8, 0]
             index.forget_expected("w")
             assert depth(0) == 0
             check_invariants(index.radix)
 
 
-async def test_of_several_ranks_none_is_expected_to_hold_what_follows_an_image(engine, until) -> None:
+async def test_each_rank_is_expected_to_hold_what_follows_an_image_by_itself(engine, until) -> None:
     async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
         with engine("w", num_ranks=2) as cache:
             index.follow("w", [cache.publisher.endpoint])
             for rank in (0, 1):
                 cache.store(TOKENS[:32], rank)
             await until(lambda: len(index.match(hashes(TOKENS))) == 2)
-            index.expect("w", 1000)
-            index.record_computed("w", hashes(TOKENS))
-            assert {depths[0] for depths in index.match(hashes(TOKENS), None, 2).values()} == {2}
+            index.expect("w", 8)
+            index.record_computed(WorkerRank("w", 1), hashes(TOKENS))
+            found = index.match(hashes(TOKENS), None, 2)
+            assert {target.rank: depths[0] for target, depths in found.items()} == {0: 2, 1: 4}, "half of the room each"
+
+
+async def test_a_partial_rank_is_expected_to_hold_all_that_it_was_sent_until_it_is_cleared(
+    start_vllm, free_port, until
+) -> None:
+    engine = start_vllm(free_port(), num_kept=None)
+    engine.next_sequence = 7  # nobody can tell any more what it stored before
+    async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
+        rank, chat = WorkerRank("w", 0), hashes(TOKENS)
+
+        def depth() -> int:
+            return index.match(chat).get(rank, (0,))[0]
+
+        index.follow("w", [f"{engine.url}?engine=sglang&replay_port=none"])
+        index.expect("w", 100)
+
+        def is_partial() -> bool:
+            if not index.has_reported("w"):
+                engine.store(2, TOKENS[16:32], parent=1)  # until it is heard
+            return [status.display_state for status in index.ranks("w")] == ["partial"]
+
+        await until(is_partial)
+        index.expect("w", 100)
+        assert depth() == 0
+        index.record_computed(rank, chat)
+        assert depth() == 10
+        engine.publish({"type": "AllBlocksCleared"})
+        await until(lambda: index.ranks("w")[0].display_state == "live")
+        assert depth() == 0
+        index.record_computed(rank, chat)
+        assert depth() == 0, "of a live rank only its events tell"
+        check_invariants(index.radix)
+
+
+@pytest.mark.parametrize("engine_name", ["sglang", "vllm"])
+@pytest.mark.parametrize("num_fronts", [1, 2])
+async def test_a_conversation_returns_to_a_worker_whose_stream_was_followed_too_late(
+    worker, start_vllm, free_port, fronts_of, num_fronts: int, engine_name: str
+) -> None:
+    """Nobody reports what follows a system prompt that was stored before; vLLM can be asked for it."""
+    async with AsyncExitStack() as exits:
+        engines = [start_vllm(free_port(), num_kept=None) for _ in range(3)]
+        models = [{"id": "m", "object": "model", "owned_by": engine_name}]
+        workers = [await exits.enter_async_context(worker(models=models)) for _ in engines]
+        sources = {
+            one.url: (f"{engine.url}?engine={engine_name}&replay_port=none",)
+            for one, engine in zip(workers, engines, strict=True)
+        }
+        config = RouterConfig(
+            worker_urls=tuple(sources), kv_event_sources=sources, port=0, health_interval_s=0.05, debug_headers=True
+        )
+        if num_fronts == 1:
+            services = [await exits.enter_async_context(RouterService(config))]
+        else:
+            services = await exits.enter_async_context(fronts_of(config, num_fronts))
+        client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+
+        async def are_all(state: str) -> bool:
+            pages = [(await client.get(f"{service.url}/workers")).json()["workers"] for service in services]
+            events = [each["kv_events"] for page in pages for each in page]
+            return [rank["state"] for each in events for rank in each["ranks"]] == [state] * len(events)
+
+        for engine in engines:
+            engine.next_sequence = 7
+        async with asyncio.timeout(60):
+            while not await are_all("partial"):
+                for engine in engines:  # until it is heard
+                    engine.store(2, TOKENS[16:32], parent=1)
+                await asyncio.sleep(0.05)
+
+        async def overlap_tokens(service: RouterService, prompt: list[int]) -> int:
+            decision = await client.post(f"{service.url}/route", json={"model": "m", "token_ids": prompt})
+            tokens: int = decision.json()["overlap_tokens"]
+            return tokens
+
+        for number in range(6):
+            prompt, held, sent_to = [number, *TOKENS], 0, set()
+            for turn in range(4):
+                service = services[turn % num_fronts]
+                async with asyncio.timeout(60):  # until this front has heard where the others sent it
+                    while engine_name == "sglang" and await overlap_tokens(service, prompt) != held:
+                        pass
+                answer = await client.post(f"{service.url}/v1/completions", json={"model": "m", "prompt": prompt})
+                assert answer.headers["x-kvist-overlap-tokens"] == str(held if engine_name == "sglang" else 0)
+                sent_to.add(answer.headers["x-kvist-worker"])
+                held = len(prompt) // 16 * 16
+                prompt = [*prompt, *range(2000 + 100 * turn, 2040 + 100 * turn)]
+            assert engine_name == "vllm" or len(sent_to) == 1
 
 
 def chat_of(number: int, *turns: str) -> list[dict[str, Any]]:

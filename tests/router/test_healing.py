@@ -85,9 +85,7 @@ def fresh_ranks(monkeypatch):
 @pytest.fixture
 def engine(start_vllm, free_port):
     """An engine that keeps two messages for replay."""
-    port = free_port()
-    engine = start_vllm(port, num_kept=2)
-    engine.url = f"tcp://127.0.0.1:{port}"
+    engine = start_vllm(free_port(), num_kept=2)
     engine.store(1, block(1))
     return engine
 

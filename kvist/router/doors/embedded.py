@@ -61,7 +61,7 @@ class RoutedRequest:
         self._is_trial = worker.breaker.begin()
         router.view.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
-        self._on_answered = partial(router._routing.record_computed, parsed, target.worker)
+        self._on_answered = partial(router._routing.record_computed, parsed, self.decision)
         self._on_ended = partial(router._add_regret, choice)
         self._was_answered = self._has_ended = False
 

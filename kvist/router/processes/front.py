@@ -85,7 +85,7 @@ class SharedIndex:
         self._reader: RadixReader | None = None
         self._ranks: dict[str, list[RankStatus]] = {}
         self._targets: dict[int, WorkerRank] = {}
-        self._with_items: dict[int, WorkerRank] = {}
+        self._expected: dict[int, RankStatus] = {}
         self.block_sizes: Mapping[str, int] = {}
 
     @property
@@ -101,9 +101,9 @@ class SharedIndex:
         """Stop using the index of a keeper that is gone; slots and clearings of the next one differ."""
         self._reader = None
         self._targets.clear()
-        self._with_items.clear()
+        self._expected.clear()
         for worker, ranks in self._ranks.items():
-            self._ranks[worker] = [replace(each, slot=None, clearing=None, items_clearing=None) for each in ranks]
+            self._ranks[worker] = [replace(each, slot=None, clearing=None, expected_clearing=None) for each in ranks]
 
     def set_ranks(self, worker: str, ranks: list[RankStatus], block_size: int | None = None) -> None:
         """Set the ranks and the block size of a worker, as the keeper reports them; no ranks remove it."""
@@ -112,14 +112,14 @@ class SharedIndex:
             self.block_sizes = others if block_size is None else {**others, worker: block_size}
         for status in self._ranks.pop(worker, ()):
             self._targets.pop(status.clearing or 0, None)
-            self._with_items.pop(status.items_clearing or 0, None)
+            self._expected.pop(status.expected_clearing or 0, None)
         if ranks:
             self._ranks[worker] = ranks
         for status in ranks:
             if status.clearing is not None and status.state is not SourceState.RESYNCING:
                 self._targets[status.clearing] = status.target
-                if status.items_clearing is not None:
-                    self._with_items[status.items_clearing] = status.target
+                if status.expected_clearing is not None:
+                    self._expected[status.expected_clearing] = status
 
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
@@ -134,9 +134,9 @@ class SharedIndex:
         if found and reader.wants_uses:
             self._send(messages.Used(hashes.tobytes()))
         overlaps = {targets[clearing]: depths for clearing, depths in found.items() if clearing in targets}
-        if num_exact is not None:
-            for clearing in found.keys() & self._with_items.keys():
-                add_expected(overlaps, self._with_items[clearing], found[clearing], num_exact)
+        for clearing in found.keys() & self._expected.keys():
+            status = self._expected[clearing]
+            add_expected(overlaps, status.target, status.state, found[clearing], num_exact)
         return overlaps
 
     def ranks(self, worker: str) -> list[RankStatus]:
@@ -150,9 +150,9 @@ class SharedIndex:
         """Return whether the worker streams no events, so that its cache is guessed from the prompts it was given."""
         return any(status.is_approximate for status in self._ranks.get(worker, ()))
 
-    def record_computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
-        """Report that a worker now holds all blocks of a prompt, as its events do not say so."""
-        self._send(messages.Computed(worker, hashes.tobytes()))
+    def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
+        """Report that a rank now holds all blocks of a prompt, as its events do not say so."""
+        self._send(messages.Computed(*target, hashes.tobytes()))
 
 
 class RemoteKeeper(ComposedContext):

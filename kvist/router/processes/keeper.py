@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvist.contexts import ComposedContext
+from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper, Question
@@ -196,8 +197,8 @@ class KeeperProcess(ComposedContext):
                 self._send_worker(worker)
             case messages.Used(hashes) if index is not None:
                 index.touch(np.frombuffer(hashes, np.uint64))
-            case messages.Computed(url, hashes) if index is not None:
-                index.record_computed(url, np.frombuffer(hashes, np.uint64))
+            case messages.Computed(url, rank, hashes) if index is not None:
+                index.record_computed(WorkerRank(url, rank), np.frombuffer(hashes, np.uint64))
             case messages.ResponseStored():
                 self._broadcast(encode(message), except_to=link)
                 if self._keeper.replicas is not None:

@@ -116,9 +116,10 @@ class Used(Message, frozen=True):
 
 
 class Computed(Message, frozen=True):
-    """A worker has computed a prompt with these blocks, and its events do not say so."""
+    """A rank of a worker has computed a prompt with these blocks, and its events do not say so."""
 
     url: str
+    rank: int
     hashes: bytes
 
 
