@@ -152,7 +152,7 @@ class SharedIndex:
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
         """Report that a rank now holds all blocks of a prompt, as its events do not say so."""
-        self._send(messages.Computed(*target, hashes.tobytes()))
+        self._send(messages.Computed(target.worker, hashes.tobytes(), target.rank))
 
 
 class RemoteKeeper(ComposedContext):

@@ -197,7 +197,7 @@ class KeeperProcess(ComposedContext):
                 self._send_worker(worker)
             case messages.Used(hashes) if index is not None:
                 index.touch(np.frombuffer(hashes, np.uint64))
-            case messages.Computed(url, rank, hashes) if index is not None:
+            case messages.Computed(url, hashes, rank) if index is not None:
                 index.record_computed(WorkerRank(url, rank), np.frombuffer(hashes, np.uint64))
             case messages.ResponseStored():
                 self._broadcast(encode(message), except_to=link)

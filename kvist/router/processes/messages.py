@@ -119,8 +119,8 @@ class Computed(Message, frozen=True):
     """A rank of a worker has computed a prompt with these blocks, and its events do not say so."""
 
     url: str
-    rank: int
     hashes: bytes
+    rank: int = 0
 
 
 class ResponseStored(Message, frozen=True, tag="Said"):
