@@ -179,6 +179,24 @@ REQUESTS = {
         _user([_tool_result(content=[_text(), _text("b")])]),
         tools=[_MESSAGES_TOOL],
     ),
+    "messages, tool references": _messages(
+        _user(),
+        _assistant([_tool_use(x=1)]),
+        _user([_tool_result(content=[{"type": "tool_reference", "tool_name": "f"}]), _text()]),
+        tools=[_MESSAGES_TOOL | {"defer_loading": True}],
+    ),
+    "messages, tools that come and go": _messages(
+        _user(),
+        _system()
+        | {
+            "content": [
+                {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
+                {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "g"}},
+            ]
+        },
+        _user(),
+        tools=[_MESSAGES_TOOL | {"defer_loading": True}, _MESSAGES_TOOL | {"name": "g"}],
+    ),
     "messages, odd arguments": _messages(
         _user(), _assistant([_tool_use(b=1, a="ö")]), _user([_tool_result(content=[_text()])]), tools=[_MESSAGES_TOOL]
     ),

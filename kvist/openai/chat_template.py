@@ -173,18 +173,22 @@ class ChatTemplate:
         known: Message = {"role": role}
         texts: list[str] = []
         shown_parts: list[dict[str, str]] = []
-        num_items = 0
+        num_items, has_other_parts = 0, role != "tool"
         for part in parts:
             text = text_of_part(part)
             if text is None:
-                num_items += 1
+                num_items, has_other_parts = num_items + 1, True
                 shown_parts.append({"type": "text", "text": _CUT})
                 if is_marked and isinstance(part, dict):
                     shown_parts.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
+            elif isinstance(part, dict) and part.get("type") == "tool_reference":
+                has_other_parts = True
+                shown_parts.append({"type": "tool_reference", "name": text})
+                texts.append(text)
             elif role != "system" or (text := self._system_text(text)) is not None:
                 shown_parts.append({"type": "text", "text": text})
                 texts.append(text)
-        if self._takes_parts and role != "tool":
+        if self._takes_parts and has_other_parts:
             known["content"] = shown_parts
         else:
             known["content"] = _CUT * num_items + self._joined(texts)

@@ -40,6 +40,7 @@ def chat_of(
 
 def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionRequest:
     turns, system = objects_in(fields, "messages"), fields.get("system")
+    tools = _tools_in_effect(fields, turns)
     texts = [system] if isinstance(system, str) else list(_system_texts(system or []))
     if template.is_system_first:
         for message in turns:
@@ -53,8 +54,7 @@ def _of_messages(fields: Fields, template: ChatTemplate) -> ChatCompletionReques
     effort = output.get("effort") if isinstance(output, dict) else None
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         effort = template.effort_without_thinking
-    tools = None if fields.get("tools") is None else [_anthropic_tool(tool) for tool in objects_in(fields, "tools")]
-    return chat_with(fields, messages, tools, effort)
+    return chat_with(fields, messages, None if tools is None else [*map(_anthropic_tool, tools)], effort)
 
 
 def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionRequest:
@@ -128,9 +128,7 @@ def unknown_kind(kind: object, param: str) -> RequestError:
 def _system_texts(content: Any) -> Iterator[str]:
     """Yield the texts of a system prompt, without Claude Code's, which changes with each request."""
     for block in blocks_of(content):
-        if block.get("type") != "text":
-            raise unknown_kind(block.get("type"), "system")
-        text = block.get("text")
+        text = block.get("text") if block.get("type") == "text" else None
         if text and without_billing_header(text) == text:
             yield text
 
@@ -186,8 +184,36 @@ def _tool_result(call_id: str, content: Any) -> Iterator[Message]:
     yield {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
     if images := [{"type": "image_url"} for block in blocks if block.get("type") == "image"]:
         yield {"role": "user", "content": images}
-    if any(block.get("type") == "tool_reference" for block in blocks):
-        raise unknown_kind("tool_reference", "messages")
+    if references := [part for part in map(tool_reference, blocks) if part is not None]:
+        yield {"role": "tool", "tool_call_id": call_id, "content": references}
+
+
+def tool_reference(block: Fields) -> Fields | None:
+    """Return the part of a chat's message that names a deferred tool, None for any other block of a tool's result."""
+    name = block.get("tool_name") or block.get("name") if block.get("type") == "tool_reference" else None
+    return {"type": "tool_reference", "name": name} if name else None
+
+
+def _tools_in_effect(fields: Fields, turns: Sequence[Fields]) -> list[Fields] | None:
+    """Return the tools of a request after all that system messages in the conversation add and remove."""
+    tools = None if fields.get("tools") is None else objects_in(fields, "tools")
+    blocks = [block for turn in turns if isinstance(turn.get("content"), list) for block in turn["content"]]
+    changes = [block for block in blocks if block.get("type") in ("tool_addition", "tool_removal")]
+    if not changes:
+        return tools
+    known, removed = {tool.get("name"): tool for tool in tools or []}, set[Any]()
+    for change in changes:
+        named = change["tool"] if isinstance(change.get("tool"), dict) else {}
+        tool = named.get("definition") or known.get(named.get("name"))
+        if tool is None:
+            raise invalid_field("messages", f"{change['type']}: got {named!r:.100}, expected a known tool")
+        name = tool.get("name")
+        if change["type"] == "tool_removal":
+            removed.add(name)
+        else:
+            known[name] = tool if named.get("definition") else tool | {"defer_loading": None}
+            removed.discard(name)
+    return [tool for name, tool in known.items() if name not in removed]
 
 
 def _anthropic_tool(tool: Fields) -> Fields:

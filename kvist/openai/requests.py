@@ -23,11 +23,13 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 Part = TypeVar("Part")
 
 
+_TEXT_FIELDS = {"refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
+
+
 def text_of_part(part: Any) -> str | None:
     """Return the text of a part of a message's content; None if it is for example an image, or malformed."""
     if isinstance(part, dict):
-        kind = part.get("type")
-        part = part.get(kind if kind in ("refusal", "thinking") else "text")
+        part = part.get(_TEXT_FIELDS.get(str(part.get("type")), "text"))
     return part if isinstance(part, str) else None
 
 

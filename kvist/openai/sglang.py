@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import jinja2.nodes
 from msgspec.structs import replace
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments
-from kvist.openai.chats import MESSAGES_PATH, blocks_of, chat_with, objects_in, unknown_kind
+from kvist.openai.chats import MESSAGES_PATH, blocks_of, chat_with, objects_in, tool_reference, unknown_kind
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Fields, Message
 
@@ -56,7 +57,10 @@ class SglangTemplate(ChatTemplate):
         return messages
 
     def _message(self, message: Message, is_marked: bool) -> Message:
-        known = super()._message(message, is_marked)
+        content = message.get("content")
+        if isinstance(content, list) and not self._takes_parts:
+            content = [part for part in content if not _is_reference(part)]
+        known = super()._message(message | {"content": content, "reasoning": None}, is_marked)
         if not isinstance(message.get("content"), list):
             known["content"] = message.get("content") or ""
         if known["role"] == "user":
@@ -184,8 +188,10 @@ def _turn(role: Any, content: Any, template: SglangTemplate) -> Iterator[Message
                 if parts:
                     yield {"role": role, "content": _content(parts)}
                     parts = []
-                shown = _content(list(_result_parts(block.get("content") or [])))
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": shown}
+                shown = list(_result_parts(block.get("content") or []))
+                groups = [list(group) for _, group in groupby(shown, _is_reference)]
+                for group in groups or [[]]:
+                    yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _content(group)}
             case "tool_result":
                 parts.append(_text_part("Tool result: " + "\n".join(_texts(block.get("content") or []))))
             case "text" | "image" | "thinking":
@@ -203,8 +209,14 @@ def _result_parts(content: Any) -> Iterator[Fields]:
                 yield _text_part(block["text"])
             case "image":
                 yield {"type": "image_url"}
+            case "tool_reference":
+                yield from filter(None, [tool_reference(block)])
             case kind if kind != "text":
                 raise unknown_kind(kind, "messages")
+
+
+def _is_reference(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "tool_reference"
 
 
 def _text_part(text: str) -> Fields:

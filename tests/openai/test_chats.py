@@ -21,6 +21,12 @@ from kvist.openai.tokenization import ChatTokenizer
 
 needs_vllm = pytest.mark.skipif(not versions(), reason=MISSING)
 NUM_REQUESTS = 150
+TOOL_CHANGES: list[dict[str, Any]] = [
+    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "g"}},
+    {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {"name": "h", "input_schema": {}}}},
+    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+]
+"""By these blocks of system messages tools come and go in a conversation."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +88,9 @@ class Requests:
             said |= self._maybe({"tool_calls": self._maybe(calls, [])}, {})
             messages.append(said)
             if said.get("tool_calls"):
-                messages.append({"role": "tool", "tool_call_id": "c1", "content": self.parts("text")})
+                found = [{"type": "text", "text": self.text()}, {"type": "tool_reference", "name": "f"}]
+                content = self._random.choice([self.parts("text"), self.parts("text"), found])
+                messages.append({"role": "tool", "tool_call_id": "c1", "content": content})
         body = {"messages": messages[: self._random.randint(1, len(messages))], "model": "m"}
         tools = [{"function": self.function(), "type": "function"} for _ in range(self._random.randint(1, 2))]
         return body | self._maybe({"tools": tools}, {}) | self.thinking("reasoning_effort")
@@ -108,15 +116,19 @@ class Requests:
                     {"type": "tool_result", "tool_use_id": "t0", "content": self.text()},
                 ]
             elif role == "user":
-                results = self._maybe(self.text(), [{"type": "text", "text": self.text()}] * 2)
+                found = [{"type": "tool_reference", "tool_name": "g"}] * self._maybe(2, 0)
+                results = self._maybe(self.text(), [{"type": "text", "text": self.text()}, *found] * 2)
                 blocks.append({"type": "tool_result", "tool_use_id": "t1", "content": results})
+            else:
+                blocks += self._random.choices(TOOL_CHANGES, k=2)
             self._random.shuffle(blocks)
             content = self._maybe(blocks[: self._random.randint(1, len(blocks))], self.text())
             messages.append({"role": role, "content": content})
         body = {"messages": messages, "model": "m", "max_tokens": 9}
         body |= self._maybe({"system": self.parts("text")}, {})
         tool = {"name": "f", "description": self._maybe(self.text()), "input_schema": self.schema()}
-        body |= self._maybe({"tools": [tool, {"name": "g", "input_schema": {"type": "object"}, "strict": False}]}, {})
+        other = {"name": "g", "input_schema": {"type": "object"}, "strict": False, "defer_loading": True}
+        body |= self._maybe({"tools": [tool, other]}, {})
         body |= self._maybe({"thinking": {"type": self._maybe("disabled", "adaptive")}}, {})
         return body | self._maybe({"output_config": {"effort": self._maybe("low", "max")}}, {})
 

@@ -22,10 +22,11 @@ TEXT = """\
 PARTS = """\
 {% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('system first') }}{% endif %}\
 {% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}{% else %}\
-{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}{{ '\n' }}\
+{% for part in message.content %}[{{ part.text }}{{ part.name }}]{% endfor %}{% endif %}{{ '\n' }}\
 {% endfor %}{{ '<assistant>' if add_generation_prompt }}"""
 """Takes contents as parts, and one system message, at the start."""
 
+FOUND = {"type": "tool_reference", "tool_name": "f"}
 PARAMETERS = {"properties": {}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}
 SHOWN_CALL = '{"id": "c", "index": null, "type": "function", "function": {"name": "f", "arguments": {"q": 1}}}'
@@ -66,6 +67,15 @@ def rendered(api: str | None, body: dict[str, Any], source: str = TEXT) -> str:
             "<user>a\n<tool>b cc\n<assistant>",
         ),
         ({"messages": said("a"), "reasoning_effort": "none"}, "<user>a\n<assistant>FalseFalsenone"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": "a", "reasoning": "no", "reasoning_content": "hm"},
+                    *said("b"),
+                ]
+            },
+            "<assistant>ahm\n<user>b\n<assistant>",
+        ),
         (
             {"messages": said("a"), "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
             "<user>a\n<assistant>TrueFalselow",
@@ -112,6 +122,10 @@ def test_chats(body: dict[str, Any], text: str) -> None:
                 )
             },
             f"<user>a\n<assistant>b c{SHOWN_CALL}\n<user>d\n<tool>e fc\n<user>g\n<assistant>",
+        ),
+        (
+            {"messages": said([{"type": "tool_result", "tool_use_id": "c", "content": [FOUND, FOUND, part("a")]}])},
+            "<tool>c\n<tool>ac\n<assistant>",
         ),
         ({"messages": said("a", [], "b")}, "<user>a\n<assistant>\n<user>b\n<assistant>"),
         ({"messages": said("a"), "output_config": {"effort": "xhigh"}}, "<user>a\n<assistant>TrueTruemax"),
@@ -180,6 +194,8 @@ def test_responses(body: dict[str, Any], text: str) -> None:
 def test_a_template_that_takes_parts_gets_texts_as_texts_and_one_system_message_at_the_start() -> None:
     chat = {"messages": [*said("a", [part("b"), part("c")], "d"), {"role": "tool", "content": [part("e"), part("f")]}]}
     assert rendered(None, chat, PARTS) == "<user>a\n<assistant>[b][c]\n<user>d\n<tool>e f\n<assistant>"
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [part("a"), FOUND, FOUND, part("b")]}
+    assert rendered(MESSAGES_PATH, {"messages": said([result])}, PARTS) == "<tool>a\n<tool>[f][f]\n<tool>b\n<assistant>"
     later = {"system": "a", "messages": [*said("b"), {"role": "system", "content": " c"}]}
     assert rendered(MESSAGES_PATH, later, PARTS) == "<system>a\nc\n<user>b\n<assistant>"
     later = {"instructions": "a", "input": [*said("b"), {"role": "developer", "content": "c"}]}

@@ -289,7 +289,7 @@ def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:
         Kind.ODD_TOOLS: [hi],
         Kind.TOOL_RESULTS: [hi, *results],
         Kind.TURNS: [hi, hello, hi],
-        Kind.REASONING: [hi, hello | {"reasoning_content": "A greeting."}, hi],
+        Kind.REASONING: [hi, hello | dict.fromkeys(("reasoning", "reasoning_content"), "A greeting."), hi],
         Kind.UNICODE: [{"role": "user", "content": unicode}],
         Kind.SPECIAL_TOKENS: [{"role": "user", "content": special}],
         Kind.SPACES: [{"role": "user", "content": " \n  spaces  \n\n\t "}],

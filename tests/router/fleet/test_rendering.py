@@ -288,10 +288,16 @@ async def test_sglangs_own_tokenize_takes_every_probe_and_what_it_refuses_is_no_
             assert shown["reason"] == "the worker refuses to tokenise: plain, several turns"
 
 
+SHOWS_ALL = """\
+{{ tools | tojson }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.reasoning }}\
+{{ message.reasoning_content }}{{ (message.tool_calls or []) | tojson }}{{ message.tool_call_id }}{% endfor %}"""
+
+
 @pytest.mark.skipif(not versions(), reason=MISSING)
-def test_vllms_own_tokenize_takes_every_probe_and_makes_the_same_of_it() -> None:
+@pytest.mark.parametrize("source", [SOURCE, SHOWS_ALL], ids=["its own", "shows all"])
+def test_vllms_own_tokenize_takes_every_probe_and_makes_the_same_of_it(source: str) -> None:
     oracle = AutoTokenizer.from_pretrained(MODEL)
-    ours = template()
+    oracle.chat_template, ours = source, template(source)
     for kind, probe in rendering._make_probes(ours.added_tokens).items():
         text = vllm_rendering.text_of_tokenize(json.loads(json.dumps(probe | {"model": "m"})), oracle)
         expected = oracle(text, add_special_tokens=kind is Kind.PROMPT).input_ids
