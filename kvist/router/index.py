@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,6 +184,8 @@ class FleetIndex:
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         self._clearings: dict[WorkerRank, int | None] = {}
         """By the same names, the clearing of the rank that is meant when its last prompt was recorded."""
+        self._counted: dict[WorkerRank, tuple[WorkerRank, SourceState | None] | None] = {}
+        self._counted_at: tuple[float, int] = (-math.inf, 0)
         self._rooms: dict[str, int] = {}
         """Blocks that each worker caches."""
         self._limits: dict[str, int] = {}
@@ -293,6 +296,7 @@ class FleetIndex:
             self.radix.clear(*holder)
             self._expected[holder] = ExpectedBlocks(self._capacity(target.worker), self._config.expected_time_to_live_s)
         self._clearings[holder] = self.radix.clearing_of(target)
+        self._counted.pop(holder, None)
         forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
         self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
         self._remove(holder, forgotten)
@@ -347,11 +351,25 @@ class FleetIndex:
         for target in self.resyncing & overlaps.keys():
             del overlaps[target]
         for holder, depths in expected.items():
-            target = _target_of(holder)
-            if target not in self.resyncing and self._counts(holder):
-                state = self._states(target.worker).get(target.rank)
-                add_expected(overlaps, target, state, depths, num_exact)
+            counted = self._find_counted(holder)
+            if counted is not None and counted[0] not in self.resyncing:
+                add_expected(overlaps, *counted, depths, num_exact)
         return overlaps
+
+    def _find_counted(self, holder: WorkerRank) -> tuple[WorkerRank, SourceState | None] | None:
+        """Return the rank that is expected to hold blocks, and its state, None if they do not count: as of 50 ms ago.
+
+        A match with 64 partial ranks takes 105 us with it, and 250 if each is looked up anew (2026-11-28).
+        """
+        now_s, num_clearings = self._now_s(), self.num_clearings
+        if now_s - self._counted_at[0] > _MAX_EVENT_DELAY_S or num_clearings != self._counted_at[1]:
+            self._counted.clear()
+            self._counted_at = now_s, num_clearings
+        if holder not in self._counted:
+            target = _target_of(holder)
+            state = self._states(target.worker).get(target.rank)
+            self._counted[holder] = (target, state) if self._counts(holder) else None
+        return self._counted[holder]
 
     def ranks(self, worker: str) -> list[RankStatus]:
         """Return the ranks that this worker's events came from, in order.
