@@ -224,6 +224,18 @@ REQUESTS = {
     "response, tool result": _response(
         _user(), _function_call(), _function_output(_words()), _user(), tools=[_RESPONSES_TOOL]
     ),
+    "response, summaries and other tools": _response(
+        _user(),
+        {"type": "custom_tool_call", "call_id": "c1", "name": "p", "input": _words()},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": _words()},
+        reasoning={"summary": "auto"},
+        tools=[
+            _RESPONSES_TOOL,
+            {"type": "custom", "name": "p", "description": "does p"},
+            {"type": "namespace", "name": "n", "description": "", "tools": [_RESPONSES_TOOL]},
+            {"type": "web_search"},
+        ],
+    ),
     "response, reasoning": _response(
         _user(),
         {"type": "reasoning", "summary": [_text("hm", "summary_text")], "content": []},

@@ -16,7 +16,7 @@ from kvist.openai.requests import ChatCompletionRequest, Fields, Message, conver
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 
-_FREE_TEXT = {
+FREE_TEXT = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
     "required": ["input"],
@@ -274,7 +274,7 @@ def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
             case "function":
                 yield {"type": "function", "function": tool}
             case "custom":
-                yield {"type": "function", "function": {**tool, "parameters": _FREE_TEXT}}
+                yield {"type": "function", "function": {**tool, "parameters": FREE_TEXT}}
             case "namespace":
                 for inner in objects_in(tool, "tools"):
                     if inner.get("type") == "function":

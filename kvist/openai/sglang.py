@@ -7,7 +7,9 @@ RequestError (400). A request's `tool_choice`, by which SGLang may leave tools o
 
 from __future__ import annotations
 
+import base64
 import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -16,13 +18,14 @@ import jinja2.nodes
 from msgspec.structs import replace
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments
-from kvist.openai.chats import MESSAGES_PATH, blocks_of, chat_with, objects_in, tool_reference, unknown_kind
+from kvist.openai.chats import FREE_TEXT, MESSAGES_PATH, blocks_of, chat_with, objects_in, tool_reference, unknown_kind
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Fields, Message
 
 _TOOL_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
 _OPTIONAL_FIELDS = ("strict", "defer_loading")
 _MEDIA = ("image", "audio", "video", "vision")
+_PACKED, _MAX_THOUGHTS_BYTES = "sglang-reasoning-v1.", 2**20
 _SENTINEL = "later-system-message"
 
 
@@ -138,11 +141,24 @@ def _of_response(fields: Fields, template: SglangTemplate, previous: Sequence[Me
         systems = [text for each in messages if each["role"] == "system" for text in _texts(each.get("content"))]
         messages = [each for each in messages if each["role"] != "system"]
         messages[:0] = [{"role": "system", "content": "\n\n".join(systems)}] if systems else []
-    kinds = [tool.get("type") for tool in _tools(fields)]
-    if kinds.count("function") < len(kinds):
-        raise unknown_kind(kinds, "tools")
-    tools = [_tool(tool, tool.get("description"), tool.get("parameters")) for tool in _tools(fields)]
-    return chat_with(fields, messages, tools or None, reasoning.get("effort") if isinstance(reasoning, dict) else None)
+    tools = list(_functions(_tools(fields)))
+    return chat_with(
+        fields, messages, tools or None, reasoning.get("effort", "medium") if isinstance(reasoning, dict) else None
+    )
+
+
+def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
+    """Yield the tools that the template shows; SGLang leaves out all others, also those in namespaces."""
+    for tool in tools:
+        match tool.get("type"):
+            case "function":
+                yield _tool(tool, tool.get("description"), tool.get("parameters"))
+            case "custom" if tool.get("name"):
+                form, texts = tool.get("format"), [tool.get("description")]
+                if isinstance(form, dict) and form.get("type") == "grammar":
+                    grammar = f"this {form.get('syntax') or 'lark'} grammar:\n{form.get('definition') or ''}"
+                    texts.append(f"The payload must conform to {grammar}")
+                yield _tool(tool, "\n\n".join(filter(None, texts)) or None, FREE_TEXT)
 
 
 def _tools(fields: Fields) -> list[Fields]:
@@ -240,17 +256,31 @@ def _message_of(item: Fields) -> Message | None:
             return {"role": "system", "content": _content(parts)}
         case "message":
             return {"role": item.get("role"), "content": content}
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        case "function_call" | "custom_tool_call" as kind:
+            is_free = kind == "custom_tool_call"
+            arguments = {"input": item.get("input") or ""} if is_free else item.get("arguments")
+            function = {"name": item.get("name"), "arguments": arguments}
             call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": "".join(_texts(item.get("output")))}
         case "reasoning":
             texts = list(_texts(item.get("summary") or [])) or list(_texts(content or []))
+            texts = texts or [*filter(None, [_unpacked_thoughts(item.get("encrypted_content"))])]
             return {"role": "assistant", "reasoning_content": "\n".join(texts)} if texts else None
         case kind:
             raise unknown_kind(kind, "input")
+
+
+def _unpacked_thoughts(packed: Any) -> str | None:
+    """Return the thoughts that SGLang packed for clients that keep them, None for anything else."""
+    if not isinstance(packed, str) or not packed.startswith(_PACKED):
+        return None
+    try:
+        data = base64.urlsafe_b64decode(packed.removeprefix(_PACKED))
+        return zlib.decompressobj().decompress(data, _MAX_THOUGHTS_BYTES).decode()
+    except (ValueError, zlib.error):
+        return None
 
 
 def _with_more(earlier: Message, later: Message) -> Message:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from typing import Any
 
 import pytest
 
-from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
+from kvist.openai.chats import FREE_TEXT, MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, convert
 from kvist.openai.sglang import SglangTemplate, chat_of
@@ -26,10 +29,13 @@ PARTS = """\
 {% endfor %}{{ '<assistant>' if add_generation_prompt }}"""
 """Takes contents as parts, and one system message, at the start."""
 
+PACKED = "sglang-reasoning-v1." + base64.urlsafe_b64encode(zlib.compress(b"hm")).decode()
 FOUND = {"type": "tool_reference", "tool_name": "f"}
 PARAMETERS = {"properties": {}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"q": 1}'}}
 SHOWN_CALL = '{"id": "c", "index": null, "type": "function", "function": {"name": "f", "arguments": {"q": 1}}}'
+
+SHOWN_FREE_CALL = SHOWN_CALL.replace('"q": 1', '"input": "b"')
 
 
 def part(text: str, kind: str = "text") -> dict[str, Any]:
@@ -180,6 +186,36 @@ def test_thoughts_are_repeated_where_the_template_knows_thoughts() -> None:
             "<user>a\n<assistant>b\n\nd\n<user>e\n<assistant>",
         ),
         ({"input": "a", "reasoning": {"effort": "none"}}, "<user>a\n<assistant>FalseFalsenone"),
+        ({"input": "a", "reasoning": {"summary": "auto"}}, "<user>a\n<assistant>TrueTruemedium"),
+        (
+            {
+                "input": [
+                    {"type": "reasoning", "summary": [], "encrypted_content": PACKED},
+                    {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "b"},
+                    {"type": "custom_tool_call_output", "call_id": "c", "output": "d"},
+                    {"type": "reasoning", "summary": [], "encrypted_content": "sglang-reasoning-v1.hm"},
+                ]
+            },
+            f"<assistant>hm{SHOWN_FREE_CALL}\n<tool>dc\n<assistant>",
+        ),
+        (
+            {
+                "input": "a",
+                "tools": [
+                    {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+                    {"type": "web_search"},
+                    {
+                        "type": "custom",
+                        "name": "f",
+                        "description": "b",
+                        "format": {"type": "grammar", "definition": "c"},
+                    },
+                ],
+            },
+            '{"type": "function", "function": {"name": "f", "description": "b\\n\\nThe payload must conform to this '
+            f'lark grammar:\\nc", "parameters": {json.dumps(FREE_TEXT)}, "strict": false}}, "defer_loading": null}}\n'
+            "<user>a\n<assistant>",
+        ),
         (
             {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}]},
             '{"type": "function", "function": {"name": "f", "description": null, "parameters": {}, "strict": true}, '
@@ -210,7 +246,6 @@ def test_a_template_that_takes_parts_gets_texts_as_texts_and_one_system_message_
         (MESSAGES_PATH, {"messages": said([{"type": "search_result"}])}),
         (MESSAGES_PATH, {"messages": said("a", [{"type": "redacted_thinking"}])}),
         (RESPONSES_PATH, {"input": [{"type": "item_reference", "id": "x"}]}),
-        (RESPONSES_PATH, {"input": "a", "tools": [{"type": "custom", "name": "f"}]}),
         (RESPONSES_PATH, {"input": "a", "tools": [5]}),
     ],
 )
