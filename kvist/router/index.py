@@ -9,7 +9,7 @@ the same index, held by a rank that no stream can name, and count until the firs
 then on a rank is expected to hold two kinds of prompts beside what it reports, until it is cleared. What follows an
 image has names that the router cannot compute: it counts where the rank holds all that comes before the first image.
 And a partial rank that cannot be asked for what it holds reports nothing that follows a block whose report was missed,
-a system prompt perhaps, for as long as it keeps that block: so all that it was sent counts.
+a system prompt perhaps, for as long as it keeps that block: so the prompts count that it was sent and did not report.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Caches(Protocol):
         """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
-        """Record that a rank now holds all blocks of a prompt, which its events do not say."""
+        """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
 
 
 def add_expected(
@@ -288,9 +288,12 @@ class FleetIndex:
         return self.radix is not None and self._rooms.get(worker, 0) > 0 and not self.has_reported(worker)
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
-        """Record that a rank now holds all blocks of a prompt, which its events do not say."""
+        """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
         if self.radix is None or not self._rooms.get(target.worker):
             return
+        found = self.radix.match(hashes)
+        if target in found.ranks and found.depths[found.ranks.index(target), -1] == len(hashes):
+            return  # its events said so
         holder = _holder_of(target)
         if holder not in self._expected or not self._counts(holder):
             self.radix.clear(*holder)

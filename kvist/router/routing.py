@@ -186,15 +186,21 @@ class Routing:
         return parsed.num_tokens - held
 
     def record_computed(self, parsed: ParsedRequest, decision: Decision) -> None:
-        """Record that the chosen rank has computed the prompt, if its events do not tell which blocks it then holds.
+        """Record that the chosen rank has computed the prompt, if no event can say so: of images, or there are none."""
+        worker = decision.chosen.target.worker
+        if self._index is not None and (parsed.num_exact_tokens is not None or self._index.is_expecting(worker)):
+            self._record(parsed, decision.chosen.target, self._index)
 
-        That is so of prompts with images, of workers without events, and of partial ranks; but vLLM's report anew.
-        """
-        target, index, has_items = decision.chosen.target, self._index, parsed.num_exact_tokens is not None
+    def record_unreported(self, parsed: ParsedRequest, decision: Decision) -> None:
+        """Record at the end what a partial rank has not reported of the prompt; vLLM's are asked to report it anew."""
+        target, has_events = decision.chosen.target, not decision.chosen.is_approximate
         worker = self._fleet.get(target.worker)
-        if index is None or worker is None or parsed.token_ids is None or (decision.chosen.is_exact and not has_items):
-            return
-        if not has_items and worker.engine == "vllm" and not index.is_expecting(target.worker):
+        if self._index is not None and worker is not None and worker.engine != "vllm" and has_events:
+            self._record(parsed, target, self._index)
+
+    def _record(self, parsed: ParsedRequest, target: WorkerRank, index: Caches) -> None:
+        worker = self._fleet.get(target.worker)
+        if parsed.token_ids is None or worker is None:
             return
         if len(self._fleet.ranks(worker)) > 1 and not self.is_one_of_several_ranks(target):
             return  # the worker itself has chosen the rank

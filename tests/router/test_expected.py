@@ -411,12 +411,26 @@ async def test_a_partial_rank_is_expected_to_hold_all_that_it_was_sent_until_it_
         assert depth() == 0
         index.record_computed(rank, chat)
         assert depth() == 10
+        engine.store(11, TOKENS[100:116])
+        engine.store(12, TOKENS[116:132], parent=11)
+        other = hashes(TOKENS[100:132])
+        await until(lambda: index.match(other).get(rank, (0,))[0] == 2)
+        index.record_computed(rank, other)
+        engine.remove(12)
+        await until(lambda: index.match(other)[rank][0] == 1)  # as its events tell all of this prompt
         engine.publish({"type": "AllBlocksCleared"})
         await until(lambda: index.ranks("w")[0].display_state == "live")
         assert depth() == 0
         index.record_computed(rank, chat)
         assert depth() == 0, "of a live rank only its events tell"
         check_invariants(index.radix)
+
+
+async def are_all(client: httpx.AsyncClient, services: list[RouterService], state: str) -> bool:
+    """Return whether each worker has a rank in this state, as all processes of the router know it."""
+    pages = [(await client.get(f"{service.url}/workers")).json()["workers"] for service in services]
+    events = [each["kv_events"] for page in pages for each in page]
+    return [rank["state"] for each in events for rank in each["ranks"]] == [state] * len(events)
 
 
 @pytest.mark.parametrize("engine_name", ["sglang", "vllm"])
@@ -441,16 +455,10 @@ async def test_a_conversation_returns_to_a_worker_whose_stream_was_followed_too_
         else:
             services = await exits.enter_async_context(fronts_of(config, num_fronts))
         client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
-
-        async def are_all(state: str) -> bool:
-            pages = [(await client.get(f"{service.url}/workers")).json()["workers"] for service in services]
-            events = [each["kv_events"] for page in pages for each in page]
-            return [rank["state"] for each in events for rank in each["ranks"]] == [state] * len(events)
-
         for engine in engines:
             engine.next_sequence = 7
         async with asyncio.timeout(60):
-            while not await are_all("partial"):
+            while not await are_all(client, services, "partial"):
                 for engine in engines:  # until it is heard
                     engine.store(2, TOKENS[16:32], parent=1)
                 await asyncio.sleep(0.05)
@@ -501,6 +509,9 @@ async def test_a_chat_with_an_image_returns_to_the_worker_that_has_seen_it(
         for cache in caches:
             cache.store(list(range(32)))
         client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        async with asyncio.timeout(60):  # what is expected of workers without events their first event replaces
+            while not await are_all(client, services, "live"):
+                pass
 
         async def holders(messages: list[dict[str, Any]], service: RouterService) -> set[str]:
             body = {"model": "m", "messages": messages}

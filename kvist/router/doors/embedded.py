@@ -62,6 +62,7 @@ class RoutedRequest:
         router.view.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)
         self._on_answered = partial(router._routing.record_computed, parsed, self.decision)
+        self._on_unreported = partial(router._routing.record_unreported, parsed, self.decision)
         self._on_ended = partial(router._add_regret, choice)
         self._was_answered = self._has_ended = False
 
@@ -96,6 +97,8 @@ class RoutedRequest:
             self._worker.breaker.fail(time.monotonic())
         elif self._was_answered:
             self._worker.breaker.succeed()
+            if not self.decision.chosen.is_exact:
+                self._on_unreported()
             self._on_ended()
         elif self._is_trial:
             self._worker.breaker.abandon()
