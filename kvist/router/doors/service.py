@@ -82,6 +82,10 @@ USAGE_PATH = "/usage"
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret", STATE_PATH})
 WORKER_HEADER = b"x-kvist-worker"
 """The header that names the worker of an administrator's request to an endpoint of workers."""
+FLEET_PATHS = frozenset({"/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
+"""Endpoints of workers that all of them are asked at if no worker is named, as load generators name none."""
+MAX_SHOWN_BYTES = 4096
+"""Of what each of them says."""
 
 
 OpenKeeper: TypeAlias = Callable[
@@ -277,6 +281,8 @@ class RouterService(ComposedContext):
             return None
         if methods_of(path) is None:
             require_administrator(request, config.admin_key)
+            if path in FLEET_PATHS and request.header(WORKER_HEADER) is None:
+                return self._pass_to_all(request, responder, request_id)
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
         if config.cors_origins:
             responder.own_headers = cors_headers(request, config.cors_origins)
@@ -352,6 +358,32 @@ class RouterService(ComposedContext):
             if responder.has_started:
                 raise
             self._refuse(responder, worker_failure(error), request_id)
+
+    async def _pass_to_all(self, request: Request, responder: Responder, request_id: bytes) -> None:
+        """Forward a request to all workers that may get requests again; answer with what each says.
+
+        The status is the highest of theirs, or 503 if there are none.
+        """
+        urls = [worker.url for worker in self.fleet.workers if not worker.is_draining]
+        if not urls:
+            message = f"{request.method} {request.path}: there is no worker to ask"
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="no_healthy_worker")
+
+        async def ask(url: str) -> dict[str, Any]:
+            headers, said = forwarded_headers(request, self._config, url, request_id), b""
+            try:
+                async with self._pool.exchange(url, request.method, request.target, headers, request.body) as response:
+                    async for piece in response.body():
+                        said = (said + piece)[:MAX_SHOWN_BYTES]
+                    return {"url": url, "status": response.status, "body": said.decode(errors="replace")}
+            except UpstreamError as error:
+                failure = worker_failure(error)
+                return {"url": url, "status": failure.status, "body": failure.message}
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(url), name="kvist-ask-worker") for url in urls]
+        shown = [each.result() for each in asked]
+        send_answer(json_answer({"workers": shown}, max(each["status"] for each in shown)), responder)
 
     def _new_request_id(self) -> bytes:
         """Return 32 hex digits that are unique among all requests of all routers."""

@@ -12,6 +12,7 @@ import pytest
 from kvist.http import Request
 from kvist.openai.errors import RequestError
 from kvist.router.doors.auth import methods_of, plain_path, require_administrator
+from kvist.router.doors.service import FLEET_PATHS
 from kvist.router.reserved import FIELDS, HEADERS
 
 JSON = {"content-type": "application/json"}
@@ -148,7 +149,7 @@ async def test_the_rest_of_a_worker_is_for_administrators_and_for_one_worker(wor
     keys = {"admin_key": "k", "api_key": "c"}
     async with worker() as one, worker() as other, router(one.url, other.url, ready=False, **keys) as front:
         names, key = ("x-kvist-worker", other.url), ("authorization", "Bearer k")
-        for path in ("/v1/load_lora_adapter", "/flush_cache", "/v1/../sleep", "/v1/%6Coad_lora_adapter"):
+        for path in ("/v1/load_lora_adapter", "/release_memory", "/v1/../sleep", "/v1/%6Coad_lora_adapter"):
             for headers in ([], [names], [names, ("authorization", "Bearer c")]):
                 assert (await send(front, path, headers=headers))[0] == 401
             for expected, headers in ((404, [key]), (400, [key, ("x-kvist-worker", "http://nobody:1")])):
@@ -164,6 +165,36 @@ async def test_the_rest_of_a_worker_is_for_administrators_and_for_one_worker(wor
         other.kill()
         status, error = await send(front, "/flush_cache", headers=[key, names])
         assert (status, error["code"]) == (502, "worker_failed")
+
+
+@pytest.mark.parametrize("path", sorted(FLEET_PATHS))
+async def test_all_workers_are_asked_to_flush_or_profile_if_none_is_named(worker, router, http_bytes, path) -> None:
+    async def is_busy(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"busy", status=400))
+
+    async with worker() as one, worker() as other, router(one.url, other.url, ready=False, admin_key="k") as front:
+        for url in (path, f"/./{path}?timeout=5"):
+            assert (await front.client.post(url)).status_code == 401
+            assert not one.completions + other.completions
+        front.client.headers["authorization"] = "Bearer k"
+        assert (await front.client.post(f"{path}?timeout=5", content=b"{}")).status_code == 200
+        for each in (one, other):
+            (received,) = each.completions
+            assert (received.target, received.body) == (f"{path}?timeout=5", b"{}")
+            assert "authorization" not in received.headers
+        other.answer = is_busy
+        answer = await front.client.post(path)
+        said = {each["url"]: (each["status"], each["body"]) for each in answer.json()["workers"]}
+        assert (answer.status_code, said[one.url][0], said[other.url]) == (400, 200, (400, "busy"))
+        other.kill()
+        answer = await front.client.post(path)
+        assert (answer.status_code, answer.json()["workers"][1]["status"]) == (502, 502)
+        assert (await front.client.post(path, headers={"x-kvist-worker": one.url})).status_code == 200
+
+
+async def test_without_workers_there_is_none_to_flush(router) -> None:
+    async with router() as front:
+        assert (await front.client.post("/flush_cache")).status_code == 503
 
 
 async def test_methods_and_models_are_the_endpoints_own(worker, router) -> None:
