@@ -67,6 +67,11 @@ class Request(msgspec.Struct, frozen=True, dict=True):
         scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
         return given.strip() if scheme.lower() == b"bearer" else None
 
+    @property
+    def client_key(self) -> bytes | None:
+        """The bearer token or, without an Authorization header, `x-api-key`: so do Anthropic's clients send theirs."""
+        return self.header(b"x-api-key") if self.header(b"authorization") is None else self.bearer_token
+
     def has_bearer_token(self, key: str) -> bool:
         """Whether the bearer token is this key; takes the same time for every wrong one."""
         return hmac.compare_digest(self.bearer_token or b"", key.encode())

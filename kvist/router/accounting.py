@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvist.router.access_log import MAX_CHARS
 from kvist.router.attempts import CLIENT_LEFT_STATUS, OK, AnswerAttempt
 from kvist.router.prefill.split import SplitAttempt
-from kvist.router.recording import SESSION_HEADER, Recorded
+from kvist.router.recording import SESSION_HEADERS, Recorded
 from kvist.router.usage import ReportedUsage
 
 if TYPE_CHECKING:
@@ -91,5 +91,5 @@ def log(request: Forwarding, error: Exception | None) -> None:
         fields["model"] = None if parsed is None else router.fleet.label_of(parsed.model)
         fields["input_length"] = (usage and usage.prompt_tokens) or (parsed and parsed.num_tokens)
         fields["output_length"] = 0 if attempt is None else attempt.num_output_tokens
-        session = request.request.header(SESSION_HEADER)
+        session = next(filter(None, map(request.request.header, SESSION_HEADERS)), None)
         router.recorder.write(Recorded(request.started_s, ended_s, session, hashes, fields), num_blocks)

@@ -676,5 +676,7 @@ def forwarded_headers(request: Request, config: RouterConfig, worker: str, reque
     dropped = {b"x-request-id"}
     if authorization or config.asks_for_keys or (config.admin_key and request.has_bearer_token(config.admin_key)):
         dropped.add(b"authorization")
+    if authorization or config.asks_for_keys or config.admin_key:
+        dropped.add(b"x-api-key")
     headers = [field for field in request.headers if field[0] not in dropped]
     return [*headers, (b"x-request-id", request_id), *authorization]

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.router.access_log import LineWriter, write_all
 
-SESSION_HEADER = b"x-session-id"
-"""In which clients name the conversation that a request belongs to."""
+SESSION_HEADERS = (b"x-session-id", b"x-claude-code-agent-id", b"x-claude-code-session-id", b"thread-id")
+"""In which clients name the conversation that a request belongs to, the first that is there: opencode and others, a
+subagent of Claude Code, Claude Code, Codex."""
 
 PART_SHARE = 64
 """A part is closed at this fraction of the folder's bound, and so many may be open."""

@@ -254,9 +254,9 @@ async def test_whatever_becomes_of_a_request_is_recorded(worker, router, http_by
 
     async with worker(answer=answer) as one, router(one.url, block_size=16, record_requests=str(tmp_path)) as front:
         front.hold(one.url, tokens[:48])
-        for _ in range(2):
+        for header in ("x-session-id", "x-claude-code-session-id"):
             body = {"model": "m", "prompt": tokens}
-            await front.client.post("/v1/completions", json=body, headers={"x-session-id": "ann@example.org"})
+            await front.client.post("/v1/completions", json=body, headers={header: "ann@example.org", "thread-id": "t"})
         await front.complete("x", user="wrong")
         await front.complete("x", user="cut", stream=True)
         await front.complete(tokens, model="a secret")

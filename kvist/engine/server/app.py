@@ -4,6 +4,7 @@ POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
 POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
 POST /v1/messages           POST /v1/responses
 POST /tokenize              POST /detokenize   GET /v1/models/{name}
+POST /v1/messages/count_tokens
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def create_app(
     app = Starlette(
         routes=[
             *(Route(path, partial(server.answer, *how), methods=["POST"]) for path, how in answers.items()),
+            Route("/v1/messages/count_tokens", server.count_tokens, methods=["POST"]),
             Route("/tokenize", server.tokenize, methods=["POST"]),
             Route("/detokenize", server.detokenize, methods=["POST"]),
             Route("/v1/models", server.models),
@@ -237,6 +239,10 @@ class _Server:
         tokens, token_strs = await self._intake.read_tokenize(body)
         limit = self._model.max_model_len
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await read_body(request, self._max_body_bytes)
+        return _json({"input_tokens": await self._intake.count_tokens(body)})
 
     async def detokenize(self, request: Request) -> Response:
         return _json({"prompt": self._intake.read_detokenize(await read_body(request, self._max_body_bytes))})

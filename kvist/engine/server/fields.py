@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 REFUSED_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "enable_response_messages": (False,),
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
     "previous_input_messages": ([],),
     "previous_response_id": (),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -50,6 +50,8 @@ class Job:
     constraint: TokenMatcher | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     tools: ToolRules | None = None
+    call_fields: Mapping[str, api.Fields] = field(default_factory=dict)
+    """What a response says otherwise of calls, by the name in the prompt: of tools in a namespace, or of free text."""
 
     @property
     def num_sequences(self) -> int:
@@ -129,7 +131,8 @@ class Intake:
         """Return the job of a request to OpenAI's responses."""
         fields = api.read_fields(body)
         check_fields(fields, REFUSED_OF_RESPONSES)
-        return await self._read_as_chat(RESPONSES_PATH, body, fields)
+        job = await self._read_as_chat(RESPONSES_PATH, body, fields)
+        return replace(job, call_fields=dict(_call_fields(fields.get("tools") or ())))
 
     async def _read_as_chat(self, path: str, body: bytes, fields: api.Fields) -> Job:
         if fields.get("kv_transfer_params") is not None:
@@ -182,6 +185,13 @@ class Intake:
             add_special_tokens, prompt_text = text.add_special_tokens, text.prompt
             prompt = await self._tokenize_body(body, lambda: self._tokens(prompt_text, add_special_tokens))
         return prompt, self.tokenizer.token_strs(prompt) if request.return_token_strs else None
+
+    async def count_tokens(self, body: bytes) -> int:
+        """Return how many tokens the prompt of a request to Anthropic's API has."""
+        chat = chat_of(MESSAGES_PATH, fields := api.read_fields(body), self.tokenizer.template)
+        self._check_model(chat.model)
+        _check_chat(fields, chat)
+        return len(await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(chat)))
 
     def read_detokenize(self, body: bytes) -> str:
         """Return the text of tokens."""
@@ -258,6 +268,18 @@ class Intake:
     async def _tokenize_body(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
         """Tokenise on the event loop or, if that would delay other requests, in a thread."""
         return tokenize() if len(body) <= self.tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)
+
+
+def _call_fields(tools: Iterable[api.Fields]) -> Iterator[tuple[str, api.Fields]]:
+    for tool in tools:
+        match tool.get("type"):
+            case "custom":
+                if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
+                    raise invalid_field("tools", f"{tool.get('name')!r:.100}: got a grammar, expected free text")
+                yield str(tool.get("name")), {"type": "custom_tool_call"}
+            case "namespace":
+                for name in (inner.get("name") for inner in tool["tools"]):
+                    yield f"{tool.get('name')}__{name}", {"namespace": tool.get("name"), "name": name}
 
 
 def _check_chat(fields: api.Fields, request: api.ChatCompletionRequest) -> None:

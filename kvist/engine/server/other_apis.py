@@ -106,7 +106,7 @@ class ResponsesShape(TypedShape):
     def whole(self, outputs: Sequence[RequestOutput], usage: Body) -> Body:
         text, calls, _ = self._read(0, outputs[0])
         items = [self._text_item(text)] if text or not calls else []
-        return self._response(self._status(outputs[0]), items + [_call_item(call) for call in calls], usage)
+        return self._response(self._status(outputs[0]), items + [self._call_item(call) for call in calls], usage)
 
     def encode(self, body: Body) -> bytes:
         self._num_events += 1
@@ -128,12 +128,13 @@ class ResponsesShape(TypedShape):
             if "id" in call:
                 empty = {"name": call["function"]["name"], "arguments": ""}
                 yield from self._open_block(
-                    call["id"], _call_item(call | {"function": empty}) | {"status": "in_progress"}
+                    call["id"], self._call_item(call | {"function": empty}) | {"status": "in_progress"}
                 )
                 self._call = call | {"function": empty}
             arguments = call["function"]["arguments"]
             self._call["function"]["arguments"] += arguments
-            yield self._call_event("response.function_call_arguments.delta") | {"delta": arguments}
+            if "input" not in self._call_item(self._call):
+                yield self._call_event("response.function_call_arguments.delta") | {"delta": arguments}
         if output.is_last:
             yield from self._close_block()
             status = self._status(output)
@@ -154,9 +155,13 @@ class ResponsesShape(TypedShape):
             yield self._text_event("response.output_text.done") | {"text": text, "logprobs": []}
             yield self._text_event("response.content_part.done") | {"part": _text_part(text)}
         else:
-            item = _call_item(self._call)
-            call = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._call_event("response.function_call_arguments.done") | call
+            item = self._call_item(self._call)
+            if "input" in item:
+                yield self._call_event("response.custom_tool_call_input.delta") | {"delta": item["input"]}
+                yield self._call_event("response.custom_tool_call_input.done") | {"input": item["input"]}
+            else:
+                call = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._call_event("response.function_call_arguments.done") | call
         yield {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
         self._items.append(item)
         self._texts, self._block = [], None
@@ -175,6 +180,12 @@ class ResponsesShape(TypedShape):
     def _text_item(self, text: str) -> Body:
         item = {"type": "message", "id": f"msg_{self._heading.id}", "role": "assistant", "status": "completed"}
         return item | {"content": [_text_part(text)]}
+
+    def _call_item(self, call: Body) -> Body:
+        item = {"type": "function_call", "id": call["id"], "call_id": call["id"], "status": "completed"}
+        item |= call["function"]
+        item |= self._job.call_fields.get(item["name"], {})
+        return item | {"input": _free_text(item.pop("arguments"))} if item["type"] == "custom_tool_call" else item
 
     def _status(self, output: RequestOutput) -> Body:
         if output.finish_reason == "length":
@@ -207,9 +218,13 @@ def _text_part(text: str) -> Body:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _call_item(call: Body) -> Body:
-    item = {"type": "function_call", "id": call["id"], "call_id": call["id"], "status": "completed"}
-    return {**item, **call["function"]}
+def _free_text(arguments: str) -> str:
+    """Return the text that a tool of free text is called with; all that was written if that is something else."""
+    try:
+        text = json.loads(arguments).get("input")
+    except (ValueError, AttributeError):
+        text = None
+    return text if isinstance(text, str) else arguments
 
 
 def _usage(usage: Body) -> Body:

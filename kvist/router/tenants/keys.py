@@ -1,4 +1,4 @@
-"""Finds the tenant of a request by its bearer key."""
+"""Finds the tenant of a request by its key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 1.0
 """How often the file is checked for changes."""
 _REFUSALS = {
-    HTTPStatus.UNAUTHORIZED: ("authorization: expected 'Bearer' and the API key", "invalid_api_key", None),
+    HTTPStatus.UNAUTHORIZED: (
+        "authorization: expected 'Bearer' and the API key, or x-api-key",
+        "invalid_api_key",
+        None,
+    ),
     HTTPStatus.FORBIDDEN: ("authorization: the key's owner may not use this service", "key_forbidden", None),
     HTTPStatus.SERVICE_UNAVAILABLE: ("whose key it is cannot be told now; ask again", "authoriser_unavailable", 1),
 }
@@ -66,7 +70,7 @@ class Keys(ComposedContext):
         """
         if self._is_open:
             return DEFAULT
-        key = request.bearer_token
+        key = request.client_key
         digest = sha256(key).digest() if key else b""
         tenant = DEFAULT if digest in self._own else self._listed.get(digest)
         if tenant is None and key and self._authoriser is not None:
@@ -77,7 +81,7 @@ class Keys(ComposedContext):
         """Return the request's tenant; raises RequestError as `tenant_of`, and 503 if the authoriser is away."""
         tenant = self.tenant_of(request)
         if tenant is UNRESOLVED and self._authoriser is not None:
-            tenant = _admitted(await self._authoriser.ask(request.bearer_token or b""))
+            tenant = _admitted(await self._authoriser.ask(request.client_key or b""))
         return tenant
 
     async def _follow(self, path: Path) -> NoReturn:

@@ -10,6 +10,8 @@ import anthropic
 import openai
 import pytest
 
+from kvist.engine.server.other_apis import _free_text
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 QUESTION: list[Any] = [{"role": "user", "content": "What does the function return?"}]
 CITY = {
@@ -127,6 +129,40 @@ def test_a_response_calls_a_tool_and_follows_a_schema(gpt) -> None:
     assert gpt.responses.create(**asked, text=schema).output_text.startswith("{")
 
 
+def test_calls_of_tools_in_a_namespace_or_of_free_text_are_told_as_the_client_named_them(gpt) -> None:
+    asked: dict[str, Any] = {**GREEDY, "input": "Where?", "max_output_tokens": 60, "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False, "include": ["reasoning.encrypted_content"]}
+    inner = {"type": "function", **WEATHER, "parameters": CITY, "strict": True}
+    for tool, said in (
+        (
+            {"type": "namespace", "name": "places", "description": "", "tools": [inner]},
+            {"type": "function_call", "namespace": "places", "name": "weather"},
+        ),
+        ({"type": "custom", **WEATHER}, {"type": "custom_tool_call", "name": "weather"}),
+    ):
+        (whole,) = gpt.responses.create(**asked, tools=[tool]).to_dict()["output"]
+        *events, last = gpt.responses.create(**asked, tools=[tool], stream=True)
+        (streamed,) = last.response.to_dict()["output"]
+        assert said.items() <= whole.items()
+        assert whole | dict.fromkeys(("id", "call_id")) == streamed | dict.fromkeys(("id", "call_id"))
+        told = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+        assert told == ([whole["input"]] if tool["type"] == "custom" else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"input": "a"}', "a"), ('{"input": "a', '{"input": "a'), ("[]", "[]")]
+)
+def test_free_text_is_what_the_model_wrote_if_that_is_no_object_with_it(arguments: str, text: str) -> None:
+    assert _free_text(arguments) == text
+
+
+def test_tokens_of_a_message_are_counted_without_an_answer(claude, chat) -> None:
+    assert claude.messages.count_tokens(model="tiny", messages=QUESTION).input_tokens == chat["usage"]["prompt_tokens"]
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
@@ -136,6 +172,9 @@ def test_a_response_calls_a_tool_and_follows_a_schema(gpt) -> None:
         (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"input": "x", "background": True}, "background"),
         (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
+        (RESPONSES, {"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "custom", "name": "f", "format": GRAMMAR}]}, "tools"),
+        (f"{MESSAGES}/count_tokens", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         (RESPONSES, {}, "input"),
         (RESPONSES, {"input": "x", "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ],

@@ -59,6 +59,28 @@ def test_keys_of_settings_are_those_of_one_more_tenant(sent: bytes) -> None:
         assert Keys(config).tenant_of(asked) is DEFAULT
 
 
+async def test_a_key_may_be_sent_as_anthropics_clients_do_and_stays_with_the_router(worker, router, tenants) -> None:
+    async with worker() as one:
+        async with router(one.url, tenants=tenants("a"), admin_key="x", ready=False) as front:
+            for headers, status in (
+                ({"x-api-key": "a"}, 200),
+                ({"x-api-key": "b"}, 401),
+                ({"x-api-key": "b", "authorization": "Bearer a"}, 200),
+                ({"x-api-key": "a", "authorization": "Bearer b"}, 401),
+                ({"x-api-key": "a", "authorization": "Basic a"}, 401),
+            ):
+                answer = await front.client.post("/v1/completions", json=BODY, headers=headers)
+                assert answer.status_code == status
+        async with router(one.url, admin_key="x", ready=False) as front:
+            await front.client.post("/v1/completions", json=BODY, headers={"x-api-key": "x"})
+            assert (await front.client.get("/workers", headers={"x-api-key": "x"})).status_code == 401
+        assert len(one.completions) == 3
+        assert all("x-api-key" not in received.headers for received in one.completions)
+        async with router(one.url) as front:
+            await front.client.post("/v1/completions", json=BODY, headers={"x-api-key": "workers-own"})
+        assert one.completions[-1].headers["x-api-key"] == "workers-own"
+
+
 async def test_a_tenant_gets_the_models_it_may_ask_for_by_whatever_name(worker, router, tenants, tenant) -> None:
     path = tenants(tenant("a", models=["m"]), "b")
     models = [{"id": "m"}, {"id": "n"}, {"id": "sql", "parent": "m"}]
