@@ -1,4 +1,4 @@
-"""What an engine that streams no KV events should still hold, by the prompts it was sent. No I/O, no clock."""
+"""Which blocks an engine should still hold, by the prompts that it was sent. No I/O, no clock."""
 
 from __future__ import annotations
 

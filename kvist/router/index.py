@@ -4,19 +4,13 @@ The index joins once its code is compiled, or loaded from an earlier compilation
 Workers of several models and block sizes share it: a block's hash depends on its tokens and its size, and routing
 counts the matches only of workers that have the model.
 
-A worker that no stream has reported on yet is expected to hold the prompts that it was sent last. Those blocks are in
-the same index, held by a rank that no stream can name, and count until the first stream reports on the worker. From
-then on a rank is expected to hold two kinds of prompts beside what it reports, until it is cleared. What follows an
-image has names that the router cannot compute: it counts where the rank holds all that comes before the first image.
-And a partial rank that cannot be asked for what it holds reports nothing that follows a block whose report was missed,
-a system prompt perhaps, for as long as it keeps that block: so the prompts count that it was sent and did not report.
+What no event tells is expected, by the prompts that workers were sent (`kvist.router.unreported`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +25,13 @@ from numpy.typing import NDArray
 
 from kvist.contexts import BackgroundTasks
 from kvist.errors import InvalidValueError, only_cause
-from kvist.events import Tier, WorkerRank
+from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
 from kvist.indexer import SourceStatistics, compilation
 from kvist.indexer.memory import default_max_blocks
 from kvist.router.config import RouterConfig
-from kvist.router.expected import ExpectedBlocks
+from kvist.router.unreported import UnreportedPrompts, add_expected, holder_of
 
 if TYPE_CHECKING:
     from kvist.indexer import Indexer
@@ -53,7 +47,6 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
 
 APPROXIMATE = "approximate"
-_EXPECTED = "expected "
 _MAX_EVENT_DELAY_S = 0.05
 """How long events are collected before they are applied: prompts of the last seconds count without them."""
 
@@ -118,26 +111,6 @@ class Caches(Protocol):
         """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
 
 
-def add_expected(
-    overlaps: dict[WorkerRank, tuple[int, ...]],
-    target: WorkerRank,
-    state: SourceState | None,
-    expected: tuple[int, ...],
-    num_exact: int | None,
-) -> None:
-    """Add what a rank should hold of a prompt, whatever it reports.
-
-    Of a prompt with images that counts where a live rank holds the `num_exact` blocks before the first.
-    """
-    num_needed = num_exact if state is SourceState.LIVE else 0
-    if num_needed is None:
-        return
-    held = overlaps.get(target, (0,) * len(expected))
-    depths = [max(each, more) if each >= num_needed else each for each, more in zip(held, expected, strict=True)]
-    if any(depths):
-        overlaps[target] = tuple(depths)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FleetState:
     """The index as it is saved to disk and loaded; a loaded stream waits until its worker is followed at its URL."""
@@ -181,13 +154,7 @@ class FleetIndex:
         """Keep the index in the file of a `descriptor`, if given, for other processes to read."""
         self._config, self._descriptor = config, descriptor
         self._max_blocks = config.max_blocks or default_max_blocks()
-        self._expected: dict[WorkerRank, ExpectedBlocks] = {}
-        self._clearings: dict[WorkerRank, int | None] = {}
-        """By the same names, the clearing of the rank that is meant when its last prompt was recorded."""
-        self._counted: dict[WorkerRank, tuple[WorkerRank, SourceState | None] | None] = {}
-        self._counted_at: tuple[float, int] = (-math.inf, 0)
-        self._rooms: dict[str, int] = {}
-        """Blocks that each worker caches."""
+        self.unreported = UnreportedPrompts(self._states, self._max_blocks, config.expected_time_to_live_s, now_s)
         self._limits: dict[str, int] = {}
         self._now_s = now_s
         self.radix: RadixIndex | None = None
@@ -267,77 +234,21 @@ class FleetIndex:
         """Return the streams followed for the worker."""
         return self._streams[worker].endpoints if worker in self._streams else ()
 
-    def expect(self, worker: str, num_blocks: int) -> None:
-        """Expect the worker to keep what it is sent, up to so many blocks, as far as no events say what it holds.
-
-        Call it again now and then: that also forgets what has expired.
-        """
-        if num_blocks == 0 or not any(map(self._counts, self._holders(worker))):
-            self.forget_expected(worker)
-        self._rooms[worker] = num_blocks
-        for holder in self._holders(worker):
-            self._expected[holder].capacity = self._capacity(worker)
-            self._remove(holder, self._expected[holder].forget(self._now_s()))
-
     def has_reported(self, worker: str) -> bool:
         """Return whether some stream has reported on the worker."""
         return bool(self._states(worker))
 
     def is_expecting(self, worker: str) -> bool:
         """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
-        return self.radix is not None and self._rooms.get(worker, 0) > 0 and not self.has_reported(worker)
+        return self.unreported.has_room(worker) and not self.has_reported(worker)
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
         """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
-        if self.radix is None or not self._rooms.get(target.worker):
-            return
-        found = self.radix.match(hashes)
-        if target in found.ranks and found.depths[found.ranks.index(target), -1] == len(hashes):
-            return  # its events said so
-        holder = _holder_of(target)
-        if holder not in self._expected or not self._counts(holder):
-            self.radix.clear(*holder)
-            self._expected[holder] = ExpectedBlocks(self._capacity(target.worker), self._config.expected_time_to_live_s)
-        self._clearings[holder] = self.radix.clearing_of(target)
-        self._counted.pop(holder, None)
-        forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
-        self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
-        self._remove(holder, forgotten)
-
-    def forget_expected(self, worker: str) -> None:
-        """Expect no blocks at the worker any more: it has restarted, or is gone."""
-        self._rooms.pop(worker, None)
-        for holder in self._holders(worker):
-            del self._expected[holder], self._clearings[holder]
-            assert self.radix is not None
-            self.radix.remove_worker(holder.worker)
-
-    def _holders(self, worker: str) -> list[WorkerRank]:
-        """Return the index's names for what the worker's ranks are expected to hold, as far as they are."""
-        name = _EXPECTED + worker
-        return [holder for holder in self._expected if holder.worker == name]
-
-    def _capacity(self, worker: str) -> int:
-        """Return how many blocks one of the worker's ranks is expected to keep.
-
-        Of all workers together no more than the index may keep, whatever they say of themselves.
-        """
-        num_blocks = min(self._rooms[worker], self._max_blocks // len(self._rooms))
-        return num_blocks // max(1, len(self._states(worker)))
+        self.unreported.record(target, hashes)
 
     def _states(self, worker: str) -> Mapping[int, SourceState]:
         """Return the state of each rank that streams have reported on."""
         return {} if self._indexer is None else self._indexer.states(worker)
-
-    def _counts(self, holder: WorkerRank) -> bool:
-        """Return whether what a rank is expected to hold still counts, as it was not cleared since.
-
-        Its first report clears it, too, but if that shows that earlier ones were missed, all recorded before it stays.
-        """
-        target, clearing = _target_of(holder), self._clearings[holder]
-        assert self.radix is not None
-        is_same = clearing == self.radix.clearing_of(target)
-        return is_same or (clearing is None and self._states(target.worker) == {target.rank: SourceState.PARTIAL})
 
     def match(
         self, hashes: NDArray[np.uint64], num_usable: int | None = None, num_exact: int | None = None
@@ -348,31 +259,15 @@ class FleetIndex:
         match = self.radix.match(hashes, num_usable)
         # Plain tuples, made column by column: with hundreds of holders that takes half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
-        expected = {holder: overlaps.pop(holder) for holder in self._expected.keys() & overlaps.keys()}
+        expected = self.unreported.pop_from(overlaps)
         if self._indexer is None:
             overlaps.clear()  # a state that is just being loaded does not count yet
         for target in self.resyncing & overlaps.keys():
             del overlaps[target]
-        for holder, depths in expected.items():
-            counted = self._find_counted(holder)
-            if counted is not None and counted[0] not in self.resyncing:
-                add_expected(overlaps, *counted, depths, num_exact)
+        for target, state, depths in expected:
+            if target not in self.resyncing:
+                add_expected(overlaps, target, state, depths, num_exact)
         return overlaps
-
-    def _find_counted(self, holder: WorkerRank) -> tuple[WorkerRank, SourceState | None] | None:
-        """Return the rank that is expected to hold blocks, and its state, None if they do not count: as of 50 ms ago.
-
-        A match with 64 partial ranks takes 105 us with it, and 250 if each is looked up anew (2026-11-28).
-        """
-        now_s, num_clearings = self._now_s(), self.num_clearings
-        if now_s - self._counted_at[0] > _MAX_EVENT_DELAY_S or num_clearings != self._counted_at[1]:
-            self._counted.clear()
-            self._counted_at = now_s, num_clearings
-        if holder not in self._counted:
-            target = _target_of(holder)
-            state = self._states(target.worker).get(target.rank)
-            self._counted[holder] = (target, state) if self._counts(holder) else None
-        return self._counted[holder]
 
     def ranks(self, worker: str) -> list[RankStatus]:
         """Return the ranks that this worker's events came from, in order.
@@ -382,7 +277,7 @@ class FleetIndex:
         if self.radix is None:
             return []
         if self.is_expecting(worker):
-            return [self._status(target := WorkerRank(worker, 0), None, _holder_of(target))]
+            return [self._status(target := WorkerRank(worker, 0), None, holder_of(target))]
         if self._indexer is None:
             return []
         counted = self._indexer.ranks_counting_copies(worker)
@@ -407,10 +302,8 @@ class FleetIndex:
         radix = self.radix
         assert radix is not None
         slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
-        is_guessed, beside = holder is not target, _holder_of(target)
-        is_expected = not is_guessed and beside in self._expected and self._counts(beside)
-        expected_clearing = radix.clearing_of(beside) if is_expected else None
-        clearing = radix.clearing_of(holder)
+        is_guessed, clearing = holder is not target, radix.clearing_of(holder)
+        expected_clearing = None if is_guessed else self.unreported.clearing_of(target)
         return RankStatus(target, state, num_blocks, clearing, is_guessed, slot, is_counted, expected_clearing)
 
     def source_statistics(self) -> Iterator[SourceStatistics]:
@@ -436,6 +329,7 @@ class FleetIndex:
             os.ftruncate(self._descriptor, index_bytes(segment_bits))
             memory = mmap.mmap(self._descriptor, 0)
             self.radix = RadixIndex(max_blocks=self._max_blocks, segment_bits=segment_bits, memory=memory)
+        self.unreported.radix = self.radix
         await self._open_state()
         self.joined_at_s = self._now_s()
         _logger.info("index ready")
@@ -464,10 +358,6 @@ class FleetIndex:
                 self._add_sources(worker)
             await asyncio.Event().wait()  # until cancelled
 
-    def _remove(self, holder: WorkerRank, block_hashes: list[int]) -> None:
-        if block_hashes and self.radix is not None:
-            self.radix.remove(holder, Tier.GPU, np.array(block_hashes, np.uint64))
-
     def _add_sources(self, worker: str) -> None:
         if self._indexer is not None:
             if worker in self._limits:
@@ -484,12 +374,3 @@ class FleetIndex:
             folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
             keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)
             self._keeper = await keeper.__aenter__()
-
-
-def _holder_of(target: WorkerRank) -> WorkerRank:
-    """Return the index's name for what a rank is expected to hold: no worker's own name has a space."""
-    return WorkerRank(_EXPECTED + target.worker, target.rank)
-
-
-def _target_of(holder: WorkerRank) -> WorkerRank:
-    return WorkerRank(holder.worker.removeprefix(_EXPECTED), holder.rank)

@@ -97,13 +97,13 @@ def overlap(index: FleetIndex, worker: str, tokens: list[int]) -> int:
 async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_again() -> None:
     clock = Clock()
     async with FleetIndex(RouterConfig(block_size=16, expected_time_to_live_s=60), clock) as index:
-        index.expect("w", 1000)
+        index.unreported.set_room("w", 1000)
         index.record_computed(WorkerRank("w", 0), hashes(TOKENS[:64]))
         index.record_computed(WorkerRank("w", 0), hashes(TOKENS[80:]))
         clock.now_s += 59
         index.record_computed(WorkerRank("w", 0), hashes(TOKENS[:32]))
         clock.now_s += 2
-        index.expect("w", 1000)
+        index.unreported.set_room("w", 1000)
         assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
         check_invariants(index.radix)
 
@@ -112,7 +112,7 @@ async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_
     async with FleetIndex(RouterConfig(block_size=16, max_blocks=8), Clock()) as index:
         for _ in range(2):
             for worker in ("a", "b"):
-                index.expect(worker, 1 << 50)
+                index.unreported.set_room(worker, 1 << 50)
         for worker in ("a", "b"):
             index.record_computed(WorkerRank(worker, 0), hashes(TOKENS))
         assert [overlap(index, worker, TOKENS) for worker in ("a", "b")] == [4, 4]
@@ -333,7 +333,7 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
 
 async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_at_the_worker(engine, until) -> None:
     async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
-        index.expect("w", 1000)
+        index.unreported.set_room("w", 1000)
         index.record_computed(WorkerRank("w", 0), hashes(TOKENS))
         assert overlap(index, "w", TOKENS) == 10
         with engine("w") as cache:
@@ -342,7 +342,7 @@ async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_
             await until(lambda: overlap(index, "w", list(range(32))) == 2)
             assert overlap(index, "w", TOKENS) == 0
             assert [rank.display_state for rank in index.ranks("w")] == ["live"]
-            index.expect("w", 1000)
+            index.unreported.set_room("w", 1000)
             assert [holder.worker for holder in index.radix.ranks()] == ["w"]
 
 
@@ -359,7 +359,7 @@ async def test_what_follows_an_image_is_expected_where_what_precedes_it_is_held(
             await until(lambda: depth(2) == 2)
             index.record_computed(WorkerRank("w", 0), chat)
             assert depth(2) == 2, "nobody has looked at the worker yet"
-            index.expect("w", 8)
+            index.unreported.set_room("w", 8)
             index.record_computed(WorkerRank("w", 0), chat)
             assert [depth(number) for number in (0, 1, 2, 3, None)] == [8, 8, 8, 2, 2]
             assert overlap(index, "w", TOKENS) == 2, "of text alone"
@@ -369,7 +369,7 @@ async def test_what_follows_an_image_is_expected_where_what_precedes_it_is_held(
             assert [depth(number) for number in (0, 2)] == [0, 0]
             index.record_computed(WorkerRank("w", 0), chat)
             assert [depth(number) for number in (0, 2)] == [8, 0]
-            index.forget_expected("w")
+            index.unreported.forget("w")
             assert depth(0) == 0
             check_invariants(index.radix)
 
@@ -381,7 +381,7 @@ async def test_each_rank_is_expected_to_hold_what_follows_an_image_by_itself(eng
             for rank in (0, 1):
                 cache.store(TOKENS[:32], rank)
             await until(lambda: len(index.match(hashes(TOKENS))) == 2)
-            index.expect("w", 8)
+            index.unreported.set_room("w", 8)
             index.record_computed(WorkerRank("w", 1), hashes(TOKENS))
             found = index.match(hashes(TOKENS), None, 2)
             assert {target.rank: depths[0] for target, depths in found.items()} == {0: 2, 1: 4}, "half of the room each"
@@ -399,7 +399,7 @@ async def test_a_partial_rank_is_expected_to_hold_all_that_it_was_sent_until_it_
             return index.match(chat).get(rank, (0,))[0]
 
         index.follow("w", [f"{engine.url}?engine=sglang&replay_port=none"])
-        index.expect("w", 100)
+        index.unreported.set_room("w", 100)
 
         def is_partial() -> bool:
             if not index.has_reported("w"):
@@ -407,7 +407,7 @@ async def test_a_partial_rank_is_expected_to_hold_all_that_it_was_sent_until_it_
             return [status.display_state for status in index.ranks("w")] == ["partial"]
 
         await until(is_partial)
-        index.expect("w", 100)
+        index.unreported.set_room("w", 100)
         assert depth() == 0
         index.record_computed(rank, chat)
         assert depth() == 10

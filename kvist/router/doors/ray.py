@@ -155,7 +155,7 @@ class ReplicaFleet(ComposedContext):
         for worker in self.fleet.workers:
             if worker.url not in wanted:
                 self.index.follow(worker.url, ())
-                self.index.forget_expected(worker.url)
+                self.index.unreported.forget(worker.url)
                 self.load.forget(worker.url)
                 self.fleet.remove(worker.url)
         for name, replica in wanted.items():
@@ -172,7 +172,7 @@ class ReplicaFleet(ComposedContext):
         """Guess that replicas without streams keep what they were given, up to `expected_cache_tokens`."""
         for worker in self.fleet.workers:
             num_blocks = self._config.expected_cache_tokens // self.fleet.block_size_of(worker.url, None)
-            self.index.expect(worker.url, num_blocks)
+            self.index.unreported.set_room(worker.url, num_blocks)
 
 
 def request_of(arguments: Sequence[Any]) -> tuple[str, bytes]:

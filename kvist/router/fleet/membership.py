@@ -204,7 +204,7 @@ class Membership(ComposedContext):
         if not worker.is_draining:
             worker.is_draining, worker.registered_by = True, ()
             if self._index is not None:
-                self._index.forget_expected(worker.url)
+                self._index.unreported.forget(worker.url)
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
             self._drains[worker.url] = task
@@ -222,7 +222,7 @@ class Membership(ComposedContext):
             task.cancel()
         if self._index is not None:
             self._index.follow(worker.url, ())
-            self._index.forget_expected(worker.url)
+            self._index.unreported.forget(worker.url)
         self._load.forget(worker.url)
         self._renderings.forget(worker.url)
         self._fleet.remove(worker.url)
@@ -283,7 +283,7 @@ class Membership(ComposedContext):
                 identity = await probe(self._pool, worker.url, authorization, worker.identity)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # a busy worker keeps its cache
-                self._index.forget_expected(worker.url)
+                self._index.unreported.forget(worker.url)
             self._record_check(worker, str(error))
         except TimeoutError:
             self._record_check(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
@@ -334,12 +334,12 @@ class Membership(ComposedContext):
         else:
             self._follow_announced(worker, identity, self._index)
         if has_restarted:
-            self._index.forget_expected(worker.url)
+            self._index.unreported.forget(worker.url)
         num_tokens = identity.cache_size_tokens
         if num_tokens is None:
             num_tokens = self._config.expected_cache_tokens
         model = next(iter(worker.model_ids or ()), None)
-        self._index.expect(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
+        self._index.unreported.set_room(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
 
     def _follow_announced(self, worker: Worker, identity: Identity, index: FleetIndex) -> None:
         """Follow the announced event streams, or none if an address is not allowed."""

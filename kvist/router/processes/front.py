@@ -47,7 +47,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
 from kvist.router.fleet.worker import Capacity, CircuitBreaker, HealthGauge, Worker
-from kvist.router.index import Overlaps, RankStatus, add_expected
+from kvist.router.index import Overlaps, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
 from kvist.router.processes.keeper import KEEPER_SOCKET, KeeperProcess, families_of
@@ -55,6 +55,7 @@ from kvist.router.processes.messages import Link, Message, ToFront, WorkerNews, 
 from kvist.router.processes.supervisor import KEEPER, Part
 from kvist.router.recording import Beginning
 from kvist.router.regret import Routed
+from kvist.router.unreported import add_expected
 
 if TYPE_CHECKING:
     from kvist.radix import RadixReader
