@@ -46,11 +46,15 @@ class Memory:
         self, cache_tokens: int, block_size: int, longest: int, on_event: EventCallback = lambda *_: None
     ) -> list[Pool]:
         """Return empty pools for so many tokens; raises InvalidValueError where the longest request does not fit."""
-        groups, longest = self.groups(longest), min(longest, cache_tokens // block_size * block_size)
-        if longest < block_size:
+        groups, room = self.groups(longest), cache_tokens // block_size * block_size
+        if room == 0:
             raise InvalidValueError("cache_tokens", cache_tokens, f"room for a block of {block_size} tokens")
         memory_bytes = cache_tokens * sum(group.token_bytes for group in groups)
-        limits = {"max_model_len": longest, "max_num_seqs": MAX_RUNNING, "max_step_tokens": MAX_STEP_TOKENS}
+        limits = {
+            "max_model_len": min(max(longest, block_size), room),
+            "max_num_seqs": MAX_RUNNING,
+            "max_step_tokens": MAX_STEP_TOKENS,
+        }
         on_gpu = split_memory(groups, block_size, memory_bytes, **limits, policy="bounded")
         scale = self.host_tokens / cache_tokens
         return [

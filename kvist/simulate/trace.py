@@ -143,16 +143,27 @@ class Payload(msgspec.Struct, frozen=True):
     """A request's body."""
 
     messages: list[Message] = []
+    input: str | list[Message] = []
     prompt: str = ""
     tools: Any = None
+    instructions: Any = None
+    system: Any = None
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
+    max_output_tokens: NumTokens | None = None
 
     @property
     def text(self) -> str:
         """Return all of the prompt, in the order of chat templates."""
-        messages = (f"{each.role} {each.content}" for each in self.messages)
-        return "\n".join([*([repr(self.tools)] if self.tools else []), *messages, self.prompt])
+        before = (str(each) for each in (self.tools, self.instructions, self.system) if each)
+        said = [Message("user", self.input)] if isinstance(self.input, str) and self.input else self.input
+        messages = (f"{each.role} {each.content}" for each in (*self.messages, *said))
+        return "\n".join([*before, *messages, self.prompt])
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Return how long the answer may be, if that is limited."""
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -161,7 +172,7 @@ class Metadata(msgspec.Struct, frozen=True):
     request_start_ns: int
 
 
-class TraceLine(msgspec.Struct, frozen=True):
+class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a trace. Times are in seconds, but for `timestamp`: milliseconds since the recording started."""
 
     timestamp: float | None = None
@@ -265,7 +276,7 @@ def _parse_requests(place: str, line: TraceLine, default_at_s: float) -> Iterato
     if line.payload is not None:
         text, payload = line.payload.text, line.payload
         at_s = at_s if line.metadata is None else line.metadata.request_start_ns / 1e9
-        turns = [Turn(text, output_length=payload.max_completion_tokens or payload.max_tokens)]
+        turns = [Turn(text, output_length=payload.num_output_tokens)]
     elif text:
         turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
     if not turns:

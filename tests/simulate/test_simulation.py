@@ -495,6 +495,23 @@ def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> N
             ],
             [(0.0, 100, 5), (4.0, 200, 5)],
         ),
+        (  # the same of /v1/responses
+            [
+                {"metadata": {"request_start_ns": at_s * 10**9}, "payload": {"input": told, "max_output_tokens": 5}}
+                for at_s, told in ((1, 395 * "a"), (5, [{"type": "message", "role": "user", "content": 795 * "a"}]))
+            ],
+            [(0.0, 100, 5), (4.0, 200, 5)],
+        ),
+        (  # and of /v1/messages
+            [
+                {
+                    "metadata": {"request_start_ns": at_s * 10**9},
+                    "payload": {"system": 293 * "s", "messages": [{"role": "user", "content": text}], "max_tokens": 5},
+                }
+                for at_s, text in ((1, 100 * "a"), (5, 500 * "a"))
+            ],
+            [(0.0, 100, 5), (4.0, 200, 5)],
+        ),
     ],
 )
 def test_prompts_of_benchmarks_are_read_as_blocks_of_characters(
@@ -509,6 +526,17 @@ def test_prompts_of_benchmarks_are_read_as_blocks_of_characters(
     assert [len(first), len(second)] == [num_tokens // 64 for _, num_tokens, _ in expected]
     assert second[: len(first)] == first
     assert len(set(second)) == len(second)
+
+
+def test_a_line_without_a_prompt_is_shown_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"output_length": 3, "metrics": {}}')
+    with pytest.raises(InvalidValueError, match=r"line 1: got \"\{'output_length': 3\}\", expected timestamp"):
+        read_trace(path)
+
+
+def test_requests_shorter_than_a_block_are_served() -> None:
+    assert [job.num_cached_tokens for job in served([request(0, 0.0, 40), request(1, 0.0, 40)]).jobs] == [0, 0]
 
 
 def test_sessions_that_a_recording_names_are_taken_as_they_are_with_their_pauses(tmp_path: Path) -> None:
