@@ -24,6 +24,7 @@ _WORDS = "the cache holds blocks of tokens that requests share and a router send
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 _FUNCTION = {"name": "f", "description": "does f", "parameters": _SCHEMA}
 _CHAT_TOOL = {"type": "function", "function": _FUNCTION}
+_TWO_TOOLS = [{"type": "function", "function": _FUNCTION | {"name": "g"}}, _CHAT_TOOL]
 _MESSAGES_TOOL = {"name": "f", "description": "does f", "input_schema": _SCHEMA}
 _RESPONSES_TOOL = {"type": "function", **_FUNCTION}
 _ARGUMENTS = {"name": "f", "arguments": '{"x": 1}'}
@@ -126,6 +127,8 @@ REQUESTS = {
             {"type": "function", "function": {"name": "g"}, "defer_loading": True},
         ],
     ),
+    "chat, no tool may be called": _chat(_user(), tools=[_CHAT_TOOL], tool_choice="none"),
+    "chat, one tool": _chat(_user(), tools=_TWO_TOOLS, tool_choice={"type": "function", "function": {"name": "f"}}),
     "chat, tool result": _chat(_user(), _call(None, _ARGUMENTS), _result(), tools=[_CHAT_TOOL]),
     "chat, tool result in parts": _chat(
         _user(), _call(None, _ARGUMENTS), _result([_text(), _text("b")]), tools=[_CHAT_TOOL]
@@ -158,6 +161,10 @@ REQUESTS = {
     "messages, effort": _messages(_user(), output_config={"effort": "xhigh"}),
     "messages, tool": _messages(_user(), tools=[_MESSAGES_TOOL]),
     "messages, tool choice": _messages(_user(), tools=[_MESSAGES_TOOL], tool_choice={"type": "auto"}),
+    "messages, no tool may be called": _messages(_user(), tools=[_MESSAGES_TOOL], tool_choice={"type": "none"}),
+    "messages, one tool": _messages(
+        _user(), tools=[_MESSAGES_TOOL | {"name": "g"}, _MESSAGES_TOOL], tool_choice={"type": "tool", "name": "f"}
+    ),
     "messages, odd tools": _messages(
         _user(),
         tools=[
@@ -215,6 +222,10 @@ REQUESTS = {
     "response, effort": _response(reasoning={"effort": "high"}),
     "response, no effort": _response(reasoning={"effort": "none"}),
     "response, tool": _response(tools=[_RESPONSES_TOOL]),
+    "response, no tool may be called": _response(tools=[_RESPONSES_TOOL], tool_choice="none"),
+    "response, one tool": _response(
+        tools=[_RESPONSES_TOOL | {"name": "g"}, _RESPONSES_TOOL], tool_choice={"type": "function", "name": "f"}
+    ),
     "response, odd tools": _response(
         tools=[
             {"type": "function", "name": "f", "parameters": None, "strict": True},

@@ -106,7 +106,7 @@ def chat_with(
     fields: Fields, messages: list[Message], tools: list[Any] | None, effort: Any, *, is_open: bool = False
 ) -> ChatCompletionRequest:
     """Return a chat of these messages and tools, with the rest of a request of another API."""
-    given = {name: fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs")}
+    given = {name: fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs", "tool_choice")}
     given |= {"messages": messages, "tools": tools, "reasoning_effort": effort}
     given |= {"continue_final_message": is_open, "add_generation_prompt": not is_open}
     return convert(given, ChatCompletionRequest)

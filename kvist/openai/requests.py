@@ -49,6 +49,8 @@ class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    """As the API of the request has it."""
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True

@@ -2,7 +2,7 @@
 
 After `sglang/srt/entrypoints/openai` (`serving_chat.py`, `serving_responses.py`, `protocol.py`),
 `entrypoints/anthropic/serving.py` and `parser/jinja_template_utils.py`. What cannot be converted here raises
-RequestError (400). A request's `tool_choice`, by which SGLang may leave tools out, is not looked at.
+RequestError (400).
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class SglangTemplate(ChatTemplate):
         elif not request.continue_final_message:
             others, content = [*others, {"role": "user", "content": content}], ""
         whole = {"continue_final_message": False, "add_generation_prompt": True}
-        return super()._filled(replace(request, messages=others, **whole), is_marked) + content
+        return (
+            super()._filled(replace(request, messages=others, tools=_shown_tools(request), **whole), is_marked)
+            + content
+        )
 
     def _variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
         thinking = {} if request.reasoning_effort is None else {"thinking": request.reasoning_effort != "none"}
@@ -159,6 +162,17 @@ def _functions(tools: Sequence[Fields]) -> Iterator[Fields]:
                     grammar = f"this {form.get('syntax') or 'lark'} grammar:\n{form.get('definition') or ''}"
                     texts.append(f"The payload must conform to {grammar}")
                 yield _tool(tool, "\n\n".join(filter(None, texts)) or None, FREE_TEXT)
+
+
+def _shown_tools(request: ChatCompletionRequest) -> list[Fields] | None:
+    """Return the tools of a chat that may be called: none, one that `tool_choice` names, or all."""
+    choice = request.tool_choice if isinstance(request.tool_choice, dict) else {"type": request.tool_choice}
+    if choice.get("type") == "none":
+        return None
+    if choice.get("type") not in ("function", "custom", "tool"):
+        return request.tools
+    name = choice.get("name") or (choice.get("function") or {}).get("name")
+    return [tool for tool in request.tools or [] if (tool.get("function") or {}).get("name") == name] or None
 
 
 def _tools(fields: Fields) -> list[Fields]:

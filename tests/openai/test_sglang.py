@@ -102,6 +102,34 @@ def test_chats(body: dict[str, Any], text: str) -> None:
     assert rendered(None, body) == text
 
 
+NAMED = [{"name": name, "description": "", "parameters": {}} for name in "fg"]
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "choices"),
+    [
+        (
+            None,
+            {"messages": said("a"), "tools": [{"type": "function", "function": each} for each in NAMED]},
+            ["none", {"type": "function", "function": {"name": "g"}}, "required"],
+        ),
+        (
+            MESSAGES_PATH,
+            {"messages": said("a"), "tools": [{"name": each["name"], "input_schema": {}} for each in NAMED]},
+            [{"type": "none"}, {"type": "tool", "name": "g"}, {"type": "any"}],
+        ),
+        (
+            RESPONSES_PATH,
+            {"input": "a", "tools": [{"type": "function", **each} for each in NAMED]},
+            ["none", {"type": "function", "name": "g"}, {"type": "mcp", "name": "g"}],
+        ),
+    ],
+)
+def test_tools_that_may_not_be_called_are_not_shown(api: str | None, body: dict[str, Any], choices: list[Any]) -> None:
+    shown = [rendered(api, body | {"tool_choice": choice}) for choice in choices]
+    assert [[name for name in "fg" if f'"name": "{name}"' in text] for text in shown] == [[], ["g"], ["f", "g"]]
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
