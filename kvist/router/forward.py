@@ -674,9 +674,10 @@ def forwarded_headers(request: Request, config: RouterConfig, worker: str, reque
     """
     authorization = config.authorization(worker)
     dropped = {b"x-request-id"}
-    if authorization or config.asks_for_keys or (config.admin_key and request.has_bearer_token(config.admin_key)):
-        dropped.add(b"authorization")
-    if authorization or config.asks_for_keys or config.admin_key:
-        dropped.add(b"x-api-key")
+    if authorization or config.asks_for_keys:
+        dropped |= {b"authorization", b"x-api-key"}
+    elif config.admin_key:
+        given = {b"authorization": request.bearer_token, b"x-api-key": request.header(b"x-api-key")}
+        dropped |= {name for name, key in given.items() if key == config.admin_key.encode()}
     headers = [field for field in request.headers if field[0] not in dropped]
     return [*headers, (b"x-request-id", request_id), *authorization]
