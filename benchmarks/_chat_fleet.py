@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
@@ -291,7 +292,12 @@ class Router:
             command = [sys.executable, "-m", "smg", "launch", "--log-level", "error"]
             arguments += ["--prometheus-port", str(metrics_port)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--worker-urls", *self.fleet.urls]
-        self._process = subprocess.Popen(command + arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command + arguments,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),  # not as a batch job
+        )
         self._await_ready()
 
     def _await_ready(self) -> None:
