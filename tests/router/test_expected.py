@@ -1,4 +1,4 @@
-"""What a worker without events is expected to hold: pure, then behind a router and real HTTP."""
+"""What workers are expected to hold that no event tells: pure, then behind a router and real HTTP."""
 
 from __future__ import annotations
 
