@@ -105,7 +105,7 @@ class RouterConfig:
     expected_cache_tokens: Annotated[int, Meta(ge=0)] = DEFAULT_EXPECTED_CACHE_TOKENS
     """kv: cache size in tokens of workers that do not report it, for what their KV events do not tell; 0: no cache"""
     expected_time_to_live_s: Seconds = DEFAULT_TIME_TO_LIVE_S
-    """kv: seconds for which a worker is assumed to keep a prompt that its KV events do not tell of, after its last use"""
+    """kv: seconds that a worker is assumed to keep a prompt after its last use, if its KV events do not tell"""
     model_path: str | None = None
     """directory of the tokeniser and chat template of every model without --model; by default the path that workers
     report, if it exists on this machine"""
