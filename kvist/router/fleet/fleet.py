@@ -179,7 +179,12 @@ class Fleet:
         return any(worker.serves(model) for worker in self._workers.values())
 
     def label_of(self, model: str | None) -> str:
-        """Return how metrics name the model: itself if some worker says that it has it, else "other"."""
+        """Return how metrics name the model: itself if some worker says that it has it, else "other".
+
+        A request that names none is of the only model, adapters aside, if there is but one.
+        """
+        if model is None and len(only := self._model_ids - self._adapters) == 1:
+            (model,) = only
         return model if model is not None and model in self._model_ids else "other"
 
     def is_adapter(self, model: str | None) -> bool:

@@ -128,6 +128,7 @@ async def test_a_model_and_its_adapters_are_one(worker, router) -> None:
         assert (await ask(front, None)).status_code == 200
         page = (await front.client.get("/readiness")).json()["models"]
         assert (page["base"]["adapter_of"], page["tuned"]["adapter_of"]) == (None, "base")
+        assert (await front.metrics())['kvist_router_request_seconds_count{model="base"}'] == 1
 
 
 async def test_readiness_says_what_is_served_and_workers_why_one_gets_nothing(worker, router, tmp_path: Path) -> None:
