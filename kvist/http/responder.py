@@ -91,6 +91,15 @@ class Responder:
         """Whether the client would mistake the connection's end for the end of the unfinished response."""
         return self._framing == "until_close" and not self.is_finished
 
+    def break_off(self) -> None:
+        """Ends an incomplete response behind what was sent of it, which the client gets before it notices.
+
+        A client of HTTP/1.0 has only what was sent to notice by.
+        """
+        self.keep_alive, self.is_finished = False, True
+        self.flush()
+        self._connection.on_response_end()
+
     def cut(self) -> None:
         """Ends an incomplete response by closing the connection, so that the client notices."""
         self._connection.cut()

@@ -379,14 +379,15 @@ class AnswerAttempt(_Attempt):
     def abort(self, error: RequestError) -> bool:
         """End an answer that has begun, and return whether it had.
 
-        Between two events of a stream the client is sent one that says why; else the answer is cut.
+        Between two events of a stream the client is sent one that says why. Then, as after anything else, the answer is
+        cut: many clients take a stream that ends as it should for a whole one, whatever its events say.
         """
         if not self.has_begun:
             return False
         if self._usage.is_between_events:
             is_named = self.owner.parsed.path in (MESSAGES_PATH, RESPONSES_PATH)
             self.owner.responder.send(error_event(error, is_named=is_named))
-            self.owner.responder.end()
+            self.owner.responder.break_off()
         else:
             self.owner.responder.cut()
         return True

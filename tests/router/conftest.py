@@ -202,6 +202,38 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.005)
 
 
+class _ReadsErrors(httpx.AsyncHTTPTransport):
+    """Reads streams as clients do that know events: up to one that says why the stream is cut behind it."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _UpToError(response)
+        return response
+
+
+class _UpToError(httpx.AsyncByteStream):
+    """Notes in the response's extensions that it was `broken_off`."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._stream, self._extensions = response.stream, response.extensions
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        body = b""
+        try:
+            async for piece in self._stream:
+                body += piece
+                yield piece
+        except httpx.RemoteProtocolError:
+            if not body.endswith(b"\n\n") or b'"error"' not in body.split(b"\n\n")[-2]:
+                raise
+            self._extensions["broken_off"] = True
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 @dataclass
 class RunningRouter:
     service: RouterService
@@ -276,7 +308,7 @@ async def running_router(*urls: str, ready: bool = True, **values: Any) -> Async
     config = RouterConfig(worker_urls=urls, **(fast | values))
     async with (
         RouterService(config) as service,
-        httpx.AsyncClient(base_url=service.url, timeout=60, trust_env=False) as client,
+        httpx.AsyncClient(base_url=service.url, timeout=60, transport=_ReadsErrors()) as client,
     ):
         router = RunningRouter(service, client)
         if ready:

@@ -243,6 +243,12 @@ async def test_a_worker_killed_between_events_ends_the_stream_with_an_error_even
             assert first + b"\n\n" == events("a")[0]
             assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "worker_failed"
             assert end == b""
+            assert [
+                bool(each.extensions.get("broken_off")) for each in (by_worker[dying.url], by_worker[other.url])
+            ] == [
+                True,
+                False,
+            ]
             assert by_worker[other.url].status_code == 200
             assert total_load(front) == 0
 

@@ -146,7 +146,7 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
         ended = [reading for answer, reading in streams if answer.worker == stopped.url]
         assert len(ended) == 4
         for answer in await asyncio.gather(*ended):  # nobody can go on with them
-            assert answer.is_whole
+            assert not answer.is_whole
             assert b"data: [DONE]" not in answer.body
             assert b'"code":"worker_failed"' in answer.body.replace(b": ", b":")
         for worker in fleet[1:]:

@@ -106,7 +106,7 @@ class SplitPart(Responder):
     def end(self) -> None:
         """Do nothing: `on_end` follows, which also says whether the request has failed."""
 
-    cut = end
+    break_off = cut = end
 
     def on_end(self, charged: ReportedUsage | None, error: Exception | None) -> None:
         """Report that the request has ended, once."""
@@ -176,7 +176,7 @@ class SplitAttempt:
         if self._has_begun:
             if not self._has_sent_error:
                 self._owner.responder.send(error_event(error, is_named=False))
-            self._owner.responder.end()
+            self._owner.responder.break_off()
         return self._has_begun
 
     # What the parts are answered.
