@@ -79,6 +79,14 @@ def test_a_recording_tells_the_causes_that_its_router_knew(tmp_path: Path, capsy
     }
 
 
+def test_a_share_of_which_nothing_was_sampled_is_no_further_off_than_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded(tmp_path / "requests.jsonl", [{**line, "hash_ids": [], "input_length": 9} for line in lines_of(1)])
+    assert main(["why", path]) == 0
+    assert "(± 100.0%, from a sample of 0 blocks)" in capsys.readouterr().out
+
+
 def test_a_smaller_cache_would_not_have_held_it_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "requests.jsonl", lines_of(3200))
     assert main(["why", path, "--json", "--cache-tokens", "16000"]) == 0

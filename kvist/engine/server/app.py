@@ -262,6 +262,7 @@ class _Server:
             "id": name,
             "created": self._created,
             "owned_by": "kvist",
+            "root": self._model.path,
             "max_model_len": self._model.max_model_len,
             "object": "model",
         }

@@ -420,7 +420,9 @@ def test_the_server_says_what_it_is(served) -> None:
         "kv_transfer": None,
     }
     assert httpx.get(f"{served.url}/health", timeout=60).json() == {"status": "ok"}
-    assert httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"][0]["max_model_len"] == 8192
+    model = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"][0]
+    assert model["max_model_len"] == 8192
+    assert model["root"] == httpx.get(f"{served.url}/server_info", timeout=60).json()["model_path"]
 
 
 def test_a_chat_and_a_text_are_tokenised_as_they_would_be_computed(post) -> None:
