@@ -3,6 +3,9 @@
 SGLang imports its package of kernels, `sgl_kernel`, whose builds are for GPUs or must be compiled for each CPU. A
 package of that name takes its place, in which each name exists and raises where it is called: with
 `--attention-backend torch_native` SGLang computes with torch alone, and nothing but its imports needs the package.
+
+With `--enable-hierarchical-cache` nothing is copied to the host's memory and back, so that answers to prompts that are
+hit there are arbitrary: but what is kept where, and what is hit, is SGLang's own.
 """
 
 from __future__ import annotations
@@ -39,6 +42,20 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 __getattr__ = named("sgl_kernel").__getattr__
 sys.meta_path.insert(0, Finder())
+
+import builtins, torch
+
+class Done(torch.cpu.Stream):
+    """A stream whose work, or an event whose wait, is over at once."""
+    def __init__(self, *_, **__):
+        pass
+    def __getattr__(self, name):
+        return lambda *_, **__: True
+
+torch.cpu.Stream = torch.cpu.Event = Done
+torch.cpu.current_stream = Done
+for name in ("transfer_kv_all_layer_lf_pf", "transfer_kv_per_layer_pf_lf"):
+    setattr(builtins, name, lambda *_, **__: None)
 '''
 
 if __name__ == "__main__":

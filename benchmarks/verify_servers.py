@@ -61,6 +61,8 @@ class Model:
     num_ranks: int = 1
     has_chats: bool = True
     """Whether conversations are sent, too, or only requests of all kinds."""
+    host_ratio: float | None = None
+    """Of SGLang: how many times as many blocks as on the device a rank keeps in the host's memory."""
 
 
 class Server:
@@ -173,9 +175,10 @@ class SglangWorker(Worker):
         command = [program, "-c", "from importlib.metadata import version; print(version('sglang'))"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    def command(self, program: str, _: Model) -> list[str]:
+    def command(self, program: str, model: Model) -> list[str]:
         reports = ["--enable-cache-report", "--enable-metrics"]
-        return [program, str(SGLANG_ON_CPU), "--disable-overlap-schedule", "--sleep-on-idle", *reports]
+        tiers = [] if model.host_ratio is None else ["--enable-hierarchical-cache"]
+        return [program, str(SGLANG_ON_CPU), "--disable-overlap-schedule", "--sleep-on-idle", *reports, *tiers]
 
     def options(self, model: Model) -> dict[str, object]:
         return {
@@ -187,6 +190,7 @@ class SglangWorker(Worker):
             "mem-fraction-static": 0.05,
             "max-total-tokens": 32 * model.num_blocks,
             "dp-size": model.num_ranks,
+            **({} if model.host_ratio is None else {"hicache-ratio": model.host_ratio}),
         }
 
     def environment(self, model: Model) -> dict[str, str]:
@@ -331,7 +335,7 @@ def judge(start: Start, model: Model, folder: Path) -> Iterator[tuple[str, Tally
             worker.wait()
         if model.has_chats:
             yield from judge_chats(workers, model, folder)
-        if len(workers) > 1:
+        if len(workers) > 1 and model.host_ratio is None:
             with running(Router({worker: [] for worker in workers}, model, folder)) as router:
                 yield "each request twice", send_twice(router)
 
@@ -345,7 +349,7 @@ def judge_chats(workers: list[Worker], model: Model, folder: Path) -> Iterator[t
             yield "from the workers' start", conversations.converse(router)
         with running(Router(announced, model, folder)) as router:
             yield "the router is started again", Conversations(seed=2).converse(router)
-            if len(workers) == 1:
+            if len(workers) == 1 or model.host_ratio is not None:
                 return
             workers[0].kill()
             conversations = Conversations(seed=3)
@@ -448,6 +452,7 @@ def main() -> None:
             Model("full attention", small_model, 160),
             Model("full + sliding", bundled_model_path(), 800),
             Model("full attention, one worker of two ranks", small_model, 160, num_ranks=2),
+            Model("full attention, blocks in host memory, too", small_model, 80, host_ratio=1.2),
             Model(
                 "full attention, template with all fields",
                 make_model(Path(folder, "fields"), FIELDS_TEMPLATE),
@@ -458,6 +463,8 @@ def main() -> None:
         for model in models:
             if kind is SglangWorker and model.path == bundled_model_path():
                 continue  # SGLang keeps all blocks of its sliding layers, as if these had full attention
+            if kind is VllmWorker and model.host_ratio is not None:
+                continue
             for situation, tally in judge(partial(kind, program), model, Path(folder)):
                 print(model.name, situation, *tally.row(), sep=" | ", flush=True)
                 rows.append([model.name, situation, *tally.row()])
