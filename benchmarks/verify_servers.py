@@ -367,7 +367,7 @@ def judge_chats(workers: list[Worker], model: Model, folder: Path) -> Iterator[t
             yield "and later", conversations.converse(router, 2)
         sidecars = {}
         for worker in workers:
-            (port,) = free_ports(1)
+            (port,) = free_ports(1, 2)  # and one for replays
             command = [sys.executable, "-m", "kvist", "publish", "--kv-events-config", worker.kv_events_config]
             command += ["--to", f"tcp://127.0.0.1:{port}", "--groups", "all", "--engine", worker.engine]
             exits.callback(Server(command, "", folder / "publish.log").kill)
