@@ -171,8 +171,13 @@ def _shown_tools(request: ChatCompletionRequest) -> list[Fields] | None:
         return None
     if choice.get("type") not in ("function", "custom", "tool"):
         return request.tools
-    name = choice.get("name") or (choice.get("function") or {}).get("name")
-    return [tool for tool in request.tools or [] if (tool.get("function") or {}).get("name") == name] or None
+    return [tool for tool in request.tools or [] if _name_of(tool) == _name_of(choice)] or None
+
+
+def _name_of(tool: Fields) -> Any:
+    """Return the name of a tool, or of one that is chosen, None if it has none."""
+    function = tool.get("function")
+    return tool.get("name") or (function.get("name") if isinstance(function, dict) else None)
 
 
 def _tools(fields: Fields) -> list[Fields]:

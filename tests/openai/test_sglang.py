@@ -130,6 +130,13 @@ def test_tools_that_may_not_be_called_are_not_shown(api: str | None, body: dict[
     assert [[name for name in "fg" if f'"name": "{name}"' in text] for text in shown] == [[], ["g"], ["f", "g"]]
 
 
+def test_a_choice_of_another_form_names_no_tool() -> None:
+    body = {"messages": said("a"), "tools": [{"type": "function", "function": "f"}]}
+    assert rendered(None, body | {"tool_choice": {"type": "function", "function": ["f"]}})
+    body = {"messages": said("a"), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert rendered(None, body | {"tool_choice": {"type": "function", "function": "f"}}) == "<user>a\n<assistant>"
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
