@@ -46,6 +46,7 @@ class UnreportedPrompts:
         self._states, self._now_s = states, now_s
         self._max_blocks, self._time_to_live_s = max_blocks, time_to_live_s
         self._rooms: dict[str, int] = {}
+        self._reporting_anew: set[str] = set()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         """By the name that holds them in the index."""
         self._clearings: dict[WorkerRank, int | None] = {}
@@ -53,14 +54,16 @@ class UnreportedPrompts:
         self._counted: dict[WorkerRank, tuple[WorkerRank, SourceState | None] | None] = {}
         self._counted_at: tuple[float, int] = (-math.inf, 0)
 
-    def set_room(self, worker: str, num_blocks: int) -> None:
-        """Expect the worker to keep so many blocks of what it is sent.
+    def set_room(self, worker: str, num_blocks: int, *, reports_anew: bool = False) -> None:
+        """Expect the worker to keep so many blocks of what it is sent, and whether it can be asked for what it holds.
 
         Call it again now and then: that also forgets what has expired.
         """
         if num_blocks == 0 or not any(map(self._counts, self._holders(worker))):
             self.forget(worker)
         self._rooms[worker] = num_blocks
+        if reports_anew:
+            self._reporting_anew.add(worker)
         for holder in self._holders(worker):
             self._expected[holder].capacity = self._capacity(worker)
             self._remove(holder, self._expected[holder].forget(self._now_s()))
@@ -89,6 +92,7 @@ class UnreportedPrompts:
     def forget(self, worker: str) -> None:
         """Expect nothing of the worker any more: it has restarted, or is gone."""
         self._rooms.pop(worker, None)
+        self._reporting_anew.discard(worker)
         for holder in self._holders(worker):
             del self._expected[holder], self._clearings[holder]
             assert self.radix is not None
@@ -127,12 +131,14 @@ class UnreportedPrompts:
     def _counts(self, holder: WorkerRank) -> bool:
         """Return whether what a rank is expected to hold still counts, as it was not cleared since.
 
-        Its first report clears it, too, but if that shows that earlier ones were missed, all recorded before it stays.
+        Its first report clears it, too. But if that shows that earlier ones were missed, for which it cannot be asked,
+        all recorded before it stays.
         """
         target, clearing = _target_of(holder), self._clearings[holder]
         assert self.radix is not None
-        is_same = clearing == self.radix.clearing_of(target)
-        return is_same or (clearing is None and self._states(target.worker) == {target.rank: SourceState.PARTIAL})
+        if clearing is not None or target.worker in self._reporting_anew:
+            return clearing == self.radix.clearing_of(target)
+        return self._states(target.worker) in ({}, {target.rank: SourceState.PARTIAL})
 
     def _holders(self, worker: str) -> list[WorkerRank]:
         name = _PREFIX + worker

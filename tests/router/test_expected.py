@@ -426,6 +426,29 @@ async def test_a_partial_rank_is_expected_to_hold_all_that_it_was_sent_until_it_
         check_invariants(index.radix)
 
 
+@pytest.mark.parametrize("reports_anew", [False, True])
+async def test_what_was_sent_before_a_ranks_first_report_stays_if_the_rank_is_partial_and_cannot_be_asked(
+    start_vllm, free_port, until, reports_anew: bool
+) -> None:
+    engine = start_vllm(free_port(), num_kept=None)
+    engine.next_sequence = 7
+    async with FleetIndex(RouterConfig(block_size=16), time.monotonic) as index:
+        index.follow("w", [f"{engine.url}?engine=sglang&replay_port=none"])
+        index.unreported.set_room("w", 100, reports_anew=reports_anew)
+        index.record_computed(WorkerRank("w", 0), hashes(TOKENS))
+        assert overlap(index, "w", TOKENS) == 10
+
+        def has_reported() -> bool:
+            engine.store(2, TOKENS[16:32], parent=1)  # until it is heard
+            return index.has_reported("w")
+
+        await until(has_reported)
+        for _ in range(2):
+            assert overlap(index, "w", TOKENS) == (0 if reports_anew else 10)
+            index.unreported.set_room("w", 100, reports_anew=reports_anew)
+        check_invariants(index.radix)
+
+
 async def are_all(client: httpx.AsyncClient, services: list[RouterService], state: str) -> bool:
     """Return whether each worker has a rank in this state, as all processes of the router know it."""
     pages = [(await client.get(f"{service.url}/workers")).json()["workers"] for service in services]

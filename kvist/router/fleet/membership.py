@@ -339,7 +339,8 @@ class Membership(ComposedContext):
         if num_tokens is None:
             num_tokens = self._config.expected_cache_tokens
         model = next(iter(worker.model_ids or ()), None)
-        self._index.unreported.set_room(worker.url, num_tokens // self._fleet.block_size_of(worker.url, model))
+        num_blocks = num_tokens // self._fleet.block_size_of(worker.url, model)
+        self._index.unreported.set_room(worker.url, num_blocks, reports_anew=identity.engine == "vllm")
 
     def _follow_announced(self, worker: Worker, identity: Identity, index: FleetIndex) -> None:
         """Follow the announced event streams, or none if an address is not allowed."""
