@@ -198,8 +198,7 @@ class PrefillAttempt(_Attempt):
         handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer)) if is_ok else None
         if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
             self.owner.router.routing.record_computed(self.owner.parsed, self.decision)
-            if not self.decision.chosen.is_exact:
-                self.owner.router.routing.record_unreported(self.owner.parsed, self.decision)
+            self.owner.router.routing.record_unreported(self.owner.parsed, self.decision)
         now_s = self.owner.router.now_s()
         if self.handover is None:
             self.owner.on_prefilled(self, handoff, now_s - self.sent_s)
@@ -311,8 +310,7 @@ class AnswerAttempt(_Attempt):
             block_hashes = partial(router.routing.block_hashes, owner.parsed, decision.chosen.target.worker)
             router.healer.on_answer(decision, usage, block_hashes)
         if self.status == OK:
-            if not decision.chosen.is_exact:
-                router.routing.record_unreported(owner.parsed, decision)
+            router.routing.record_unreported(owner.parsed, decision)
             if handover is not None and owner.pull is not None:
                 self._count_pulled(handover.handoff.num_tokens)
             known = usage if handover is None or owner.pull is not None else None  # vLLM's reports the prefill worker's

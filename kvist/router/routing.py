@@ -193,10 +193,11 @@ class Routing:
 
     def record_unreported(self, parsed: ParsedRequest, decision: Decision) -> None:
         """Record at the end what a partial rank has not reported of the prompt; vLLM's are asked to report it anew."""
-        target, has_events = decision.chosen.target, not decision.chosen.is_approximate
-        worker = self._fleet.get(target.worker)
-        if self._index is not None and worker is not None and worker.engine != "vllm" and has_events:
-            self._record(parsed, target, self._index)
+        chosen, worker = decision.chosen, self._fleet.get(decision.chosen.target.worker)
+        if self._index is None or chosen.is_exact or chosen.is_approximate or worker is None:
+            return
+        if worker.engine != "vllm":
+            self._record(parsed, chosen.target, self._index)
 
     def _record(self, parsed: ParsedRequest, target: WorkerRank, index: Caches) -> None:
         worker = self._fleet.get(target.worker)

@@ -46,6 +46,7 @@ class UnreportedPrompts:
         self._states, self._now_s = states, now_s
         self._max_blocks, self._time_to_live_s = max_blocks, time_to_live_s
         self._rooms: dict[str, int] = {}
+        """Blocks that each worker caches."""
         self._reporting_anew: set[str] = set()
         self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         """By the name that holds them in the index."""
@@ -55,7 +56,7 @@ class UnreportedPrompts:
         self._counted_at: tuple[float, int] = (-math.inf, 0)
 
     def set_room(self, worker: str, num_blocks: int, *, reports_anew: bool = False) -> None:
-        """Expect the worker to keep so many blocks of what it is sent, and whether it can be asked for what it holds.
+        """Expect the worker to keep so many blocks of what it is sent; `reports_anew`: it can be asked what it holds.
 
         Call it again now and then: that also forgets what has expired.
         """

@@ -97,8 +97,7 @@ class RoutedRequest:
             self._worker.breaker.fail(time.monotonic())
         elif self._was_answered:
             self._worker.breaker.succeed()
-            if not self.decision.chosen.is_exact:
-                self._on_unreported()
+            self._on_unreported()
             self._on_ended()
         elif self._is_trial:
             self._worker.breaker.abandon()
