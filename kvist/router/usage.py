@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from kvist.openai.responses import last_event_data
 
 MAX_JSON_BYTES = 256 * 1024
 TAIL_BYTES = 4096
+_USAGE = re.compile(rb'("usage" *: *\{(?:[^{}]|\{[^{}]*\})*\})')
+"""In JSON, where quotes within a text are escaped: a usage, whose own values nest once."""
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
@@ -57,16 +61,15 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 class UsageReader:
-    """Keeps at most the end of a stream, or a whole answer that is short enough, until it is asked for the usage."""
+    """Keeps the end of a stream, or an answer, of a long one both ends, until it is asked for the usage."""
 
-    __slots__ = ("_is_event_stream", "_is_overlong", "_num_kept", "_tail")
+    __slots__ = ("_head", "_is_event_stream", "_num_kept", "_tail")
 
     def __init__(self, *, is_event_stream: bool, is_last_event_long: bool = False) -> None:
         """`is_last_event_long` says that a stream's last event repeats the whole answer."""
         self._is_event_stream = is_event_stream
         self._num_kept = MAX_JSON_BYTES if is_last_event_long else TAIL_BYTES
-        self._is_overlong = False
-        self._tail = b""
+        self._head = self._tail = b""
 
     def feed(self, piece: bytes) -> int:
         """Add the next piece of the answer's body; return how many events of a stream end in it."""
@@ -75,10 +78,9 @@ class UsageReader:
             seen = last + piece
             self._tail = (self._tail + piece)[-self._num_kept :]
             return seen.count(b"\n\n") + seen.count(b"\r\n\r\n") - last.count(b"\n\n")
-        if not self._is_overlong:
-            self._tail += piece
-            if len(self._tail) > MAX_JSON_BYTES:
-                self._is_overlong, self._tail = True, b""
+        self._tail += piece
+        if self._head or len(self._tail) > MAX_JSON_BYTES:
+            self._head, self._tail = self._head or self._tail[:TAIL_BYTES], self._tail[-TAIL_BYTES:]
         return 0
 
     @property
@@ -88,11 +90,13 @@ class UsageReader:
 
     def answer(self) -> bytes | None:
         """Return the JSON of the answer, or of the last event of a stream; None where that was too long."""
-        return last_event_data(self._tail) if self._is_event_stream else self._tail
+        return last_event_data(self._tail) if self._is_event_stream else None if self._head else self._tail
 
     def usage(self) -> ReportedUsage | None:
         """Return the usage that the answer, or the last event of a stream, carried."""
         data = self.answer()
+        if self._head and (found := _USAGE.findall(self._tail) or _USAGE.findall(self._head)):
+            data = b"{%b}" % found[-1]
         if not data:
             return None
         try:

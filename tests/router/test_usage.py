@@ -57,8 +57,26 @@ def test_a_whole_answer_is_read_in_pieces() -> None:
     assert read(body[:5000], body[5000:], is_event_stream=False) == ReportedUsage(100, 64, 3)
 
 
-def test_an_overlong_answer_is_let_pass_unread() -> None:
-    assert read(b"x" * MAX_JSON_BYTES, b"y", json.dumps({"usage": USAGE}).encode(), is_event_stream=False) is None
+@pytest.mark.parametrize("piece_bytes", [1000, 2 * MAX_JSON_BYTES])
+@pytest.mark.parametrize("spaces", [None, (", ", ":   ")])
+def test_of_an_overlong_answer_both_ends_are_read(piece_bytes: int, spaces: tuple[str, str] | None) -> None:
+    texts = ["x" * MAX_JSON_BYTES, 'a text that reads {"usage": {"prompt_tokens": 1}}']
+    for answer in (
+        {"id": "embd-1", "data": texts, "usage": USAGE},  # embeddings, scores, classes and chats
+        {"id": "score-1", "usage": USAGE, "results": texts},  # documents in a new order
+    ):
+        body = json.dumps(answer, separators=spaces).encode()
+        reader = UsageReader(is_event_stream=False)
+        for start in range(0, len(body), piece_bytes):
+            reader.feed(body[start : start + piece_bytes])
+        assert reader.usage() == ReportedUsage(100, 64, 3)
+        assert reader.answer() is None
+        assert len(reader._head) + len(reader._tail) <= 2 * TAIL_BYTES
+
+
+@pytest.mark.parametrize("end", [b"", b'"usage": {"prompt_tokens": ', b'"usage": {"prompt_tokens": "many"}', b"\xff"])
+def test_an_overlong_answer_without_a_usage_is_no_error(end: bytes) -> None:
+    assert read(b"x" * MAX_JSON_BYTES, b"y", end, is_event_stream=False) is None
 
 
 @pytest.mark.parametrize(
