@@ -118,5 +118,6 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
         reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
         value = "***" if value and _is_secret(annotation) else value
         if choices and reason.startswith("Invalid enum value"):
-            reason = f"one of {', '.join(choices if get_origin(annotation) is Literal else [*choices, 'a number'])}"
+            has_number = any(get_origin(part) is Annotated for part in get_args(annotation))
+            reason = f"one of {', '.join([*choices, 'a number'] if has_number else choices)}"
         raise InvalidValueError(name, value, reason) from None

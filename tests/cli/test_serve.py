@@ -115,6 +115,7 @@ async def test_requests_in_progress_do_not_hold_up_the_end_and_are_told() -> Non
     ("flags", "message"),
     [
         (["--model", "/nowhere"], "model path: got '/nowhere', expected a directory with config.json"),
+        (["--model", MODEL, "--dtype", "fp16"], "dtype: got 'fp16', expected one of bfloat16, float16, float32\n"),
         (["--model", MODEL, "--block-size", "10"], "block_size: got 10"),
         (["--model", MODEL, "--num-blocks", "3"], "at least 512: one sequence of max_model_len=8192"),
     ],

@@ -56,7 +56,9 @@ class ZmqPublication:
         self._is_stopping = False
         try:
             address = bind(self._stream, endpoint.address)
-            replay_address = None if endpoint.replay_address is None else bind(self._router, endpoint.replay_address)
+            replay_address = endpoint.replay_address
+            if replay_address is not None:
+                replay_address = bind(self._router, replay_address, "replay endpoint")
         except InvalidValueError:
             self._context.destroy(linger=0)
             raise
@@ -117,8 +119,8 @@ class ZmqPublication:
         self._router.send_multipart((client, b"", *((b"",) if has_topic else ()), END, b""))
 
 
-def bind(zmq_socket: zmq.Socket[bytes], address: str) -> str:
-    """Bind the socket and return its address with a real port; raises InvalidValueError when it cannot be."""
+def bind(zmq_socket: zmq.Socket[bytes], address: str, name: str = "endpoint") -> str:
+    """Bind the socket and return its address with a real port; raises InvalidValueError of that name if it cannot."""
     refuse_to_steal(address)
     if address.startswith("tcp://["):  # a name stays IPv4, for engines listen on that by default
         zmq_socket.setsockopt(zmq.IPV6, 1)
@@ -126,7 +128,8 @@ def bind(zmq_socket: zmq.Socket[bytes], address: str) -> str:
     try:
         zmq_socket.bind(bindable)
     except zmq.ZMQError as error:
-        raise InvalidValueError("endpoint", address, f"an address that can be bound ({error.strerror})") from error
+        reason = error.strerror.partition(" (addr=")[0]  # which pyzmq adds
+        raise InvalidValueError(name, address, f"an address that can be bound ({reason})") from error
     return zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

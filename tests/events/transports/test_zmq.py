@@ -308,6 +308,13 @@ def test_an_interface_this_machine_does_not_have_is_an_error_that_names_it():
         open_publication("tcp://no-such-interface:5557")
 
 
+def test_a_replay_port_that_is_taken_is_named_as_that(free_port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(InvalidValueError, match=f"^replay endpoint: got 'tcp://127.0.0.1:{port}', .*use\\)$"):
+            open_publication(f"tcp://127.0.0.1:{free_port()}?replay_port={port}")
+
+
 async def test_a_replay_that_nobody_serves_is_given_up_without_waiting(free_port):
     async with open_subscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
         async with asyncio.timeout(60):
