@@ -15,6 +15,8 @@ from kvist.settings import option_help, parse_values, read_toml, secret_names
 T = TypeVar("T")
 
 SECRET_PLACES = "; env:NAME or file:PATH to read it from there"
+SEVERAL = {"nargs": "+", "action": "extend"}
+"""Options of a flag that takes several values, and may be repeated with more."""
 
 
 def add_settings(
@@ -51,7 +53,7 @@ def add_settings(
         elif "action" not in special.get(name, {}):
             options["metavar"] = "VALUE"
         if get_origin(hints[name]) is tuple and name not in special:
-            options["nargs"] = "+"
+            options |= SEVERAL
         options |= special.get(name, {})
         group.add_argument(options.pop("flag", "--" + name.replace("_", "-")), dest=name, **options)
 

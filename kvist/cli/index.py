@@ -19,7 +19,7 @@ _SEPARATORS = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, IndexConfig, {name: {"nargs": None} for name in _SEPARATORS})
+    add_settings(parser, IndexConfig, {name: {"action": "append", "metavar": "VALUE"} for name in _SEPARATORS})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,5 +37,5 @@ def make_config(args: argparse.Namespace) -> IndexConfig:
     return read_config(args, IndexConfig, {name: partial(_split, pattern) for name, pattern in _SEPARATORS.items()})
 
 
-def _split(pattern: str, text: str) -> list[str]:
-    return [part.strip() for part in re.split(pattern, text) if part.strip()]
+def _split(pattern: str, texts: list[str]) -> list[str]:
+    return [part.strip() for text in texts for part in re.split(pattern, text) if part.strip()]

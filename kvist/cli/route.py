@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvist.cli._settings import add_settings, read_config
+from kvist.cli._settings import SEVERAL, add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
@@ -49,9 +49,9 @@ _GROUPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
-    sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
-    model = {"flag": "--model", "action": "append", "metavar": "NAME=DIRECTORY"}
-    alias = {"flag": "--alias", "action": "append", "metavar": "NAME=MODEL[@SHARE]"}
+    sources = {"flag": "--kv-event-source", "metavar": "URL=ENDPOINT", **SEVERAL}
+    model = {"flag": "--model", "metavar": "NAME=DIRECTORY", **SEVERAL}
+    alias = {"flag": "--alias", "metavar": "NAME=MODEL[@SHARE]", **SEVERAL}
     add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources, "models": model, "aliases": alias}, _GROUPS)
     parser.add_argument("--part", help=argparse.SUPPRESS)  # from a supervisor to the processes it starts
 

@@ -89,7 +89,7 @@ class RouterConfig:
     discover: tuple[str, ...] = field(default=(), repr=False)
     """URLs of files, DNS names, Kubernetes or NATS where more workers are found (docs/fleet.md)"""
     kv_event_sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """endpoint of a worker's KV events, instead of what it announces; repeat it for each stream"""
+    """endpoint of a worker's KV events, instead of what it announces; one for each stream"""
     allowed_event_networks: tuple[str, ...] = ()
     """networks (CIDR) that announced event endpoints may be in, besides the worker's own host"""
     full_reports: bool = False
@@ -112,7 +112,7 @@ class RouterConfig:
     models: dict[str, ModelSettings] = field(default_factory=dict)
     """directory of one model's tokeniser and chat template; [models.NAME] of a file also sets its policy and others"""
     aliases: dict[str, dict[str, Annotated[float, Meta(gt=0)]]] = field(default_factory=dict)
-    """another name for a model; repeat it with shares to split the conversations over several models"""
+    """another name for a model; several with shares split its conversations over models"""
     state_dir: Text | None = None
     """kv: folder that keeps the index for the next start; only one process may use it"""
     state_interval_s: Seconds = 60.0

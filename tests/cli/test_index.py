@@ -60,6 +60,11 @@ def test_a_comma_between_a_brokers_hosts_parts_no_workers() -> None:
     assert [worker.endpoint for worker in read.parsed_workers()] == [nats, "tcp://h:1", "mqtt://h/m/w"]
 
 
+def test_a_flag_of_several_values_may_also_be_repeated() -> None:
+    read = config("--workers", "1=tcp://a:1,2=tcp://b:1", "--workers", "3=tcp://c:1", "--block-size", "16")
+    assert [worker.endpoint for worker in read.parsed_workers()] == ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "index.toml"
     path.write_text('port = 1\nblock_size = 8\nworkers = ["3=tcp://h:1"]\nreplay = false\n')

@@ -56,6 +56,12 @@ def test_flags_are_read_in_their_keys_types() -> None:
     assert read.kv_event_sources == {WORKER: ("tcp://h:1", "tcp://h:3?replay_port=9")}
 
 
+def test_a_flag_of_several_values_may_also_be_repeated() -> None:
+    read = config("--worker-urls", WORKER, "http://b:2", "--worker-urls", "http://c:3", "--alias", "x=a", "y=b")
+    assert read.worker_urls == (WORKER, "http://b:2", "http://c:3")
+    assert read.aliases == {"x": {"a": 1.0}, "y": {"b": 1.0}}
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
     path.write_text(f'port = 1\npolicy = "random"\nworker_urls = ["{WORKER}"]\n')
