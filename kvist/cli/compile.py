@@ -14,9 +14,9 @@ HELP = "compile the index and the engine's loops ahead of time, as when an image
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Machine code goes to kvist/ in NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache; what is there is kept. A "
-        "service with the same environment variables, version, Python and CPU model then compiles nothing, and needs "
-        "only read access. NUMBA_CPU_NAME=generic makes code for every CPU of the architecture."
+        "The index's machine code goes to kvist/ in NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache; what is there "
+        "is kept. A service with the same environment variables, version, Python and CPU model then compiles nothing, "
+        "and needs only read access. NUMBA_CPU_NAME=generic makes code for every CPU of the architecture."
     )
 
 

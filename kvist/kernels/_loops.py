@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, call-overload"
 """The ops of decode steps on a CPU, as loops that Numba compiles: one call where torch needs dozens.
 
-Numba keeps the machine code in `NUMBA_CACHE_DIR`, beside this file or in the user's cache. KV caches are float32, or
-bfloat16 as its bits. Shapes are not checked: that takes as long as a small product.
+Numba keeps the machine code in `NUMBA_CACHE_DIR` or the user's cache. KV caches are float32, or bfloat16 as its bits.
+Shapes are not checked: that takes as long as a small product.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numba
 import numpy as np
 import torch
 from numba import extending, njit, types
@@ -21,15 +22,21 @@ if TYPE_CHECKING:
 
 _MIN_WORK = 2**20  # multiplications for each thread, some 100 us; starting its part takes 20
 _BITS = (types.float32, types.uint16)
+_config: Any = numba.config
+# Not beside this file: pip would leave that folder behind, as a package `kvist` that hides a later editable one.
+_LOCATORS = "UserProvidedCacheLocator,UserWideCacheLocator"
 
 
 def _compiled(*signatures: Any) -> Any:
     def decorate(function: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+        before, _config.CACHE_LOCATOR_CLASSES = _config.CACHE_LOCATOR_CLASSES, _LOCATORS
         try:
             return njit(list(signatures), cache=True, **options)(function)
         except RuntimeError:  # there is no writable cache directory
             return njit(list(signatures), **options)(function)
+        finally:
+            _config.CACHE_LOCATOR_CLASSES = before
 
     return decorate
 

@@ -20,8 +20,10 @@ def test_it_says_where_the_machine_code_lies_and_how_much_it_is(
     monkeypatch.delitem(sys.modules, "kvist.kernels._loops", raising=False)
     assert main(["compile"]) == 0
     if find_spec("torch") is not None:
-        cached = Path(sys.modules["kvist.kernels._loops"]._attend.stats.cache_path).glob("_loops._attend-*.nbc")
-        assert len(list(cached)) >= 2, "of each type of numbers"
+        loops = sys.modules["kvist.kernels._loops"]
+        cache_path = Path(loops._attend.stats.cache_path)
+        assert len(list(cache_path.glob("_loops._attend-*.nbc"))) >= 2, "of each type of numbers"
+        assert not cache_path.is_relative_to(Path(loops.__file__).parent), "pip could not remove the package"
     line = r"kvist compile: [1-9]\d* files, \d+\.\d MB in /.*/kvist after \d+\.\d s\n"
     assert re.fullmatch(line, capsys.readouterr().out)
 
