@@ -156,7 +156,7 @@ def _anthropic_turn(role: Any, content: Any) -> Iterator[Message]:
             case "text":
                 parts += [{"type": "text", "text": block["text"]}] if block.get("text") else []
             case "image":
-                parts += [{"type": "image_url"}] if block.get("source") else []
+                parts += [image_part(block)] if block.get("source") else []
             case "thinking":
                 message["reasoning"] = message.get("reasoning", "") + (block.get("thinking") or "")
             case "tool_use":
@@ -182,10 +182,15 @@ def _tool_result(call_id: str, content: Any) -> Iterator[Message]:
     blocks = blocks_of(content)
     texts = [block.get("text", "") for block in blocks if block.get("type") == "text"]
     yield {"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)}
-    if images := [{"type": "image_url"} for block in blocks if block.get("type") == "image"]:
+    if images := [image_part(block) for block in blocks if block.get("type") == "image"]:
         yield {"role": "user", "content": images}
     if references := [part for part in map(tool_reference, blocks) if part is not None]:
         yield {"role": "tool", "tool_call_id": call_id, "content": references}
+
+
+def image_part(block: Fields) -> Fields:
+    """Return the part of a chat's message for an image, which differs from those for other images."""
+    return {"type": "image_url", "image_url": block.get("source")}
 
 
 def tool_reference(block: Fields) -> Fields | None:

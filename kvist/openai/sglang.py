@@ -18,7 +18,16 @@ import jinja2.nodes
 from msgspec.structs import replace
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments
-from kvist.openai.chats import FREE_TEXT, MESSAGES_PATH, blocks_of, chat_with, objects_in, tool_reference, unknown_kind
+from kvist.openai.chats import (
+    FREE_TEXT,
+    MESSAGES_PATH,
+    blocks_of,
+    chat_with,
+    image_part,
+    objects_in,
+    tool_reference,
+    unknown_kind,
+)
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Fields, Message
 
@@ -215,7 +224,7 @@ def _turn(role: Any, content: Any, template: SglangTemplate) -> Iterator[Message
             case "text" if block.get("text") is not None:
                 parts.append(_text_part(block["text"]))
             case "image" if block.get("source"):
-                parts.append({"type": "image_url"})
+                parts.append(image_part(block))
             case "tool_use":
                 function = {"name": block.get("name") or "", "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -243,7 +252,7 @@ def _result_parts(content: Any) -> Iterator[Fields]:
             case "text" if block.get("text"):
                 yield _text_part(block["text"])
             case "image":
-                yield {"type": "image_url"}
+                yield image_part(block)
             case "tool_reference":
                 yield from filter(None, [tool_reference(block)])
             case kind if kind != "text":

@@ -241,6 +241,24 @@ def image_of(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("is_result", [False, True])
+async def test_images_of_messages_are_told_apart(reader: PromptReader, engine: str, is_result: bool) -> None:
+    reader = PromptReader(OneModel(reader._models.tokenizer("m"), engine))
+
+    async def tokens_of(data: str, **fields: Any) -> list[int]:
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        block: dict[str, Any] = {"type": "image", "source": source, **fields}
+        if is_result:
+            block = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
+        asked = await reader.read(MESSAGES_PATH, body(messages=[{"role": "user", "content": [block]}]))
+        assert (asked.outcome, asked.num_tokens > ITEM_TOKENS) == ("partly", True)
+        return asked.token_ids.tolist()
+
+    assert await tokens_of("YQ==", cache_control={"type": "ephemeral"}) == await tokens_of("YQ==")
+    assert await tokens_of("YQ==") != await tokens_of("Yg==")
+
+
 PARTS = "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }} {% endfor %}"
 
 
