@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from threading import Lock
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -22,6 +23,9 @@ Prompt: TypeAlias = str | list[int]
 Request = TypeVar("Request", bound=msgspec.Struct)
 Part = TypeVar("Part")
 
+_described: set[type] = set()
+"""The types of which msgspec knows the fields."""
+_describing = Lock()
 
 _TEXT_FIELDS = {"refusal": "refusal", "thinking": "thinking", "tool_reference": "name"}
 
@@ -326,6 +330,10 @@ def decode_handoff(fields: Fields) -> Handoff | None:
 
 def convert(fields: Fields, kind: type[Request]) -> Request:
     """Return a request's fields as a value of type `kind`; raises RequestError (400) that names the field."""
+    if kind not in _described:
+        with _describing:  # msgspec 0.22 crashes where two threads are the first to use a type
+            msgspec.json.Decoder(kind)
+        _described.add(kind)
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:

@@ -344,10 +344,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def _read_tokens(fields: Fields) -> ParsedRequest:
-    try:
-        prompt = msgspec.convert(fields, _Tokens)
-    except msgspec.ValidationError as error:
-        raise RequestError(400, f"body: {error}") from None
+    prompt = convert(fields, _Tokens)
     token_ids = np.array(prompt.token_ids, np.uint32)
     return ParsedRequest(prompt.model, len(token_ids), token_ids, prompt.cache_salt, fields=fields)
 

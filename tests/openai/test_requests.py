@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +24,39 @@ from kvist.openai.requests import (
     read_fields,
 )
 from kvist.openai.responses import DONE, encode_event, last_event_data
+
+FIRST_USES = """
+import sys
+from threading import Barrier, Thread
+import msgspec
+from kvist.openai.requests import convert
+
+sys.setswitchinterval(1e-6)
+for _ in range(300):
+    class Inner(msgspec.Struct):
+        number: "int | None" = None
+
+    class Kind(msgspec.Struct):
+        model: "str | None" = None
+        numbers: "list[int] | None" = None
+        inner: Inner | None = None
+
+    all_are_there = Barrier(3)
+
+    def use():
+        all_are_there.wait()
+        convert({"model": "m", "inner": {"number": 1}}, Kind)
+
+    threads = [Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_two_threads_may_be_the_first_to_read_a_kind_of_request() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_USES], check=True)
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,12 @@ class _StructuralTag(msgspec.Struct):
     triggers: list[str] = []
 
 
+_decode = msgspec.json.Decoder(_StructuralTag).decode
+
+
 def structural_tag_grammar(text: str, special_tokens: Mapping[str, int]) -> str:
     """Return llguidance's Lark grammar of a structural tag in JSON; raises ValueError for what Lark cannot express."""
-    root = msgspec.json.decode(text, type=_StructuralTag)
+    root = _decode(text)
     tags = [_Tag(each.begin, _JsonSchema(each.schema), each.end) for each in root.structures]
     writer = _Writer(special_tokens)
     start = writer.write(root.format or _TriggeredTags(root.triggers, tags), is_last=True)

@@ -21,7 +21,7 @@ from kvist.contexts import BackgroundTasks
 from kvist.errors import MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest, TokenId, text_of_part
+from kvist.openai.requests import ChatCompletionRequest, TokenId, convert, text_of_part
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.identity import fetch
@@ -307,7 +307,7 @@ def _own_tokens(tokenizer: ChatTokenizer, engine: str | None, probe: dict[str, A
             tokens = tokenizer.tokenize_text(probe["prompt"])
         else:
             template = tokenizer.template_of(engine)
-            tokens, _ = tokenizer.tokenize_with_items(msgspec.convert(probe, ChatCompletionRequest), template)
+            tokens, _ = tokenizer.tokenize_with_items(convert(probe, ChatCompletionRequest), template)
     except RequestError:
         return None
     token_ids: list[int] = tokens.tolist()
