@@ -23,7 +23,7 @@ from kvist.openai.requests import Fields
 from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
 from kvist.router.config import PolicyName, RouterConfig
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.identity import Identity, ServedModel
+from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.policy.attention import costs_of
 from kvist.router.policy.settings import DEFAULT_ALPHA, PriceSettings
@@ -124,9 +124,9 @@ class Models(ComposedContext):
         self._bases.clear()
         for worker in self._fleet.workers:
             for model in worker.identity.models or ():
-                self._bases[model.id] = model.parent or model.id
+                base = self._bases[model.id] = model.parent or model.id
                 if paths.get(model.id) is None:
-                    paths[model.id] = self._path_of(self._bases[model.id], model, worker.identity)
+                    paths[model.id] = self._path_of(base, worker.identity)
         for path in {*self._configured_paths(), *filter(None, paths.values())}:
             self._load(path)
         self._files_of = {model: self._files_in(path) for model, path in paths.items()}
@@ -186,13 +186,13 @@ class Models(ComposedContext):
         named = [self._config.model_path, *(model.path for model in self._config.models.values())]
         return [path for path in named if path is not None]
 
-    def _path_of(self, base: str, model: ServedModel, identity: Identity) -> str | None:
+    def _path_of(self, base: str, identity: Identity) -> str | None:
         if (path := self._config.of(base).model_path) is not None:
             return path
         if self._config.policy != "kv":
             return None
-        root = model.entry.get("root") if model.parent is None else None
-        claims = [*identity.model_paths, *([root] if isinstance(root, str) else []), base]
+        roots = [model.entry.get("root") for model in identity.models or () if model.id == base]
+        claims = [*identity.model_paths, *(root for root in roots if isinstance(root, str)), base]
         for claim in claims:
             if claim not in self._located:
                 self._located[claim] = locate(claim)

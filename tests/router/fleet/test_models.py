@@ -122,10 +122,12 @@ async def test_a_request_names_a_model_that_is_served_where_there_are_several(wo
         assert [(await ask(front, name)).headers["x-kvist-worker"] for name in "ab"] == [one.url, other.url]
 
 
-async def test_a_model_and_its_adapters_are_one(worker, router) -> None:
-    served = [*named("base"), *named("tuned", parent="base")]
+async def test_a_model_and_its_adapters_are_one(worker, router, tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "base", 0)
+    served = [*named("tuned", parent="base", root="/adapters/tuned"), *named("base", root=path)]
     async with worker(models=served) as one, router(one.url) as front:
         assert (await ask(front, None)).status_code == 200
+        await until_read(front, "base", "tuned")
         page = (await front.client.get("/readiness")).json()["models"]
         assert (page["base"]["adapter_of"], page["tuned"]["adapter_of"]) == (None, "base")
         assert (await front.metrics())['kvist_router_request_seconds_count{model="base"}'] == 1
