@@ -46,6 +46,8 @@ CLIENT_LEFT_STATUS = 499  # nginx's number; also for a worker that was stopped a
 
 _NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
 """In the 404 of engines for a path that they do not have; for a model or a response they say more."""
+_NO_MODEL = re.compile(rb'"message" ?: ?"The model `')
+"""In vLLM's 404 for an adapter that was unloaded since it was last asked for its models."""
 
 _ROUTER_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 """Prefixes of headers that clients get from the router alone."""
@@ -268,6 +270,11 @@ class AnswerAttempt(_Attempt):
                 self.exchange.close()
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
+                return
+            if self.status == _NOT_FOUND and _NO_MODEL.search(piece, 0, 512) and self.owner.may_retry():
+                self.exchange.close()
+                self._end(self.status)
+                self.owner.on_answer_failed(self.decision, "has no such model")
                 return
             if self._buffer is not None and self.status == OK:
                 self._buffer += piece

@@ -508,6 +508,22 @@ async def test_an_endpoint_is_asked_of_a_worker_that_has_it(worker, router, http
         assert total_load(front) == 0
 
 
+async def test_an_adapter_is_asked_of_a_worker_that_still_has_it(worker, router, http_bytes) -> None:
+    said = b'{"error":{"message":"The model `m` does not exist.","type":"NotFoundError","param":"model","code":404}}'
+
+    async def unloaded(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.response(said, status=404))
+
+    async with worker(answer=unloaded) as a, worker() as b, router(a.url, b.url) as front:
+        for _ in range(4):
+            answer = await front.complete()
+            assert (answer.status_code, answer.headers["x-kvist-worker"]) == (200, b.url)
+        assert len(a.completions) > 0
+        b.answer = unloaded
+        answer = await front.complete()
+        assert (answer.status_code, answer.content, total_load(front)) == (404, said, 0)
+
+
 async def test_a_worker_that_knows_no_such_thing_is_believed(worker, router, http_bytes) -> None:
     said = b'{"error": {"message": "Response with id r_1 not found", "type": "invalid_request_error"}}'
 
