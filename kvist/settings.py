@@ -116,6 +116,7 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
         return msgspec.convert(value, annotation, strict=strict)
     except msgspec.ValidationError as error:
         reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
+        reason = reason.replace("Object contains unknown field", "known keys alone, not")
         value = "***" if value and _is_secret(annotation) else value
         if choices and reason.startswith("Invalid enum value"):
             has_number = any(get_origin(part) is Annotated for part in get_args(annotation))

@@ -427,8 +427,7 @@ def timeout_of(request: Request, longest_s: float) -> float:
     except ValueError:
         timeout_s = math.nan
     if not 0 <= timeout_s < math.inf:
-        name = TIMEOUT_HEADER.decode()
-        raise RequestError(
-            HTTPStatus.BAD_REQUEST, f"{name}: got {text!r:.100}, expected seconds, 0 or more", param=name
-        )
+        name, given = TIMEOUT_HEADER.decode(), text.decode("latin-1")
+        message = f"{name}: got {given!r:.100}, expected seconds, 0 or more"
+        raise RequestError(HTTPStatus.BAD_REQUEST, message, param=name)
     return min(timeout_s, longest_s)

@@ -29,6 +29,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"polciy": 1}, "polciy", "such as policy"),
         ({"zzz": 1}, "zzz", "a known key"),
         ({"policy": "prefix"}, "policy", "one of kv, least-loaded, power-of-two, round-robin, random"),
+        ({"models": {"m": {"pth": "/m"}}}, "models", "expected known keys alone, not pth"),
         ({"processes": "all"}, "processes", "one of auto, a number"),
         ({"block_size": 0}, "block_size", "int >= 1"),
         ({"cors_origins": ["https://a.example/"]}, "cors_origins", "scheme://host[:port]"),
