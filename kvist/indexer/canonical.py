@@ -271,6 +271,7 @@ class CanonicalFollower:
             held = published
         rank.is_incomplete = not heartbeat.is_complete
         self._counters.has_upper_bounds = heartbeat.is_upper_bound
+        self._counters.count_lag(batch.timestamp_s, time.time())  # the last batch may have come in an answer, late
         if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
             rank.rules = heartbeat.rules
             if not rank.rules:

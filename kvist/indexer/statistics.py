@@ -21,8 +21,8 @@ SESSION_COUNTERS = ("num_gaps", "num_replays", "num_snapshots", "num_recovered",
 class SourceStatistics:
     """One source at one moment; counters since it was added.
 
-    `last_event_age_s` and `lag_s` are None before the first batch. `lag_s` is the age of the newest batch when it was
-    applied, by the two machines' clocks.
+    `last_event_age_s` is None before the first batch. `lag_s` is the age of the newest batch or heartbeat when it was
+    applied, by the two machines' clocks, and None before the first.
     """
 
     worker: str
@@ -100,7 +100,11 @@ class SourceCounters:
         self.num_events += num_events
         self.last_event_at_s = now_s
         if timestamp_s is not None:
-            self.lag_s = max(0.0, wall_s - timestamp_s)
+            self.count_lag(timestamp_s, wall_s)
+
+    def count_lag(self, timestamp_s: float, wall_s: float) -> None:
+        """Record how old a message was when it was applied; both are Unix times."""
+        self.lag_s = max(0.0, wall_s - timestamp_s)
 
     def count_refused(self, worker: str, block_size: int, expected: int) -> None:
         """Count a batch or event with another block size; log it, but no further one until one fits."""

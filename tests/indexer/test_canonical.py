@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +53,16 @@ def test_an_answer_with_blocks_of_another_size_drops_the_rank_and_no_more() -> N
     assert index.statistics().num_held == 0
     _feed(follower, wanted, 101.0)
     assert index.statistics().num_held == 6
+
+
+def test_a_heartbeat_says_how_late_a_stream_is_where_the_last_batch_was_replayed() -> None:
+    counters, now_s = SourceCounters(), time.time()
+    follower = CanonicalFollower("worker", _BLOCK_SIZE, RadixIndex(), set(), counters)
+    for sequence, event, at_s in ((0, Stored(struct.pack("<Q", 7)), now_s - 3600), (1, Heartbeat(1, 0), now_s)):
+        batch = Batch("w", 0, 1, sequence, _BLOCK_SIZE, at_s, (event,))
+        _feed(follower, [Message(b"kv", sequence, encode_batch(batch))], 1.0)
+    assert counters.lag_s is not None
+    assert counters.lag_s < 3000
 
 
 def test_an_epoch_may_be_any_number_of_64_bits() -> None:

@@ -93,7 +93,7 @@ def _stream_metrics(registry: Registry) -> Iterator[Metric | None]:
     sources = ((member, source) for member in [*registry] for source in member.indexer.each_statistics())
     states = GaugeMetricFamily("kvist_index_stream_ranks", "Ranks of a stream by state", labels=[*labels, "state"])
     ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Time since a stream's last event", labels=labels)
-    lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
+    lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last message when applied", labels=labels)
     counters = {
         name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
         for name, text in SOURCE_COUNTERS.items()
