@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
+from kvist.events.transports.broker import is_broker_url
 from kvist.events.types import MAX_RANKS
 from kvist.http import Headers, UpstreamLimits
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
@@ -261,6 +262,9 @@ class RouterConfig:
         if self.auth_url is not None:
             check_worker_url("auth_url", self.auth_url)
         if self.replicas is not None:
+            if not is_broker_url(self.replicas):
+                form = "nats://host:port/FLEET/routers or mqtt://host:port/FLEET/routers"
+                raise InvalidValueError("replicas", self.replicas, form)
             check_event_source(self.replicas, "replicas")
         if self.isolation == "tenant" and self.isolation_secret is None:
             raise InvalidValueError("isolation_secret", None, "a secret, as isolation is by tenant")

@@ -74,7 +74,10 @@ class SourceUrl:
     def parse(cls, url: str) -> SourceUrl:
         """Parse a URL; raises InvalidValueError, which shows no secret, for one of none of these forms."""
         if url.startswith("nats") and is_broker_url(url):
-            broker = BrokerUrl.parse(url)
+            try:
+                broker = BrokerUrl.parse(url, "SUBJECT")
+            except InvalidValueError as error:
+                raise InvalidValueError("discover", error.value, error.expected) from None
             return cls("nats", "", None, broker.model, {}, broker.public, broker=broker)
         scheme, shown = url.partition("://")[0], redacted(url.partition("?")[0])
         if scheme not in _FORMS:
@@ -101,9 +104,14 @@ class SourceUrl:
             raise InvalidValueError("discover", shown, form)
         for name, value in options.items():
             if name not in names or not value:
-                raise InvalidValueError("discover", shown, f"no options but {', '.join(names) or 'none'}")
-        if options.get("scheme", "http") not in ("http", "https") or options.get("role", "both") not in ROLES:
-            raise InvalidValueError("discover", shown, f"scheme http or https, role one of {sorted(ROLES)}")
+                given = f"{name}={value}" if name in names else name
+                allowed = f"only the options {', '.join(names)}" if names else "no options"
+                raise InvalidValueError("discover", shown, f"{allowed}, not {given}")
+        for name, choices in (("scheme", ("http", "https")), ("role", sorted(ROLES))):
+            if options.get(name, choices[0]) not in choices:
+                raise InvalidValueError("discover", shown, f"{name} to be {' or '.join(choices)}, not {options[name]}")
+        if "kv_event_source" in options:
+            check_event_source(options["kv_event_source"].replace("{host}", "host"), "discover, kv_event_source")
         if "selector" in options and "port" not in options:
             raise InvalidValueError("discover", shown, "port=NAME_OR_NUMBER beside selector")
         if "pool" in options and "port" in options:

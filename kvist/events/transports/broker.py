@@ -80,8 +80,8 @@ class BrokerUrl:
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def parse(cls, url: str) -> BrokerUrl:
-        """Parse and check a URL; raises InvalidValueError, which shows no secret."""
+    def parse(cls, url: str, form: str = "MODEL[/WORKER]") -> BrokerUrl:
+        """Parse and check a URL with a path of this form; raises InvalidValueError, which shows no secret."""
         scheme, _, rest = url.partition("://")
         if scheme not in _DEFAULT_PORTS:
             raise _invalid(url, f"one of the schemes {', '.join(_DEFAULT_PORTS)}")
@@ -90,8 +90,8 @@ class BrokerUrl:
         userinfo, _, hosts = authority.rpartition("@")
         user, has_password, password = userinfo.partition(":")
         segments = path.split("/")
-        if len(segments) > 2 or not all(segments):
-            raise _invalid(url, f"{scheme}://host:port/MODEL[/WORKER], a slash within a name written as %2F")
+        if len(segments) > 1 + form.count("/") or not all(segments):
+            raise _invalid(url, f"{scheme}://host:port/{form}, a slash within a name written as %2F")
         return cls(
             scheme,
             tuple(_hosts(url, hosts, _DEFAULT_PORTS[scheme])),

@@ -247,7 +247,7 @@ async def test_routers_beside_each_other_count_what_the_others_have_in_flight(
             await until_running(front, 0)
 
 
-@pytest.mark.parametrize("url", ["http://host/a/b", "nats://host", "nats://host:4222/fleet"])
+@pytest.mark.parametrize("url", ["http://host/a/b", "tcp://host:5557", "nats://host", "nats://host:4222/fleet"])
 def test_where_they_meet_must_be_a_place_on_a_broker(url: str) -> None:
     with pytest.raises(InvalidValueError, match="replicas"):
         RouterConfig(replicas=url)
