@@ -268,6 +268,8 @@ class RouterConfig:
             check_event_source(self.replicas, "replicas")
         if self.isolation == "tenant" and self.isolation_secret is None:
             raise InvalidValueError("isolation_secret", None, "a secret, as isolation is by tenant")
+        if self.isolation == "tenant" and not self.has_tenants:
+            raise InvalidValueError("isolation", "tenant", "none without tenants or auth_url, which tell clients apart")
         if self.client_ca is not None and self.tls_certificate is None:
             raise InvalidValueError("client_ca", self.client_ca, "none without tls_certificate")
         if self.otlp_traces_endpoint is not None:

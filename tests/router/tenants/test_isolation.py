@@ -31,6 +31,8 @@ def test_salts_differ_by_secret_tenant_group_and_what_the_client_gives() -> None
 def test_isolation_needs_a_secret() -> None:
     with pytest.raises(InvalidValueError, match="isolation_secret"):
         RouterConfig(isolation="tenant")
+    with pytest.raises(InvalidValueError, match="^isolation: got 'tenant', expected none without tenants or auth_url"):
+        RouterConfig(isolation="tenant", isolation_secret=SECRET)
 
 
 async def test_the_engine_gets_the_salt_and_blocks_are_called_by_it(worker, router, tenants, bearing) -> None:
