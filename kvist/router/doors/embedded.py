@@ -126,11 +126,12 @@ class Router(ComposedContext):
         """Use the same configuration as `kvist route`, except for the settings about listening.
 
         If another system finds and checks the workers, `view` is what it knows of them; it is opened with this context.
-        Raises InvalidValueError for a configuration with tenants or isolation, as only the gateway knows who asks.
+        Raises InvalidValueError for a configuration with tenants, as only the gateway knows who asks, or processes.
         """
-        if config.has_tenants or config.isolation != "none":
-            expected = "none, and no isolation, as the gateway knows who asks"
-            raise InvalidValueError("tenants", config.tenants or config.auth_url or config.isolation, expected)
+        if config.processes != 1:
+            raise InvalidValueError("processes", config.processes, "1: only kvist route has more")
+        if config.has_tenants:
+            raise InvalidValueError("tenants", config.tenants or config.auth_url, "none, as the gateway knows who asks")
         self._config, self._view = config, view
 
     async def _open(self, exits: AsyncExitStack) -> None:

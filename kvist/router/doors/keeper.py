@@ -174,8 +174,10 @@ class Keeper(ComposedContext):
                 return Answer(HTTPStatus.OK, await self._page.text(), CONTENT_TYPE_LATEST)
             endpoint = self._endpoints.get((method, question.path))
             if endpoint is None:
-                message = f"{question.method} {question.path}: expected another method"
-                raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
+                is_known = question.path == "/metrics" or any(question.path == path for _, path in self._endpoints)
+                status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
+                expected = "expected another method" if is_known else "no endpoint for operators"
+                raise RequestError(status, f"{question.method} {question.path}: {expected}")
             return endpoint(question)
         except RequestError as error:
             return error_answer(error)

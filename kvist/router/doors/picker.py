@@ -32,6 +32,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvist.contexts import ComposedContext
+from kvist.errors import InvalidValueError
 from kvist.http import HttpServer, Request, Responder
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
@@ -76,8 +77,9 @@ class Picker(ComposedContext):
 
     async def _open(self, exits: AsyncExitStack) -> None:
         await exits.enter_async_context(self._router)
-        limits = [("grpc.max_receive_message_length", self._config.max_body_bytes + _MORE_BYTES)]
-        server = grpc.aio.server(options=limits)
+        max_bytes = self._config.max_body_bytes + _MORE_BYTES
+        # Otherwise a second picker at the port would start, and get half of the connections.
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", max_bytes), ("grpc.so_reuseport", 0)])
         objectives = list(_objectives(self._config))
         processor = _Processor(self._router, self._config, objectives)
         services.add_ExternalProcessorServicer_to_server(processor, server)
@@ -130,14 +132,18 @@ def _objectives(config: RouterConfig) -> Iterator[Objectives]:
 
 def _listen(server: Any, config: RouterConfig) -> int:
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
-    if config.tls_certificate is None or config.tls_key is None:
-        port: int = server.add_insecure_port(address)
+    port: int
+    try:
+        if config.tls_certificate is None or config.tls_key is None:
+            port = server.add_insecure_port(address)
+            return port
+        pair = Path(config.tls_key).read_bytes(), Path(config.tls_certificate).read_bytes()
+        authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
+        credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+        port = server.add_secure_port(address, credentials)
         return port
-    pair = Path(config.tls_key).read_bytes(), Path(config.tls_certificate).read_bytes()
-    authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
-    credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
-    secure_port: int = server.add_secure_port(address, credentials)
-    return secure_port
+    except RuntimeError:
+        raise InvalidValueError("host and port", address, "a free address of this machine") from None
 
 
 class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvist.cli.up import envoy_config, find_envoy
+from kvist.errors import InvalidValueError
 from kvist.router import RouterConfig
 from kvist.router.doors.picker import DESTINATION, Picker, endpoint_of
 
@@ -89,7 +90,18 @@ async def test_operators_find_the_fleet_at_a_port_of_their_own(worker, until) ->
             assert (await client.get(f"{at}/readiness")).status_code == 200
             assert (await client.get(f"{at}/workers")).status_code == 401
             assert one.url in (await client.get(f"{at}/workers", headers=key)).text
-            assert (await client.get(f"{at}/nothing", headers=key)).status_code == 405
+            assert (await client.get(f"{at}/nothing", headers=key)).status_code == 404
+            assert (await client.post(f"{at}/metrics", headers=key)).status_code == 405
+
+
+async def test_a_port_that_another_picker_has_is_refused_and_not_shared() -> None:
+    async with picking() as (picker, _):
+        config = RouterConfig(port=picker.port)
+        with pytest.raises(InvalidValueError, match=f"^host and port: got '127.0.0.1:{picker.port}'"):
+            async with Picker(config):
+                pass
+    with pytest.raises(InvalidValueError, match="processes: got 2, expected 1"):
+        Picker(RouterConfig(processes=2))
 
 
 async def ask(channel: grpc.aio.Channel, *requests: Any) -> list[Any]:
