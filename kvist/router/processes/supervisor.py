@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _LIVED_LONG_S = 5.0
-"""A process that dies sooner than this is restarted after a pause, which doubles each time up to the next."""
-_MAX_PAUSE_S = 5.0
+"""A process that dies sooner than this is restarted after a pause, which doubles each time."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _KILL_AFTER_S = 3.0
 """A process that still runs so long after the second signal is killed."""
 _STRONGLY_ORDERED = frozenset({"x86_64", "AMD64"})
@@ -176,7 +176,7 @@ class Supervisor:
                 return code if code > 0 else 1
             pause_s = 0.0
             if lived_s < _LIVED_LONG_S:
-                pause_s = min(_MAX_PAUSE_S, 2 * self._pauses_s.get(child.front, 0.05))
+                pause_s = min(_MAX_PAUSE_S, 2 * self._pauses_s.get(child.front, 0.0) or _FIRST_PAUSE_S)
             self._pauses_s[child.front] = pause_s
             self._due_s[child.front] = time.monotonic() + pause_s
             logger.error("process ended, restarting process=%s code=%d pause_s=%g", name, code, pause_s)
