@@ -105,11 +105,15 @@ def only_one_compiles() -> Iterator[None]:
         yield
 
 
+def digest_of(*sources: Path) -> str:
+    """Return a hash of source files, and of all modules below folders."""
+    files = [file for source in sources for file in (sorted(source.rglob("*.py")) if source.is_dir() else [source])]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def _directory(*sources: Path) -> Path:
-    files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvist" / f"{sources[0].parent.name}-{sources[0].stem}-{digest}"
+    return Path(base) / "kvist" / f"{sources[0].parent.name}-{sources[0].stem}-{digest_of(*sources)}"
 
 
 def _stamp() -> Path:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvist.cli._settings import SEVERAL, add_settings, read_config
 from kvist.cli._terminal import serve
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, KvistError
 from kvist.events.transports import redacted
 from kvist.files import Stamp, file_stamp
 from kvist.router.config import RouterConfig
@@ -83,10 +83,12 @@ def _ready_line(config: RouterConfig, url: str) -> str:
 
 def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, started_s: float) -> int:
     from kvist.router.processes.front import end_with_supervisor, make_part
-    from kvist.router.processes.supervisor import Part
+    from kvist.router.processes.supervisor import Part, installed_code
     from kvist.router.recording import Beginning
 
     part = msgspec.json.decode(args.part, type=Part)
+    if part.code != (code := installed_code()):  # neither memory nor messages are shared with other code
+        raise KvistError(f"kvist {code} is installed, but the router was started by {part.code}: restart the router")
     recording = msgspec.json.decode(sys.stdin.buffer.readline(), type=Beginning)  # not of argv, which others see
 
     async def run() -> int:

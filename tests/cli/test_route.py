@@ -187,6 +187,13 @@ def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: i
     assert process.wait(timeout=180) == 0
 
 
+@pytest.mark.parametrize(("code", "earlier"), [({"code": "0.0.9 (1f)"}, "0.0.9 (1f)"), ({}, "an earlier version")])
+def test_a_process_of_a_router_that_other_code_started_refuses_to_be_one(capsys, code: dict[str, str], earlier) -> None:
+    part = {"front": 0, "directory": "/nowhere", "board": 0, "bells": [], "port": 0} | code
+    assert main(["route", "--part", json.dumps(part)]) == 1
+    assert f"is installed, but the router was started by {earlier}: restart the router" in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_a_clear_error(capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -30,10 +30,7 @@ Families: TypeAlias = list[tuple[str, str, str, list[tuple[str, dict[str, str], 
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """One frame.
-
-    A process that was started before an upgrade may talk to one started after it, so tags stay as they once were.
-    """
+    """One frame."""
 
 
 # --- From the keeper --------------------------------------------------------------------------------------------------
@@ -76,7 +73,7 @@ class IndexJoined(Message, frozen=True):
     path: str
 
 
-class Synced(Message, frozen=True, tag="AllTold"):
+class Synced(Message, frozen=True):
     """The front has now received the whole state of the keeper with this process id."""
 
     pid: int
@@ -90,11 +87,11 @@ class Hello(Message, frozen=True):
 
     front: int
     pid: int
-    keeper_pid: int | None = msgspec.field(name="told_by")
+    keeper_pid: int | None
     workers: list[WorkerNews]
 
 
-class CircuitChanged(Message, frozen=True, tag="Happened"):
+class CircuitChanged(Message, frozen=True):
     """A request changed the state of a worker's circuit."""
 
     url: str
@@ -120,10 +117,10 @@ class Computed(Message, frozen=True):
 
     url: str
     hashes: bytes
-    rank: int = 0
+    rank: int
 
 
-class ResponseStored(Message, frozen=True, tag="Said"):
+class ResponseStored(Message, frozen=True):
     """A response that a later request may continue (`kvist.router.conversations`); the keeper forwards it to others."""
 
     response_id: str

@@ -25,7 +25,9 @@ from pathlib import Path
 
 import msgspec
 
+from kvist import __version__
 from kvist.errors import InvalidValueError
+from kvist.machine_code import digest_of
 from kvist.router.fleet.board import MAX_FRONTS, FrontField, LoadBoard, board_bytes, clear_row
 from kvist.router.recording import Beginning
 
@@ -53,6 +55,13 @@ class Part(msgspec.Struct, frozen=True):
     bells: tuple[int, ...]
     port: int
     num_replicas: int = 0
+    code: str = "an earlier version"
+    """What started it, as `installed_code` said then."""
+
+
+def installed_code() -> str:
+    """Return the version of the package as it is on disk now, and a hash of its sources."""
+    return f"{__version__} ({digest_of(Path(__file__).parents[2])})"
 
 
 def num_fronts(processes: int | str) -> int:
@@ -98,6 +107,7 @@ class Supervisor:
         self._board = LoadBoard(self._memory, num_fronts=number, num_replicas=num_replicas)
         self._bells = tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(number))
         self._recording = Beginning()
+        self._code = installed_code()
         self._children: dict[int, _Child] = {}
         self._due_s: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
@@ -152,7 +162,9 @@ class Supervisor:
         now_s = time.monotonic()
         for front in [front for front, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[front]
-            part = Part(front, self._directory, self._descriptor, self._bells, self.port, self._num_replicas)
+            part = Part(
+                front, self._directory, self._descriptor, self._bells, self.port, self._num_replicas, self._code
+            )
             process = subprocess.Popen(
                 [*self._command, "--part", msgspec.json.encode(part).decode()],
                 stdin=subprocess.PIPE,  # gets one line; its end tells a child that this process is gone
