@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -28,6 +29,16 @@ def ask_router(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT
     key = os.environ.get("KVIST_ADMIN_KEY") if key is None else resolve_secret("admin_key", key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return fetch(url.rstrip("/"), path, headers, timeout_s)
+
+
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Raise KvistError where what the router answered lacks a field, as an answer of another version may."""
+    try:
+        yield
+    except KeyError as error:
+        reason = f"its answers have no {error}, so its version is another one than this command's"
+        raise KvistError(f"{url} cannot be read: {reason}") from error
 
 
 def fetch(

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvist.cli._client import add_admin_key, ask_router
+from kvist.cli._client import add_admin_key, ask_router, reading
 from kvist.cli._terminal import display, make_table, printable
 from kvist.cli.why import LOSSES, loss_row, percent
 from kvist.errors import InvalidValueError, KvistError
@@ -52,31 +52,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the fleet until q, Ctrl-C or SIGTERM; where there is no terminal once. Return 0."""
+    if not 0.1 <= args.interval <= 60:
+        raise InvalidValueError("--interval", args.interval, "seconds from 0.1 to 60")
+    with reading(args.source):
+        _show(_Fleet(args.source, args.admin_key), args.interval)
+    return 0
+
+
+def _show(fleet: _Fleet, interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    if not 0.1 <= args.interval <= 60:
-        raise InvalidValueError("--interval", args.interval, "seconds from 0.1 to 60")
-    console, fleet = Console(), _Fleet(args.source, args.admin_key)
+    console = Console()
     fleet.update()
     if not (console.is_terminal and sys.stdin.isatty()):
-        time.sleep(args.interval)
+        time.sleep(interval_s)
         fleet.update()
         display(fleet.render(sys.maxsize, sys.maxsize))
-        return 0
+        return
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(fleet.render(console.width, console.height), refresh=True)
-            is_pressed = bool(select.select([sys.stdin], [], [], args.interval)[0])
+            is_pressed = bool(select.select([sys.stdin], [], [], interval_s)[0])
             if is_pressed and b"q" in (os.read(sys.stdin.fileno(), 64) or b"q"):
                 break
             try:
                 fleet.update()
             except (KvistError, OSError) as error:
                 fleet.problem = f"out of date: {error}"
-    return 0
 
 
 @contextmanager

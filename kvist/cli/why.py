@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvist.cli._client import add_admin_key, ask_router
+from kvist.cli._client import add_admin_key, ask_router, reading
 from kvist.cli._terminal import display, make_table
 from kvist.errors import InvalidValueError
 
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        _print_report(report)
+        with reading(args.source):
+            _print_report(report)
     return 0
 
 

@@ -205,6 +205,12 @@ def test_mistakes_are_named(arguments: list[str], code: int, said: str, capsys) 
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "field"), [("top", "is_whole"), ("why", "total")])
+def test_a_router_of_another_version_is_named_with_what_its_answers_lack(worker_url, command, field, capsys) -> None:
+    assert main([command, worker_url]) == 1
+    assert f"{worker_url} cannot be read: its answers have no '{field}', so its version" in capsys.readouterr().err
+
+
 def test_times_are_read_from_a_histogram_as_prometheus_does() -> None:
     grown = Counter({"0.1": 10, "0.5": 90, "+Inf": 100, "requests": 100})
     assert [_quantile(grown, part) for part in (0.05, 0.5, 0.99)] == ["0.05 s", "0.30 s", "0.50 s"]
