@@ -182,6 +182,8 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     # Fields that `kvist route --record-requests` adds.
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
     recording_started_at: float = 0.0
+    began: float | None = None
+    """What earlier versions called it; other fields of theirs have other names, too."""
     status: int = 200
     model: str | None = None
     worker: str | None = None
@@ -217,9 +219,13 @@ def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
             if line.strip():
                 place = f"{part}, line {number}"
                 try:
-                    yield place, decode(line)
+                    decoded = decode(line)
                 except (msgspec.DecodeError, UnicodeEncodeError) as error:
                     raise InvalidValueError(place, line.strip()[:80], f"a request ({error})") from None
+                if decoded.began is not None:
+                    expected = "recording_started_at: an earlier version recorded it, with other names of fields"
+                    raise InvalidValueError(f"{place}: began", decoded.began, expected)
+                yield place, decoded
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
