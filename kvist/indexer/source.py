@@ -337,11 +337,14 @@ class Source:
 
     def _count_malformed(self, messages: Sequence[Message]) -> None:
         """Count the messages that are no batch of either form; the others came before the first with blocks."""
-        num_messages = sum(not self._is_batch(message) for message in messages)
-        if num_messages and self._counters.num_malformed == 0:
-            text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
+        malformed = [message.payload for message in messages if not self._is_batch(message)]
+        if malformed and self._counters.num_malformed == 0:
+            text = "no batch of an engine's nor a canonical one"
+            if is_canonical(malformed[0]):
+                text += f" that this version reads, but {malformed[0][2:8].decode(errors='replace')}"
+            text += ": it is skipped, and further ones are only counted"
             _logger.warning("%s worker=%s url=%s", text, self.worker, self.public_url)
-        self._counters.num_malformed += num_messages
+        self._counters.num_malformed += len(malformed)
 
     def _start_follower(self, message: Message, now_s: float) -> None:
         """Follow the stream anew in the form of this message, which is its first."""

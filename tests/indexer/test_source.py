@@ -127,6 +127,12 @@ def test_garbage_before_the_first_batch_decides_nothing(world, caplog):
     assert caplog.text.count("no batch of an engine's nor a canonical one") == 1
 
 
+def test_the_version_of_a_batch_that_this_one_cannot_read_is_named(world, caplog):
+    later = publishers(0, 1)
+    world.take(Message(later.topic, later.sequence, later.payload.replace(b"kvist1", b"kvist2")), publishers(1, 2))
+    assert "that this version reads, but kvist2: it is skipped" in caplog.text
+
+
 def test_a_canonical_batch_takes_over_from_the_engine_in_the_middle_of_a_receive(world):
     world.take(engines(0, 1))
     world.take(engines(1, 2), garbage(2), publishers(0, 7), publishers(1, 8), garbage(3), publishers(2, 9))

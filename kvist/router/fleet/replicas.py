@@ -148,7 +148,7 @@ class ReplicaRows:
         """
         board = self._board
         if len(summary.numbers) != _NUM_NUMBERS * len(summary.ranks) * 8:
-            raise ValueError(f"{len(summary.numbers)} bytes of numbers for {len(summary.ranks)} ranks")
+            raise ValueError(f"{len(summary.numbers)} bytes of numbers for {len(summary.ranks)} ranks (other version?)")
         taken = {row for row, _ in self._rows.values()}
         free = (row for row in range(board.num_fronts, board.num_rows) if row not in taken)
         row = self._rows[replica][0] if replica in self._rows else next(free, None)
