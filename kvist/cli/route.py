@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (number := num_fronts(config.processes)) > 1:
         supervisor = Supervisor(
-            [sys.executable, "-m", "kvist", *sys.argv[1:]], config.host, config.port, number, num_replicas(config)
+            [sys.executable, "-P", "-m", "kvist", *sys.argv[1:]], config.host, config.port, number, num_replicas(config)
         )
         url = config.url_at(supervisor.port)
         return supervisor.run(lambda: print(f"{_ready_line(config, url)} processes={number}", flush=True))

@@ -216,7 +216,8 @@ class ProcessGroup:
 
     async def start(self, name: str, *arguments: str) -> Child:
         """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises KvistError."""
-        return await self._start(name, _read_url, sys.executable, "-m", "kvist", "--log-level", "warning", *arguments)
+        command = sys.executable, "-P", "-m", "kvist", "--log-level", "warning"
+        return await self._start(name, _read_url, *command, *arguments)
 
     async def start_envoy(self, host: str, port: int, picker_url: str, workers: list[str]) -> Child:
         """Start Envoy and wait until it forwards requests; raises KvistError."""

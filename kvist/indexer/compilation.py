@@ -29,7 +29,7 @@ from kvist.machine_code import (
 
 _logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", __name__)
+COMMAND = (sys.executable, "-P", "-m", __name__)
 """The process that fills the cache."""
 CHILD_NICENESS = 5
 _MAX_LOGGED_BYTES = 2000

@@ -194,6 +194,18 @@ def test_a_process_of_a_router_that_other_code_started_refuses_to_be_one(capsys,
     assert f"is installed, but the router was started by {earlier}: restart the router" in capsys.readouterr().err
 
 
+def test_processes_start_where_a_folder_is_named_like_the_package(tmp_path: Path) -> None:
+    (tmp_path / "kvist").mkdir()
+    (tmp_path / "kvist" / "__init__.py").touch()
+    command = [sys.executable, "-P", "-m", "kvist", "route", "--port", "0", "--policy", "random", "--processes", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    options = {"stdout": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": environment}
+    with subprocess.Popen(command, **options) as running:
+        assert running.stdout.readline().endswith(" policy=random workers=0 processes=2\n")
+        running.terminate()
+        assert running.wait(timeout=180) == 0
+
+
 def test_a_port_in_use_is_a_clear_error(capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
