@@ -46,7 +46,8 @@ def _problem(what: str, why: str | None, page: str, *, is_bad: bool = True) -> d
 def _of_worker(worker: dict[str, Any]) -> Iterator[dict[str, Any]]:
     events, hits = worker["kv_events"], worker["hits"]
     if worker["state"] != "healthy":
-        yield _problem(f"is {worker['state']}", worker["last_failure"], "fleet", is_bad=worker["state"] == "unhealthy")
+        is_bad = worker["state"] == "unhealthy"
+        yield _problem(f"is {worker['state']}", worker["last_failure"], "operating", is_bad=is_bad)
     elif worker["unavailable_reason"] is not None:
         yield _problem("gets no requests", worker["unavailable_reason"], "operating")
     if events["error"] is not None:
@@ -74,7 +75,7 @@ def _of_router(readiness: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not readiness["ready"]:
         yield _problem("cannot take requests", readiness["reason"], "operating")
     if readiness.get("index") == "compiling":
-        yield _problem("routes by load", "the index is being compiled", "operating", is_bad=False)
+        yield _problem("routes by load", "the index is being compiled", "index-service", is_bad=False)
     for name, model in readiness["models"].items():
         if "index" in readiness and model.get("problem"):
             yield _problem(f"cannot read prompts of {name}", model["problem"], "engines")
@@ -82,6 +83,6 @@ def _of_router(readiness: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if source["reason"] is not None:
             yield _problem(f"cannot query the worker source {source['source']}", source["reason"], "fleet")
     if (problem := readiness.get("replicas", {}).get("problem")) is not None:
-        yield _problem("is not connected to other routers", problem, "operating")
+        yield _problem("is not connected to other routers", problem, "fleet")
     if (failure := readiness.get("state", {}).get("last_save_failure")) is not None:
-        yield _problem("cannot save its state", failure, "operating")
+        yield _problem("cannot save its state", failure, "recovery")

@@ -144,7 +144,7 @@ async def test_each_view_shows_what_the_router_knows_and_all_can_read_it(worker,
         assert await barriers(page) == []
         await page.get_by_role("link", name="Health").click()
         await expect(page.locator(".problems")).to_contain_text(f"{two.url.removeprefix('http://')} is unhealthy")
-        await expect(page.locator(".problems")).to_contain_text("docs/fleet.md")
+        await expect(page.locator(".problems")).to_contain_text("docs/operating.md")
         assert await barriers(page) == []
 
 
