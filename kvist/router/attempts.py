@@ -55,9 +55,6 @@ _ROUTER_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 PULL_TIMEOUT_S = 1.0
 """How long a worker that holds a prefix may take to say how it is fetched: a step of its batch."""
 
-RANK_HEADER = b"x-data-parallel-rank"
-"""In which vLLM's front end takes the data-parallel rank to use."""
-
 
 class _Attempt(ResponseReceiver):
     """However it ends, its load is given back, the worker's circuit updated, and the request counted."""
@@ -85,9 +82,7 @@ class _Attempt(ResponseReceiver):
         worker.on_silence.add(self.on_silence)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
-        headers = self._call.headers(owner.headers_for(target.worker))
-        if router.routing.is_one_of_several_ranks(target):
-            headers.append((RANK_HEADER, b"%d" % target.rank))
+        headers = self._call.headers(owner.headers_for(target.worker)) + router.routing.rank_headers(target)
         client = request.client[0] if request.client else None
         self.exchange = router.pool.send(
             self, target.worker, request.method, request.target, headers, body, forwarded_for=client

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
+from kvist.http import Headers
 from kvist.openai.errors import RequestError
 from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
@@ -203,7 +204,7 @@ class Routing:
         worker = self._fleet.get(target.worker)
         if parsed.token_ids is None or worker is None:
             return
-        if len(self._fleet.ranks(worker)) > 1 and not self.is_one_of_several_ranks(target):
+        if len(self._fleet.ranks(worker)) > 1 and not self._is_one_of_several_ranks(target):
             return  # the worker itself has chosen the rank
         hashes = self._hashes_of(parsed, self._fleet.block_size_of(target.worker, parsed.model))(parsed.token_ids)
         if len(hashes):
@@ -465,7 +466,17 @@ class Routing:
             self._prefill_workers(parsed, workers)[0]
         )
 
-    def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
+    def rank_headers(self, target: WorkerRank) -> Headers:
+        """Return the header in which vLLM's front end takes the rank to use, if the worker has several.
+
+        Other than in events, the first rank of a node is 0 there.
+        """
+        worker = self._fleet.get(target.worker)
+        if worker is None or not self._is_one_of_several_ranks(target):
+            return []
+        return [(b"x-data-parallel-rank", b"%d" % (target.rank - worker.identity.first_rank))]
+
+    def _is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker has several ranks, so that it must be sent which one was chosen.
 
         While some of its streams have no events yet, the worker itself chooses: else their ranks would never get any.

@@ -119,6 +119,21 @@ async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, rou
                 assert one.completions[0].headers["x-data-parallel-rank"] == "2"
 
 
+async def test_a_node_of_several_takes_its_ranks_from_0_on(worker, router, engine) -> None:
+    """As vLLM does with `--data-parallel-hybrid-lb`: its events number the ranks of all nodes."""
+    async with worker(models=[{"id": "m", "owned_by": "vllm"}]) as one:
+        with engine("one", num_ranks=4) as cache:
+            endpoint = Endpoint.parse(cache.publisher.endpoint)
+            addresses = {"endpoint": endpoint.address, "replay_endpoint": endpoint.replay_address, "publisher": "zmq"}
+            one.event_sources = {"2": addresses}
+            async with router(one.url) as front:
+                cache.store(TOKENS, rank=3)
+                await front.until_overlap(one.url, TOKENS, 9)
+                assert (await front.explain(TOKENS))["rank"] == 3
+                await front.complete(TOKENS)
+                assert one.completions[0].headers["x-data-parallel-rank"] == "1"
+
+
 async def test_a_worker_chooses_the_rank_while_some_of_its_streams_are_without_events(worker, router, engine) -> None:
     async with worker(models=[{"id": "m", "owned_by": "vllm"}]) as one, router(one.url) as front:
         with engine("one", num_ranks=2) as cache:

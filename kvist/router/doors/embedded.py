@@ -26,7 +26,6 @@ from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
 from kvist.router.admission import Admission
-from kvist.router.attempts import RANK_HEADER
 from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
@@ -50,9 +49,7 @@ class RoutedRequest:
         target = self.decision.chosen.target
         self.worker = target.worker
         """Its URL; `decision` says from what it was chosen."""
-        headers = router._config.authorization(target.worker)
-        if router._routing.is_one_of_several_ranks(target):
-            headers.append((RANK_HEADER, b"%d" % target.rank))
+        headers = router._config.authorization(target.worker) + router._routing.rank_headers(target)
         self.headers = {name.decode(): value.decode() for name, value in headers}
         """Headers to add to the client's own. `body` is the client's without fields that only a router may set."""
         worker = router.view.fleet.get(target.worker)

@@ -46,7 +46,8 @@ class Identity(msgspec.Struct, frozen=True):
 
     `cache_size_tokens` is the size of its prefix cache, 0 if it has none; `started_s` the Unix time of its start.
     `cache_block` is the number of tokens in a block of its cache, and their data type, scales included;
-    `bootstrap_port` is where decode workers of SGLang find a prefill worker.
+    `bootstrap_port` is where decode workers of SGLang find a prefill worker. `first_rank` is the
+    lowest of its ranks: vLLM numbers those of all nodes that serve a model together.
     """
 
     engine: str | None = None
@@ -54,6 +55,7 @@ class Identity(msgspec.Struct, frozen=True):
     block_size: int | None = None
     event_endpoints: tuple[str, ...] = ()
     data_parallel_size: int | None = None
+    first_rank: int = 0
     role: Role = Role.BOTH
     transfer_endpoints: tuple[str, ...] = ()
     models: tuple[ServedModel, ...] | None = None
@@ -267,6 +269,7 @@ async def _as_vllm(identity: Identity, pool: UpstreamPool, url: str, authorizati
         engine="vllm",
         version=version if isinstance(version, str) else None,
         event_endpoints=tuple(by_rank[rank].url for rank in sorted(by_rank) if by_rank[rank].publisher == "zmq"),
+        first_rank=min(by_rank, default=0),
     )
 
 
