@@ -129,6 +129,7 @@ async def test_a_node_of_several_takes_its_ranks_from_0_on(worker, router, engin
             async with router(one.url) as front:
                 cache.store(TOKENS, rank=3)
                 await front.until_overlap(one.url, TOKENS, 9)
+                await front.until_ranks(one.url, 4)
                 assert (await front.explain(TOKENS))["rank"] == 3
                 await front.complete(TOKENS)
                 assert one.completions[0].headers["x-data-parallel-rank"] == "1"
