@@ -23,12 +23,12 @@ def add_admin_key(parser: argparse.ArgumentParser) -> None:
 
 
 def ask_router(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> bytes:
-    """Return what a router answers to administrators; raises KvistError where it refuses or cannot be reached."""
+    """Return what a router, or one with this live page, answers to administrators; raises KvistError otherwise."""
     if not url.startswith(("http://", "https://")):
         raise InvalidValueError("URL", url, "a router's, as http://127.0.0.1:30000")
     key = os.environ.get("KVIST_ADMIN_KEY") if key is None else resolve_secret("admin_key", key)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return fetch(url.rstrip("/"), path, headers, timeout_s)
+    return fetch(url.rstrip("/").removesuffix("/ui"), path, headers, timeout_s)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _print_report(report: dict[str, Any]) -> None:
     from kvist.router.regret import quantile
 
     total, sample = report["total"], report["sample"]
-    prompt = max(1, total["prompt_tokens"])
+    prompt = total["prompt_tokens"]
     error = f"± {min(1.0, 2 * sample['standard_error']):.1%}, from a sample of {sample['blocks']:,} blocks"
     steps = (
         ("pooled_cache_tokens", f"one cache as large as all together would have held ({error})"),

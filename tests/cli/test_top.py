@@ -189,6 +189,8 @@ def test_without_a_terminal_it_is_told_once_without_colours(settings: Path, free
         assert "\x1b" not in told
         assert main(["top", url, "--admin-key", "wrong"]) == 1
         assert "401" in capsys.readouterr().err
+        assert main(["why", f"{url}/ui", "--admin-key", "right"]) == 0
+        assert "0 requests in 0 s, 0 prompt tokens, of which" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
