@@ -96,11 +96,15 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
             raise InvalidValueError("--kv-events-config", args.kv_events_config, "no --endpoint beside it")
         ranks = {"num_ranks": args.data_parallel_size, "first_rank": args.data_parallel_start_rank}
         endpoints = engine_endpoints(args.kv_events_config, engine=args.engine, **ranks)
+    elif (args.data_parallel_size, args.data_parallel_start_rank) != (1, 0):
+        raise InvalidValueError("--kv-events-config", None, "what the engine was given, beside its data-parallel ranks")
     elif args.endpoint is None and (running := _running_engine(args.engine)) is not None:
         ranks = {"num_ranks": running.num_ranks, "first_rank": running.first_rank}
         endpoints = engine_endpoints(running.config_json, engine=running.engine, **ranks)
     elif args.engine is not None:
         urls = args.endpoint or ["tcp://127.0.0.1:5557"]
+        if len(set(urls)) != len(urls):
+            raise InvalidValueError("--endpoint", urls, "each once")
         return [replace(Endpoint.parse(url), engine=args.engine) for url in urls]
     elif args.endpoint is not None:
         raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")

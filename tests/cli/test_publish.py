@@ -165,6 +165,8 @@ def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
         (["--kv-events-config", "{"], "--kv-events-config: got '{'"),
         (["--kv-events-config", '{"enable_kv_cache_events": false}'], "events to be on"),
         (["--kv-events-config", "{}", "--endpoint", "tcp://h:1"], "no --endpoint"),
+        (["--endpoint", "tcp://h:1", "--endpoint", "tcp://h:1"], "expected each once"),
+        (["--endpoint", "tcp://h:1", "--data-parallel-size", "2"], "given, beside its data-parallel ranks"),
         (["--lora-name", "sql"], "--lora-name: got 'sql', expected ID=NAME"),
         (["--lora-name", "1=a", "--lora-name", "1=b"], "one name an ID"),
     ],
