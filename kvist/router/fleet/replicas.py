@@ -34,6 +34,7 @@ from kvist.router.policy.work import (
     BUSY_UNTIL,
     DISPATCHED_AT,
     NUM_FIELDS,
+    NUM_LEARNT,
     RECENT_HALF_LIFE_S,
     STARTED_AT,
     Floats,
@@ -97,7 +98,8 @@ class SummaryBuilder:
         cells = board.cell_ints[fronts][:, 1 + columns, : len(RankField)]
         recent, at_s = cells.view(float)[:, :, RankField.RECENT], cells.view(float)[:, :, RankField.RECENT_AT :]
         since_s = at_s[:, :, 0] - at_s[:, :, 0].max(0)
-        numbers = np.concatenate([merged(board.work[fronts][:, :, columns]), cells.sum(0).T])
+        work = board.work[:, :, columns]
+        numbers = np.concatenate([merged(work[fronts], work[:, NUM_LEARNT].sum(0)), cells.sum(0).T])
         numbers[_RECENT] = (recent * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
         numbers[_RECENT + 1 :] = at_s.max(0).T
         changed = numbers.any(0) if is_whole else (numbers != self._last[:, columns]).any(0)

@@ -146,18 +146,22 @@ def read_rows(
     return window_s, min(MAX_UTILISATION, dispatched_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks))
 
 
-def merged(rows: Floats) -> Floats:
-    """Return one row that is equivalent to all of these, `[NUM_FIELDS, num_ranks]`, for a window of `WINDOW_S`."""
+def merged(rows: Floats, num_learnt: Floats) -> Floats:
+    """Return one row that is equivalent to all of these, `[NUM_FIELDS, num_ranks]`, for a window of `WINDOW_S`.
+
+    `num_learnt` is the sum over all rows there are, others included.
+    """
     row: Floats = rows.sum(0)
     if len(rows) == 1:
         return row
-    at_s, num_learnt = rows[:, DISPATCHED_AT].max(0), row[NUM_LEARNT]
-    decay = LEARNT_DECAY ** np.maximum(num_learnt - rows[:, LEARNT_AT], 0.0)
+    at_s, each_at = rows[:, DISPATCHED_AT].max(0), np.minimum(rows[:, LEARNT_AT], num_learnt)  # a row may be gone
+    learnt_at = each_at.max(0)
+    decay = LEARNT_DECAY ** (learnt_at - each_at)
     since_s = rows[:, DISPATCHED_AT] - at_s
     row[LEARNT_S], row[LEARNT] = ((rows[:, field] * decay).sum(0) for field in (LEARNT_S, LEARNT))
     row[RECENT] = (rows[:, RECENT] * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
     row[DISPATCHED_S] = (rows[:, DISPATCHED_S] * np.exp(since_s / WINDOW_S)).sum(0)
-    row[LEARNT_AT], row[DISPATCHED_AT] = num_learnt, at_s
+    row[LEARNT_AT], row[DISPATCHED_AT] = learnt_at, at_s
     row[ANSWERED_AT], row[BUSY_UNTIL] = rows[:, ANSWERED_AT].max(0), rows[:, BUSY_UNTIL].max(0)
     started_at_s = np.where(rows[:, STARTED_AT] > 0, rows[:, STARTED_AT], np.inf).min(0)
     row[STARTED_AT] = np.where(np.isinf(started_at_s), 0.0, started_at_s)

@@ -17,7 +17,7 @@ from kvist.router.policy.in_flight import (
 )
 from kvist.router.policy.priced import MAX_SHARE, Dispatched, PricedPolicy, Prices, Pull
 from kvist.router.policy.settings import PULL_LATENCY_S, PriceSettings
-from kvist.router.policy.work import NUM_FIELDS, WorkRows
+from kvist.router.policy.work import NUM_FIELDS, NUM_LEARNT, WorkRows, learnt_of, merged
 
 BLOCK = 256
 ALPHA = 2.9e-5
@@ -503,3 +503,27 @@ def test_of_equal_costs_the_rank_with_the_fewest_blocks_wins_then_chance() -> No
     assert {policy.choose(prices, [3, 1, 2, 1], Random(seed)) for seed in range(20)} == {1, 3}
     cheapest = policy.weigh(10.0, 1000, (), [0, 0, 2, 0])
     assert policy.choose(cheapest, [0, 0, 9, 0], Random(0)) == 2
+
+
+def test_what_fronts_of_one_router_learnt_fades_at_another_as_what_that_one_learns() -> None:
+    rows, random = np.zeros((3, NUM_FIELDS, 1)), Random(1)
+    routers = [WorkRows(rows, idx) for idx in range(3)]
+    now_s = 1000.0
+
+    def learn(router: WorkRows, num: int) -> None:
+        nonlocal now_s
+        for _ in range(num):
+            router.dispatch(now_s, 0, 1000, UNIT_S, 1000, is_streamed=True)
+            before_s, now_s = now_s, now_s + random.uniform(0.01, 0.1)
+            router.answer(now_s, 0, 1000, before_s)
+
+    def is_as_known_elsewhere() -> bool:
+        as_replicas = np.stack([merged(rows[:2], rows[:, NUM_LEARNT].sum(0)), rows[2]])
+        return learnt_of(as_replicas) == pytest.approx(learnt_of(rows))
+
+    for _ in range(900):
+        learn(random.choice(routers), 1)
+    assert is_as_known_elsewhere()
+    rows[2] = 0.0  # the other router is started anew
+    learn(routers[0], 5)
+    assert is_as_known_elsewhere()
