@@ -205,8 +205,12 @@ def _say(body: bytes, status: int = 200) -> Any:
         (_say(b'{"tokens": [1, 2], "count": 3}'), "2 tokens, and count 3"),
         (_say(b'{"tokens": [' + b"1," * 5_000_000 + b"1]}"), "more than 1048576 bytes"),
         (_say(b"{}", 400), "refuses to tokenise: plain, system"),
+        (_say(b'{"tokens": [], "count": 0}'), "refuses to tokenise: plain, system"),
     ],
-    ids=["hangs", "closes", "404", "500", "garbage", "no count", "negative", "too large", "miscounted", "10 MB", "400"],
+    ids=[
+        *("hangs", "closes", "404", "500", "garbage", "no count", "negative", "too large", "miscounted", "10 MB"),
+        *("400", "none"),
+    ],
 )
 async def test_a_worker_that_cannot_tokenise_is_unknown_and_served(
     worker, router, http_bytes, fault, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
