@@ -57,7 +57,8 @@ def open_url(request: Request, timeout_s: float | None = None) -> HTTPResponse:
     try:
         answer: HTTPResponse = build_opener(ProxyHandler({})).open(request, timeout=timeout_s)
     except HTTPError as error:
-        body = error.read(4096).decode("utf-8", "replace")
+        with error:
+            body = error.read(4096).decode("utf-8", "replace")
         raise KvistError(f"{request.full_url} answered {error.code}: {body}") from None
     except OSError as error:  # urllib does not wrap what sockets raise while it waits for an answer
         raise KvistError(f"{request.full_url} cannot be reached: {getattr(error, 'reason', error)}") from None

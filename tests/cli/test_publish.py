@@ -148,6 +148,10 @@ async def test_a_killed_sidecar_goes_on_unless_the_engine_is_another(
     assert ("saved state discarded" in output) is is_restarted
 
 
+ONE_ENGINE = ("--endpoint", "tcp://127.0.0.1:5557")
+"""Else the command looks for engines on this machine."""
+
+
 def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
     process = kvist("--endpoint", "tcp://h:1")
     _, errors = process.communicate(timeout=180)
@@ -172,7 +176,8 @@ def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
     ],
 )
 def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):
-    process = kvist("--engine", "vllm", "--worker", "w", *args)
+    engine = () if {"--endpoint", "--kv-events-config"}.intersection(args) else ONE_ENGINE
+    process = kvist("--engine", "vllm", "--worker", "w", *engine, *args)
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 2
     assert errors.startswith("kvist publish: error: ")
@@ -182,7 +187,7 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):
 def test_a_port_in_use_ends_with_code_2_and_names_it(start_vllm, free_port):
     port = free_port()
     start_vllm(port)
-    process = kvist("--engine", "vllm", "--to", f"tcp://127.0.0.1:{port}")
+    process = kvist("--engine", "vllm", *ONE_ENGINE, "--to", f"tcp://127.0.0.1:{port}")
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 2
     assert f"tcp://127.0.0.1:{port}" in errors

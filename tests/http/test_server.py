@@ -162,7 +162,7 @@ async def test_without_descriptors_connections_wait_and_the_log_is_not_flooded(
             writer.write(GET)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
-        assert num_lines <= 32
+        assert num_lines <= 33  # of 100: asyncio tries as often as connections may wait, from 3.14 on once more
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 4
 TOPIC = b"kv/w/0"
-DEEP = b"\x91" * 100_000 + b"\xc0"
+DEEP = b"\x91" * 300_000 + b"\xc0"
 # Values that end a reader which goes on after it was told that there is none.
 NO_VALUES = [b"\xc1", b"\xc1" * 3, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb", b"\x91", DEEP]
 encode = msgspec.msgpack.encode

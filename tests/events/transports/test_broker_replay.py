@@ -21,7 +21,7 @@ from kvist.events.transports.broker_replay import (
 )
 
 REQUEST = ReplayRequest(b"kv/w/0", 3, 77)
-DEEP = b"\x91" * 100_000 + b"\xc0"
+DEEP = b"\x91" * 300_000 + b"\xc0"
 
 
 class Source:

@@ -143,7 +143,7 @@ class Link:
         self._malformed = malformed
         self._on_messages = on_messages
         self._is_left = False  # we ended it: the peer broke the protocol or was silent
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
         self._emptied = asyncio.Event()
         self._num_silent_intervals = 0
         self._is_reading = False
@@ -168,11 +168,11 @@ class Link:
 
         A peer that is silent for too long is left. The socket is closed in any case.
         """
+        self._await_silence()
         try:
-            while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=base.PING_INTERVAL_S)
-                self._check_silence()
+            await self._ended.wait()
         finally:
+            self._silence.cancel()
             self._close()
         while self.inbox.num_messages:
             self._emptied.clear()
@@ -183,7 +183,7 @@ class Link:
         """Return the messages that are here, and continue reading if that had to pause."""
         block = self.inbox.take()
         self._advance()
-        if not (self._is_reading or self.inbox.is_full or self._ended.done()):
+        if not (self._is_reading or self.inbox.is_full or self._ended.is_set()):
             self._read()
             self._resume_reading()
         if self.inbox.num_messages == 0:
@@ -224,6 +224,9 @@ class Link:
             self._on_messages()
         self._flush()
 
+    def _await_silence(self) -> None:
+        self._silence = asyncio.get_running_loop().call_later(base.PING_INTERVAL_S, self._check_silence)
+
     def _check_silence(self) -> None:
         self._num_silent_intervals += 1  # counted, not timed: any time may pass while this loop does not run
         if self.inbox.is_full:
@@ -236,10 +239,11 @@ class Link:
         else:
             self._connection.ping()
             self._flush()
+            self._await_silence()
 
     def _flush(self) -> None:
         outgoing = self._connection.take_outgoing()
-        if not outgoing or self._ended.done():
+        if not outgoing or self._ended.is_set():
             return
         try:
             num_bytes = self._sock.send(outgoing)
@@ -256,7 +260,7 @@ class Link:
         self._close()
 
     def _resume_reading(self) -> None:
-        if not (self._is_reading or self.inbox.is_full or self._ended.done()):
+        if not (self._is_reading or self.inbox.is_full or self._ended.is_set()):
             self._is_reading = True
             self._reads.add(self._fd, self._read)
 
@@ -266,8 +270,8 @@ class Link:
             self._reads.remove(self._fd)
 
     def _close(self) -> None:
-        if self._ended.done():
+        if self._ended.is_set():
             return
-        self._ended.set_result(None)
+        self._ended.set()
         self._stop_reading()
         self._sock.close()
