@@ -103,7 +103,7 @@ missing, commands = json.loads(sys.argv[1])
 
 class NotInstalled(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in missing:
+        if any(f"{name}.".startswith(f"{each}.") for each in missing):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, NotInstalled())
@@ -145,6 +145,7 @@ ENGINE = ("torch", "safetensors")
             "mqtt",
         ),
         (["opentelemetry"], ["route --otlp-traces-endpoint http://localhost:1"], "tracing"),
+        (["opentelemetry.trace"], ["route --otlp-traces-endpoint http://localhost:1"], "tracing"),  # as beside `epp`
     ],
 )
 def test_each_command_whose_extra_is_missing_says_which(
