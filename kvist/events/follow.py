@@ -135,3 +135,4 @@ async def follow(
                 answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
                 question = question._replace(is_caught_up=subscription.is_caught_up)
                 await turns.run_in_turns(follower.on_answer(question, answer, clock()))
+                del answer  # which counts in the budget of all answers, and may be the last for long

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvist.events.follow import Question, Turns, follow
 from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports.received import ReplayAnswer
 
 
 class FakeSubscription:
@@ -92,6 +94,19 @@ async def followed(start_following):
     subscription, recorder = FakeSubscription(), Recorder()
     start_following(subscription, recorder)
     return subscription, recorder
+
+
+async def test_no_answer_is_kept_once_it_is_applied(followed, until):
+    subscription, recorder = followed
+    answer = subscription.answer = ReplayAnswer()
+    answer.add(message(5))
+    is_kept = weakref.ref(answer)
+    del answer
+    subscription.may_answer.set()
+    recorder.due = [Question(ReplayRequest(b"t", 3, epoch=5), rank=9)]
+    await until(lambda: recorder.log == ["replayed 5", "answered 9"])
+    subscription.answer = None
+    await until(lambda: is_kept() is None)
 
 
 async def test_messages_arrive_in_order_with_the_time(followed, until):
