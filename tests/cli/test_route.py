@@ -91,7 +91,8 @@ def test_a_wrong_file_ends_with_code_2_and_the_key(tmp_path: Path, capsys, conte
         (["--port", "x"], "port: got 'x', expected int"),
         (["--worker-urls", "w:1"], "worker_urls: got 'w:1', expected http(s)://host[:port][/prefix]"),
         (["--kv-event-source", WORKER], f"kv-event-source: got '{WORKER}', expected URL=ENDPOINT"),
-        (["--model-path", "/nowhere"], "model path: got '/nowhere', expected a directory with tokenizer.json"),
+        (["--model-path", "/nowhere"], "model_path: got '/nowhere', expected a model's directory"),
+        (["--model", "m=/nowhere"], "models: got '/nowhere', expected a model's directory"),
     ],
 )
 def test_a_wrong_flag_ends_with_code_2_and_its_name(capsys, argv: list[str], message: str) -> None:

@@ -84,7 +84,8 @@ class Models(ComposedContext):
         for path in self._configured_paths():
             files = await self._load(path)
             if files.tokenizer is None:
-                raise InvalidValueError("model_path", path, f"a model's directory ({files.problem or _TOKENIZER})")
+                field = "model_path" if path == self._config.model_path else "models"
+                raise InvalidValueError(field, path, f"a model's directory ({files.problem or _TOKENIZER})")
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Apply another configuration."""
