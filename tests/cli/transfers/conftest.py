@@ -241,7 +241,9 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     ) -> AsyncIterator[Worker]:
         log = logs / f"{len(list(logs.iterdir()))}.log"
         log.touch()
-        arguments = ["--log-level", "warning", "serve", "--model", str(model), "--served-model-name", "tiny"]
+        arguments = ["--log-level", "warning", "serve", "--model", str(model)]
+        if "--served-model-name" not in flags:
+            arguments += ["--served-model-name", "tiny"]
         arguments += ["--port", "0", "--kv-events", "none", "--kv-transfer", "tcp://127.0.0.1:0", *flags]
         pid = factory.fork(
             arguments=arguments,
