@@ -230,11 +230,11 @@ def read_fields(body: bytes) -> Fields:
     if not isinstance(fields, dict):
         raise RequestError(400, "body: expected `object`")
     has_escapes = b"\\u00" in body and _COUNTED_ESCAPE.search(body) is not None
-    if has_escapes or _count(b"[", body) + _count(b"{", body) > MAX_DEPTH:
+    if has_escapes or count_of(b"[", body) + count_of(b"{", body) > MAX_DEPTH:
         _check_depth("body", fields)
     # Each pair has a colon, so a pair that was dropped because its name is a duplicate makes fewer colons.
     encoded = msgspec.json.encode(fields)
-    if has_escapes or (encoded != body and _count(b":", body) != _count(b":", encoded)):
+    if has_escapes or (encoded != body and count_of(b":", body) != count_of(b":", encoded)):
         json.loads(body, object_pairs_hook=_check_names)
     return fields
 
@@ -263,7 +263,7 @@ def with_fields(body: bytes, fields: Fields) -> bytes:
     return msgspec.json.encode(msgspec.json.decode(body, type=dict[str, msgspec.Raw]) | fields)
 
 
-def _count(char: bytes, text: bytes) -> int:
+def count_of(char: bytes, text: bytes) -> int:
     """Return how often a character occurs; for rare ones this takes a sixth of the time of `bytes.count`."""
     return len(text) - len(text.replace(char, b""))
 

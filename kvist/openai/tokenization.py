@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice, zip_longest
+from itertools import islice, takewhile, zip_longest
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from kvist.errors import InvalidValueError
 from kvist.openai.chat_template import ChatTemplate, items_of
@@ -37,13 +38,17 @@ logger = logging.getLogger(__name__)
 SEGMENT_CACHE_BYTES = 64 * 2**20
 """Size of the cache of `fastokens` for texts between special tokens, and their tokens."""
 
-INLINE_BODY_BYTES = 24 * 1024
-"""Bodies up to this size are read on the event loop: a chat of 8,000 tokens takes 0.3 ms, but one character repeated to
-this length 5, and to 64 KiB 13. Measured with the bundled tokeniser and with pre-tokenisers of Llama 3, Qwen 2 and
-Gemma 3 on a 2-core Xeon, where a hop to a thread and back takes 0.12 ms."""
+MAX_INLINE_BYTES = 24 * 1024
+"""So much new text is tokenised on an event loop: 8,000 tokens of a chat take 0.3 ms, but random words or one character
+repeated to this length 5, and the latter to 64 KiB 13. Measured with the bundled tokeniser and with pre-tokenisers of
+Llama 3, Qwen 2 and Gemma 3 on a 2-core Xeon, where a hop to a thread and back takes 0.12 ms."""
 
-INLINE_BODY_BYTES_WITHOUT_FASTOKENS = 2048
+MAX_INLINE_BYTES_WITHOUT_FASTOKENS = 2048
 """The same if `tokenizers` tokenises, which takes 1.5 ms for this length, and 6 for spaces alone."""
+
+_PIECE_CHARS = 4096
+_NUM_PIECES = 4096
+"""Of known beginnings: 16 million characters, which with their tokens fit into the segment cache."""
 
 _COMPARED = (
     "",
@@ -77,7 +82,10 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._fast = _fast_tokenizer(tokenizer)
-        self.inline_body_bytes = INLINE_BODY_BYTES if self._fast else INLINE_BODY_BYTES_WITHOUT_FASTOKENS
+        self.max_inline_bytes = MAX_INLINE_BYTES if self._fast else MAX_INLINE_BYTES_WITHOUT_FASTOKENS
+        self._beginnings = Beginnings()
+        marks = () if template is None else (template.source, *template.special_tokens.values())
+        self._separators = [token for token in self.added_tokens if any(token in mark for mark in marks)]
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTokenizer:
@@ -107,7 +115,14 @@ class ChatTokenizer:
 
         Raises RequestError (400).
         """
-        head, *texts = template.render_parts(request)
+        rendered = template.render_parts(request)
+        return self.tokenize_parts(rendered, request, add_special_tokens=add_special_tokens)
+
+    def tokenize_parts(
+        self, rendered: Sequence[str], request: ChatCompletionRequest, *, add_special_tokens: bool
+    ) -> tuple[NDArray[np.uint32], int]:
+        """Return what `tokenize_with_items` does, of the template's texts between items."""
+        head, *texts = rendered
         parts = [self.tokenize_text(head, add_special_tokens=add_special_tokens)]
         for text, item in islice(zip_longest(texts, items_of(request) if texts else ()), _MAX_ITEMS):
             if text:
@@ -115,7 +130,20 @@ class ChatTokenizer:
             if item is not None:
                 digest = xxh3_64_digest(msgspec.json.encode(item))
                 parts.append(np.resize(np.frombuffer(digest, np.uint32), ITEM_TOKENS))
+        self._beginnings.add(head)
         return parts[0] if len(parts) == 1 else np.concatenate(parts), len(parts[0])
+
+    def is_quick(self, rendered: Sequence[str]) -> bool:
+        """Return whether a chat's texts may be tokenised on an event loop, as few of them are new.
+
+        The segment cache has all in front of the last special token in a beginning that was tokenised before.
+        """
+        head, begins_at = rendered[0], 0
+        if len(head) > self.max_inline_bytes and self._fast is not None:
+            known = self._beginnings.num_known(head)
+            begins_at = max((head.rfind(token, 0, known) for token in self._separators), default=0)
+        new = (head[max(0, begins_at) :], *rendered[1:])
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in new) <= self.max_inline_bytes
 
     @property
     def template(self) -> ChatTemplate:
@@ -175,6 +203,34 @@ class ChatTokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a fresh incremental decoder for one output."""
         return Detokenizer(self._tokenizer, skip_special_tokens)
+
+
+class Beginnings:
+    """The beginnings of texts that were seen lately, in pieces; shorter texts have none. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, None] = {}  # each the hash of a piece and all before it, the last seen last
+        self._lock = Lock()
+
+    def num_known(self, text: str) -> int:
+        """Return how long the known beginning of a text is."""
+        return _PIECE_CHARS * sum(1 for _ in takewhile(self._pieces.__contains__, _pieces(text)))
+
+    def add(self, text: str) -> None:
+        """Know this text from now on, and forget what was not seen for longest."""
+        with self._lock:
+            for piece in _pieces(text):
+                self._pieces.pop(piece, None)
+                self._pieces[piece] = None
+            while len(self._pieces) > _NUM_PIECES:
+                del self._pieces[next(iter(self._pieces))]
+
+
+def _pieces(text: str) -> Iterator[int]:
+    digest = 0
+    for at in range(0, len(text) - _PIECE_CHARS + 1, _PIECE_CHARS):
+        digest = xxh3_64_intdigest(text[at : at + _PIECE_CHARS].encode("utf-8", "surrogatepass"), digest)
+        yield digest
 
 
 class Detokenizer:

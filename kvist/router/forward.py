@@ -60,7 +60,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, LocalReason
 from kvist.router.prefill.handover import Handover, Plan, Releases
 from kvist.router.prefill.split import SplitAttempt, SplitPart, single_answer, split_bodies
-from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptReader, with_model
+from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptReader, Reading, with_model
 from kvist.router.recording import RequestRecorder
 from kvist.router.regret import Routed
 from kvist.router.routing import FleetView, Prefix, Routing
@@ -291,8 +291,8 @@ class Forwarding:
         path, body = self.request.path, self.request.body
         self._read_with(lambda: None if self.tenant is UNRESOLVED else self.router.reader.read_now(path, body))
 
-    def _read_with(self, read: Callable[[], ParsedRequest | None]) -> None:
-        """Continue with what `read` returns; where it returns None, have a task read the prompt first."""
+    def _read_with(self, read: Callable[[], ParsedRequest | Reading | None]) -> None:
+        """Continue with what `read` returns; where it returns no prompt, have a task read that first."""
         self._reading = None
         try:
             parsed = read()
@@ -300,15 +300,15 @@ class Forwarding:
             self._reading_step.end(error)
             self._refuse(error)
             return
-        if parsed is None:
-            self._reading = asyncio.get_running_loop().create_task(self._read_in_task(), name="kvist-read-prompt")
-            self._reading.add_done_callback(self._on_reading_done)
-        else:
+        if isinstance(parsed, ParsedRequest):
             self._on_read(parsed)
+        else:
+            reading = self._read_in_task() if parsed is None else self.router.reader.finish(parsed)
+            self._reading = asyncio.get_running_loop().create_task(reading, name="kvist-read-prompt")
+            self._reading.add_done_callback(self._on_reading_done)
 
     async def _read_in_task(self) -> ParsedRequest:
-        if self.tenant is UNRESOLVED:
-            self.tenant = await self.router.resolve_tenant(self.request)
+        self.tenant = await self.router.resolve_tenant(self.request)
         return await self.router.reader.read(self.request.path, self.request.body)
 
     def _on_reading_done(self, reading: asyncio.Task[ParsedRequest]) -> None:

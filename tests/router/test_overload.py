@@ -12,6 +12,7 @@ import pytest
 from kvist.openai.requests import read_fields, without_field
 from kvist.router.fleet.worker import parse_report
 from kvist.router.forward import Forwarding
+from kvist.router.prompts import ParsedRequest, Reading, _rest_of
 
 
 def admission_of(front: Any) -> Any:
@@ -219,7 +220,7 @@ async def test_a_prompt_whose_reading_ends_as_its_client_leaves_is_never_sent(wo
             forwardings.append(forwarding)
             start(forwarding)
 
-        async def read(path: str, body: bytes) -> Any:
+        async def finish(reading: Reading) -> ParsedRequest:
             await asyncio.sleep(0)
 
             def leave() -> None:
@@ -227,11 +228,11 @@ async def test_a_prompt_whose_reading_ends_as_its_client_leaves_is_never_sent(wo
                 stopped.set()
 
             asyncio.get_running_loop().call_soon(leave)  # before what is called when this has returned
-            return reader._read(path, body)
+            return _rest_of(reading)
 
         monkeypatch.setattr(Forwarding, "start", note)
-        monkeypatch.setattr(type(reader), "read_now", lambda *_: None)
-        monkeypatch.setattr(type(reader), "read", lambda _, path, body: read(path, body))
+        monkeypatch.setattr(type(reader), "read_now", type(reader)._reading)
+        monkeypatch.setattr(type(reader), "finish", lambda _, reading: finish(reading))
         asked = asyncio.create_task(front.complete("never"))
         await stopped.wait()
         monkeypatch.undo()
@@ -249,8 +250,8 @@ async def test_a_fault_of_ours_while_a_prompt_is_read_on_a_thread_is_answered(wo
             await asyncio.sleep(0)
             raise KeyError("a fault")
 
-        monkeypatch.setattr(type(reader), "read_now", lambda *_: None)
-        monkeypatch.setattr(type(reader), "read", fail)
+        monkeypatch.setattr(type(reader), "read_now", type(reader)._reading)
+        monkeypatch.setattr(type(reader), "finish", fail)
         answer = await front.complete("x")
         assert answer.status_code == 500
         assert "router failed" in answer.json()["error"]["message"]

@@ -13,8 +13,16 @@ from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
-from kvist.openai.tokenization import ITEM_TOKENS, ChatTokenizer
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, INLINE_FORM_BYTES, OneModel, PromptReader
+from kvist.openai.tokenization import ITEM_TOKENS, Beginnings, ChatTokenizer
+from kvist.router.prompts import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    GENERATE_PATH,
+    INLINE_FORM_BYTES,
+    OneModel,
+    ParsedRequest,
+    PromptReader,
+)
 
 WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} end {% endfor %}"
@@ -41,26 +49,68 @@ async def test_a_chat_is_rendered_and_tokenised(reader: PromptReader) -> None:
     assert (ask.num_tokens, ask.model, ask.cache_salt, ask.untokenized_reason) == (5, "m", "s", None)
 
 
-async def test_what_takes_long_to_read_is_left_for_a_thread(reader: PromptReader) -> None:
-    def chat(num_bytes: int) -> bytes:
-        empty = len(body(messages=[{"role": "user", "content": ""}]))
-        return body(messages=[{"role": "user", "content": "hello ".ljust(num_bytes - empty)}])
+def chat_of(*texts: str) -> bytes:
+    return body(messages=[{"role": "user", "content": text} for text in texts])
 
+
+def is_read_now(reader: PromptReader, path: str, asked: bytes) -> bool:
+    return isinstance(reader.read_now(path, asked), ParsedRequest)
+
+
+async def test_what_takes_long_to_read_is_left_for_a_thread(reader: PromptReader) -> None:
     by_ids = PromptReader(OneModel(None), lambda: True)
     with_fastokens = PromptReader(OneModel(ChatTokenizer.load(bundled_model_path())))
-    for each, path, longest in [
-        (reader, CHAT_PATH, chat(2048)),
-        (with_fastokens, CHAT_PATH, chat(24 * 1024)),
-        (PromptReader(OneModel(None)), CHAT_PATH, chat(24 * 1024)),
-        (by_ids, COMPLETION_PATH, body(prompt=[7] * 600_000)),
+    many = chat_of(*["x" * 10] * 900)
+    for each, path, longest, longer in [
+        (reader, CHAT_PATH, chat_of("hello " * 330), chat_of("hello " * 350)),
+        (with_fastokens, CHAT_PATH, chat_of("hello " * 4000), chat_of("hello " * 4100)),
+        (with_fastokens, COMPLETION_PATH, body(prompt="x" * 24_000), body(prompt="x" * 25_000)),
+        (with_fastokens, CHAT_PATH, chat_of(*["x"] * 500), many),
+        (PromptReader(OneModel(None)), CHAT_PATH, chat_of("x" * 200_000), chat_of("x" * 262_144)),
+        (by_ids, COMPLETION_PATH, body(prompt=[7] * 600_000), body(prompt=[7] * 1_050_000)),
     ]:
         now = each.read_now(path, longest)
-        assert now is not None
+        assert isinstance(now, ParsedRequest)
         assert now.num_tokens == (await each.read(path, longest)).num_tokens
-        longer = longest.ljust(2 * 2**20 + 1 if each is by_ids else len(longest) + 1)
-        assert each.read_now(path, longer) is None
-        assert (await each.read(path, longer)).num_tokens in (now.num_tokens, len(longer) // 4)
-    assert by_ids.read_now(COMPLETION_PATH, body(prompt="x" * 25_000)) is None
+        assert not is_read_now(each, path, longer)
+        assert (await each.read(path, longer)).num_tokens > now.num_tokens
+    with pytest.raises(RequestError, match="nested too deep"):
+        await with_fastokens.read(CHAT_PATH, b'{"messages": ' + b"[" * 1000 + b" " * 30_000 + b"]" * 1000 + b"}")
+
+
+async def test_of_a_conversation_only_what_is_new_is_tokenised_on_the_event_loop(reader: PromptReader) -> None:
+    with_tokenizers = reader
+    with_fastokens = ChatTokenizer.load(bundled_model_path())
+    reader = PromptReader(OneModel(with_fastokens))
+    turns = [f"turn {number} " * 1000 for number in range(9)]
+    first, more = chat_of(*turns), chat_of(*turns, "and so on " * 1200)
+    assert not is_read_now(reader, CHAT_PATH, first)
+    assert not is_read_now(reader, CHAT_PATH, first)  # what has only begun to be read is not known
+    expected = await reader.read(CHAT_PATH, first)
+    now = reader.read_now(CHAT_PATH, first)
+    assert isinstance(now, ParsedRequest)
+    assert now.token_ids.tolist() == expected.token_ids.tolist()
+    assert is_read_now(reader, CHAT_PATH, more)
+    changed = [*turns[:-5], turns[-5] + "!", *turns[-4:]]
+    assert not is_read_now(reader, CHAT_PATH, chat_of(*changed))  # the five last are new
+    assert not is_read_now(reader, CHAT_PATH, chat_of("?", *turns))
+
+    one = "one long message " * 3000
+    await reader.read(CHAT_PATH, chat_of(one))
+    assert not is_read_now(reader, CHAT_PATH, chat_of(one + "that grows"))  # so all of it is tokenised anew
+    await with_tokenizers.read(CHAT_PATH, first)
+    assert not is_read_now(with_tokenizers, CHAT_PATH, first)
+
+
+async def test_only_beginnings_seen_lately_are_known() -> None:
+    texts = [f"{number:7} " * 512 for number in range(4110)]
+    beginnings = Beginnings()
+    for number, text in enumerate(texts):
+        beginnings.add(text)
+        beginnings.add(texts[0])
+        assert beginnings.num_known(texts[0] + "more") == beginnings.num_known(text) == 4096, number
+    assert [beginnings.num_known(text) for text in texts[1:17]] == [0] * 14 + [4096] * 2
+    assert beginnings.num_known(texts[0][:-1]) == beginnings.num_known("x" + texts[0]) == 0
 
 
 async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
@@ -171,7 +221,8 @@ async def test_a_form_gives_its_model_and_a_long_one_is_left_for_a_thread(reader
     assert (await reader.read(path, form(("file", b"x")))).model is None
     # As it is read in slices, one of which ends within the name of the field.
     for num_bytes in range(2**20 - 90, 2**20):
-        assert reader.read_now(path, long := form(("file", b"x" * num_bytes), model)) is None or num_bytes < 2**20 - 60
+        is_now = is_read_now(reader, path, long := form(("file", b"x" * num_bytes), model))
+        assert is_now == (len(long) <= INLINE_FORM_BYTES)
         assert (await reader.read(path, long)).model == "org/m:é"
     assert len(long) > INLINE_FORM_BYTES
 

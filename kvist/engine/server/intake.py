@@ -267,7 +267,7 @@ class Intake:
 
     async def _tokenize_body(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
         """Tokenise on the event loop or, if that would delay other requests, in a thread."""
-        return tokenize() if len(body) <= self.tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)
+        return tokenize() if len(body) <= self.tokenizer.max_inline_bytes else await asyncio.to_thread(tokenize)
 
 
 def _call_fields(tools: Iterable[api.Fields]) -> Iterator[tuple[str, api.Fields]]:

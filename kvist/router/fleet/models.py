@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.openai.requests import Fields
-from kvist.openai.tokenization import INLINE_BODY_BYTES, ChatTokenizer
+from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import PolicyName, RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.identity import Identity
@@ -69,8 +69,6 @@ class Models(ComposedContext):
         self._policies: dict[str | None, ModelPolicy] = {}
         self._default = _NONE
         self._tasks = BackgroundTasks()
-        self.inline_body_bytes = INLINE_BODY_BYTES
-        """The longest body that is parsed on the event loop, whatever its model."""
         fleet.on_models = self.refresh
 
     async def _open(self, exits: AsyncExitStack) -> None:
@@ -134,9 +132,6 @@ class Models(ComposedContext):
         known = {path for path in paths.values() if path is not None}
         default = self._config.model_path or (known.pop() if len(known) == 1 else None)
         self._default = self._files_in(default)
-        files = (*self._files_of.values(), self._default)
-        limits = [each.tokenizer.inline_body_bytes for each in files if each.tokenizer is not None]
-        self.inline_body_bytes = min(limits, default=INLINE_BODY_BYTES)
 
     def resolve_alias(self, fields: Fields) -> str | None:
         """Return the model that an alias stands for, None if the request names no alias.
