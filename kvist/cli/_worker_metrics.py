@@ -26,11 +26,7 @@ class PublisherCollector(Collector):
             ("events_filtered", "Events of other window groups, left out.", sum(each.num_filtered for each in streams)),
             ("events_malformed", malformed, sum(each.num_malformed for each in streams)),
             ("events_lost", "Events lost because the publisher lagged.", now.num_lost_events),
-            (
-                "batches_dropped",
-                "Batches not sent as the outbox was full; replays have them.",
-                now.num_dropped_batches,
-            ),
+            ("batches_dropped", "Batches not sent as the outbox was full; replays have them.", now.num_dropped_batches),
             ("messages_sent", "Messages handed to the transport.", now.num_sent_messages),
             ("sent_bytes", "Bytes handed to the transport.", now.num_sent_bytes),
             ("snapshots", "Snapshots made for subscribers.", now.num_snapshots),
@@ -48,30 +44,22 @@ class TransferCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._transfers.statistics()
-        agent, bounce = now.agent, now.bounce
+        bounce = now.bounce
         for name, text, value in (
-            ("sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written),
-            ("sent_descriptors", "Contiguous writes into other workers' memory.", agent.num_fragments_written),
+            ("sent_bytes", "Bytes written into other workers' memory.", now.bytes_written),
+            ("sent_descriptors", "Contiguous writes into other workers' memory.", now.num_fragments_written),
             ("bounced_bytes", "Bytes sent through a bounce region.", bounce.bytes_sent),
             ("bounced_descriptors", "Pieces gathered into a bounce region.", bounce.num_fragments_sent),
             ("received_bytes", "Bytes that other workers wrote here.", now.bytes_received),
             ("write_seconds", "Total time of writes.", now.write_seconds),
             ("fetch_seconds", "Total time from asking for a prompt to having it.", now.fetch_seconds),
-            (
-                "refused_greetings",
-                "Requests refused for another block layout.",
-                now.num_refused_greetings,
-            ),
+            ("refused_greetings", "Requests refused for another block layout.", now.num_refused_greetings),
             ("malformed", "Malformed messages, which are ignored.", now.num_malformed),
         ):
             yield CounterMetricFamily(f"kvist_transfer_{name}", text, value)
         for name, text, value in (
             ("bounce_used_bytes", "Bytes in use of both bounce regions.", bounce.used_bytes),
-            (
-                "bounce_quarantined_bytes",
-                "Bytes in bounce regions open to late writes.",
-                bounce.quarantined_bytes,
-            ),
+            ("bounce_quarantined_bytes", "Bytes in bounce regions open to late writes.", bounce.quarantined_bytes),
             ("writing", "Writes in progress, each from one rank to another.", now.num_writing),
             ("quarantined_bytes", "Bytes of failed fetches open to late writes.", now.quarantined_bytes),
         ):

@@ -98,11 +98,6 @@ class _Write:
     is_bounced: bool
     began_s: float
 
-    def times(self, ended_s: float, error: str | None) -> commands.WriteTimes:
-        counts = (self.num_bytes, self.num_pieces)
-        request_id = self.transfer.held.request_id
-        return commands.WriteTimes(request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
-
 
 class Sender:
     """Serves receivers on a ROUTER socket, and reports the end of an offer once nothing reads its blocks.
@@ -235,8 +230,11 @@ class Sender:
     def _on_write_end(self, write: _Write, error: WriteFailedError | None, now_s: float) -> None:
         self._writes.remove(write)
         self.write_seconds += now_s - write.began_s
-        transfer = write.transfer
-        self.observer(write.times(now_s, None if error is None else str(error)))
+        transfer, reason = write.transfer, None if error is None else str(error)
+        times = commands.WriteTimes(
+            transfer.held.request_id, write.began_s, now_s, write.num_bytes, write.num_pieces, write.is_bounced, reason
+        )
+        self.observer(times)
         if error is not None and not error.is_quiescent:
             self.withdraw(transfer.held.request_id, now_s)  # this transfer never ends: it may still write
         else:

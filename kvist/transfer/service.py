@@ -20,7 +20,7 @@ import zmq
 from kvist.errors import InvalidValueError
 from kvist.kvcache.sequences import root_digest
 from kvist.transfer import commands
-from kvist.transfer.agents import AgentStatistics, TransferAgent
+from kvist.transfer.agents import TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_sizes
@@ -44,7 +44,8 @@ class TransferStatistics:
     """A rank's counts since its start, and its transfers under way; seconds are summed over transfers."""
 
     num_writing: int
-    agent: AgentStatistics
+    num_fragments_written: int
+    bytes_written: int
     bounce: BounceStatistics
     bytes_received: int
     quarantined_bytes: int
@@ -155,7 +156,8 @@ class KvTransferService:
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(
             self._sender.num_writing,
-            self._agent.statistics(),
+            self._agent.num_fragments_written,
+            self._agent.bytes_written,
             BounceStatistics() if self._bounce is None else self._bounce.statistics(),
             self._receiver.bytes_received,
             self._receiver.quarantined_bytes,
@@ -230,7 +232,6 @@ class FollowerLink:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.fileno, self.close = channel.fileno, channel.close
-        self._last_sent: TransferStatistics | None = None
         self._next_s = 0.0
 
     def poll(self, service: KvTransferService) -> bool:
@@ -243,10 +244,7 @@ class FollowerLink:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + _STATISTICS_S
-            statistics = service.statistics()
-            if statistics != self._last_sent:
-                self._last_sent = statistics
-                self.report(statistics)
+            self.report(service.statistics())
         return True
 
     def report(self, message: commands.Report | TransferStatistics) -> None:

@@ -156,7 +156,7 @@ async def test_many_prompts_at_once_are_answered_as_by_one_worker(
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         await until(lambda: source.num_used == target.num_used == 0)
         sent, received = source.service.statistics(), target.service.statistics()
-        assert sent.agent.bytes_written == received.bytes_received > 0
+        assert sent.bytes_written == received.bytes_received > 0
         assert received.quarantined_bytes == 0
         assert (sent.bounce.bytes_sent > 0) == (variant == "bounced")
         for each in (sent.bounce, received.bounce):

@@ -51,7 +51,7 @@ def test_every_head_goes_to_every_rank_that_has_it(
     for seed in range(3):
         source.assert_hands_over(target, make_prompt(seed, 20 + 5 * seed, options["of_shapes"]))
     num_bytes = [rank.service.statistics().bytes_received for rank in target.ranks]
-    assert sum(num_bytes) == sum(rank.service.statistics().agent.bytes_written for rank in source.ranks) > 0
+    assert sum(num_bytes) == sum(rank.service.statistics().bytes_written for rank in source.ranks) > 0
     assert sum(rank.service.statistics().bounce.bytes_sent for rank in source.ranks) == has_bounce * sum(num_bytes)
 
 

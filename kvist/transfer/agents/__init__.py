@@ -5,7 +5,6 @@
 """
 
 from kvist.transfer.agents.base import (
-    AgentStatistics,
     PeerId,
     PeerUnreachableError,
     TransferAgent,
@@ -16,7 +15,6 @@ from kvist.transfer.agents.base import (
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
 
 __all__ = [
-    "AgentStatistics",
     "PeerId",
     "PeerUnreachableError",
     "SharedMemoryAgent",

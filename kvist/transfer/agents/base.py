@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, replace
 from time import monotonic, sleep
 from typing import Annotated, Any, ClassVar, NewType, TypeAlias
 
@@ -30,15 +29,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 # Bounds for values from peers: the end of any piece is still an int64.
 Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
-
-
-@dataclass(slots=True)
-class AgentStatistics:
-    """What an agent has written; abandoned writes have failed here, but may still reach a peer."""
-
-    num_fragments_written: int = 0
-    bytes_written: int = 0
-    num_abandoned: int = 0
 
 
 class WriteFailedError(KvistError):
@@ -147,7 +137,9 @@ class TransferAgent(ABC):
         self._regions: dict[int, Region] = {}
         self._peers: dict[PeerId, Any] = {}
         self._num_writing = 0
-        self._counts = AgentStatistics()
+        self.num_fragments_written = self.bytes_written = 0
+        self.num_abandoned = 0
+        """Writes that have failed here, but may still reach a peer."""
         self._is_closed = False
 
     def allocate(self, size_bytes: int) -> Bytes:
@@ -210,9 +202,6 @@ class TransferAgent(ABC):
                 self._regions.clear()
         return not self._regions
 
-    def statistics(self) -> AgentStatistics:
-        return replace(self._counts)
-
     def _with_deadline(self, write: Write, array: Int64s) -> Write:
         """Run a write, make it fail when it takes too long or the agent closes, and count it."""
         deadline_s, is_ending = monotonic() + self._write_timeout_s, False
@@ -225,12 +214,12 @@ class TransferAgent(ABC):
                     late = f"not written within {self._write_timeout_s} s"
                     write.throw(WriteFailedError("the agent is closing" if self.is_closing else late))
         except WriteFailedError as error:
-            self._counts.num_abandoned += not error.is_quiescent
+            self.num_abandoned += not error.is_quiescent
             raise
         finally:
             self._num_writing -= 1
-        self._counts.num_fragments_written += len(array)
-        self._counts.bytes_written += int(array[:, 2].sum())
+        self.num_fragments_written += len(array)
+        self.bytes_written += int(array[:, 2].sum())
 
     @abstractmethod
     def _register(self, address: int, size_bytes: int, device_idx: int | None) -> None:

@@ -82,7 +82,7 @@ class NixlAgent(base.TransferAgent):
 
     def _close(self, has_ended: bool) -> bool:
         """Deregister all memory, or log that none is because a write may still access it."""
-        if not has_ended or self._counts.num_abandoned:
+        if not has_ended or self.num_abandoned:
             _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
             return False
         for peer in self._peers:

@@ -50,9 +50,8 @@ def test_bytes_land_as_they_were_in_many_fragments_of_each_size_and_several_regi
         assert reason(agent.write(peer_id, np.stack(rows, axis=1))) is None
         num_fragments += len(order)
     assert peer.digests() == [hashlib.sha256(source).hexdigest() for source in sources]
-    statistics = agent.statistics()
-    assert statistics.num_fragments_written == num_fragments
-    assert statistics.bytes_written == 6 * MIB
+    assert agent.num_fragments_written == num_fragments
+    assert agent.bytes_written == 6 * MIB
 
 
 def test_one_write_may_touch_several_regions_at_both_ends_and_odd_sizes(new_agent: NewAgent, new_peer: NewPeer) -> None:
@@ -92,7 +91,7 @@ def test_a_write_outside_registered_memory_is_refused_with_names_and_values_befo
     with pytest.raises(InvalidValueError, match="fragments"):
         agent.write(peer, [])
     assert np.array_equal(memory, before)
-    assert agent.statistics().num_fragments_written == 0
+    assert agent.num_fragments_written == 0
 
 
 def test_no_region_is_empty_or_taken_back_twice(new_agent: NewAgent) -> None:

@@ -71,7 +71,7 @@ def test_many_fragments_arrive_by_one_write(ends: tuple[Any, Any], size_bytes: i
     fragments = fragments_of(source, target, size_bytes, 30)
     room = target.bounce.reserve(30 * size_bytes, 30)
     assert failure(source.bounce.send(source.connect(target), fragments, room)) is None
-    assert source.agent.statistics().num_fragments_written == 1
+    assert source.agent.num_fragments_written == 1
     assert not target.pool.any()
     target.bounce.scatter([part_of(room, fragments)])
     assert np.array_equal(target.pool, expected_pool(target, source, fragments))
