@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvist.simulate.memory import Memory
     from kvist.simulate.trace import Trace
     from kvist.simulate.worker import Machine
+
+_logger = logging.getLogger(__name__)
 
 _LOADS = "0.7,0.9"
 _NotNegative = Annotated[int, Meta(ge=0)]
@@ -129,12 +132,15 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError("--load", config.load, "neither --speedup nor --max-ttft-p99 beside it")
     if config.add_workers and config.max_ttft_p99:
         raise InvalidValueError("--add-workers", config.add_workers, "a fleet's size, and not --max-ttft-p99")
-    outage = _outage(config.outage) if config.outage else None
-    if config.silent > min(_sizes(config.workers)):
+    outage, sizes = _outage(config.outage) if config.outage else None, _sizes(config.workers)
+    if config.silent > min(sizes):
         raise InvalidValueError("--silent", config.silent, "no more than the smallest fleet has")
-    if outage and min(_sizes(config.workers)) < 2:
+    if outage and min(sizes) < 2:
         raise InvalidValueError("--workers", config.workers, "2 or more, where one is gone for a time")
     trace = _trace(args.trace, config.requests)
+    if max(sizes) + config.add_workers + config.prefill_workers > len(trace.requests):
+        expected = f"fleets of no more workers than the trace has requests, {len(trace.requests)}"
+        raise InvalidValueError("--workers", config.workers, expected)
     for flag, path in (("--report", config.report), ("--json", config.json)):
         if path is not None:
             write_output(flag, path, None)
@@ -142,6 +148,14 @@ def run(args: argparse.Namespace) -> int:
         trace = trace.in_sessions()
     conditions = Conditions(
         config.index_delay, config.lost_events, config.silent, outage, memory, config.prefill_workers
+    )
+    shown = ",".join(map(str, sizes))
+    _logger.info(
+        "simulating requests=%d seeds=%d workers=%s policies=%s",
+        len(trace.requests),
+        config.seeds,
+        shown,
+        config.policy,
     )
     fleets = _Fleets(config, trace, machines, conditions)
     with progress_line() as show:

@@ -161,6 +161,21 @@ def test_each_command_whose_extra_is_missing_says_which(
         assert errors.endswith(f" is not installed: pip install 'kvist[{extra}]'\n"), errors
 
 
+@pytest.mark.parametrize("command", ["route", "route --processes 2", "index", "epp", "publish --engine vllm"])
+def test_a_state_folder_that_cannot_be_written_is_refused_before_anything_listens(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    port = "--to=tcp://127.0.0.1:0" if "publish" in command else "--port=0"
+    arguments = [*command.split(), port, f"--state-dir={tmp_path}/file/state", "--log-level=warning"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}  # the index would be compiled after the start
+    started = [sys.executable, "-m", "kvist", *arguments]
+    ended = subprocess.run(started, capture_output=True, text=True, env=environment, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        f"kvist {arguments[0]}: error: state_dir: got '{tmp_path}/file/state', expected a folder"
+    )
+    assert len(ended.stderr.splitlines()) == 1 + ("--processes" in command)
+
+
 def test_the_first_process_of_a_container_ends_at_sigterm_though_its_service_does_not_listen_for_it_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

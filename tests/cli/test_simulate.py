@@ -156,6 +156,10 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workers", "0"], "--workers"),
         (["--workers", "8..4"], "--workers"),
         (["--workers", "many"], "--workers"),
+        (
+            ["--workers", "4,41"],
+            "--workers: got '4,41', expected fleets of no more workers than the trace has requests, 40",
+        ),
         (["--load", "0"], "--load"),
         (["--seeds", "0"], "--seeds"),
         (["--requests", "1"], "--requests"),
@@ -171,6 +175,10 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--window", "1024:1.5"], "--window"),
         (["--host-tokens", "-1"], "--host-tokens"),
         (["--prefill-workers", "-1"], "--prefill-workers"),
+        (
+            ["--prefill-workers", "33"],
+            "--workers: got '8', expected fleets of no more workers than the trace has requests, 40",
+        ),
         (["--accelerator", "h100"], "--accelerator"),
         (["--workers", "2.5"], "--workers"),
         (["--outage", "0.4,0.6"], "--outage: got '0.4,0.6', expected two shares"),

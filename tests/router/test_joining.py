@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvist.cli import main
-from kvist.files import exclusive_folder
 from kvist.indexer import compilation
 
 TOKENS = list(range(1, 70))
@@ -56,9 +55,10 @@ async def test_a_worker_that_says_nothing_keeps_no_router_from_listening(router,
 
 
 def test_an_index_that_cannot_join_ends_the_command_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compilation, "_is_loaded", False)
-    with exclusive_folder("state_dir", tmp_path):
-        assert main(["route", "--port", "0", "--state-dir", str(tmp_path)]) == 2
-    assert "expected a folder that no other process uses" in capsys.readouterr().err
+    monkeypatch.setattr("kvist.indexer.compilation.find_filled", lambda: Path("cache"))
+    monkeypatch.setattr("kvist.indexer.compilation.find_spec", lambda _: None)
+    assert main(["route", "--port", "0"]) == 2
+    assert "numba is not installed: pip install 'kvist[router]'" in capsys.readouterr().err

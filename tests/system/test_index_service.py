@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvist.cli.up import Child, ProcessGroup
+from kvist.errors import KvistError
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 pytestmark = pytest.mark.xdist_group("whole system")
@@ -148,8 +149,8 @@ async def test_a_service_that_was_killed_goes_on_from_its_folder(
         await until(lambda: state_of(second)["is_proven"])
         assert state_of(second)["streams"]["proven"] == 2
         await until(lambda: scores(second) == {"1": {"0": 8}, "2": {"0": 4}})
-        refused = await group.start("another", "index", "--port", "0", *arguments)
-        assert await refused.process.wait() == 2
+        with pytest.raises(KvistError, match="another: ended with exit code 2 before it was ready"):
+            await group.start("another", "index", "--port", "0", *arguments)
 
 
 def read(path: Path) -> bytes:

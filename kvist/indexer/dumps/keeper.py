@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Self
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvist.contexts import BackgroundTasks
 from kvist.errors import MalformedMessageError
 from kvist.events.session import SourceState
-from kvist.files import AtomicFile, exclusive_folder, in_thread, set_aside
+from kvist.files import AtomicFile, in_thread, set_aside
 from kvist.indexer.dumps.dumper import Namespaced, write_dump
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
 from kvist.indexer.dumps.takeover import Destination, Takeover
@@ -84,7 +85,7 @@ class StateStatistics:
 
 
 class StateKeeper:
-    """Keeps indexes in a folder, which is its own while its context is open; a failing disk stops nothing."""
+    """Keeps indexes in a folder, which no other process may use meanwhile; a failing disk stops nothing."""
 
     def __init__(
         self,
@@ -99,13 +100,12 @@ class StateKeeper:
 
         Others who dump the same indexes hold the `dump_lock` as well.
         """
-        self._folder = folder
         self._path = folder / f"{name}.state"
         self._interval_s = interval_s
         self._indexes = indexes
         self._dump_lock = asyncio.Lock() if dump_lock is None else dump_lock
         self._now_s = now_s
-        self._exits = AsyncExitStack()
+        self._group = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._unproven: list[Source] = []
         self._fates = {"loaded": 0, "proven": 0, "cleared": 0, "dropped": 0}
@@ -117,18 +117,12 @@ class StateKeeper:
         self._saving = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        """Lock the folder; raises InvalidValueError with the process that has it, or why it cannot be used."""
-        async with AsyncExitStack() as exits:
-            exits.enter_context(exclusive_folder("state_dir", self._folder))
-            group = await exits.enter_async_context(asyncio.TaskGroup())
-            exits.callback(self._cancel)
-            self._group = group
-            self._exits = exits.pop_all()
+        await self._group.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Unlock the folder; call `stop` before, while the indexes are still fed."""
-        await self._exits.__aexit__(None, None, None)
+        """End; call `stop` before, while the indexes are still fed."""
+        await self._group.__aexit__(None, None, None)
 
     async def load(
         self, destination: Destination, register: Callable[[NamespaceHead], Awaitable[None]] | None = None
@@ -166,7 +160,8 @@ class StateKeeper:
     async def stop(self) -> None:
         """Save a last time if anything has changed, within `LAST_SAVE_TIMEOUT_S`; does nothing before `start`."""
         is_loaded = bool(self._tasks)
-        self._cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if is_loaded:
             try:
@@ -271,7 +266,3 @@ class StateKeeper:
             for each in self._indexes()
             for source in each.indexer.sources + each.indexer.parked
         ]
-
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()

@@ -13,7 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +23,7 @@ import msgspec
 
 from kvist import __version__
 from kvist.errors import leave_group, only_cause
+from kvist.files import exclusive_folder
 from kvist.http import HttpLimits, HttpServer, Request, Responder, default_max_connections
 from kvist.indexer import compilation
 from kvist.indexer.service.config import IndexConfig
@@ -62,7 +65,11 @@ class IndexService:
         self._server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)
 
     async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
+        with ExitStack() as exits:
+            if self._config.state_dir is not None:
+                exits.enter_context(exclusive_folder("state_dir", Path(self._config.state_dir)))
+            await self._server.__aenter__()
+            self._folder_lock = exits.pop_all()
         await self._tasks.__aenter__()
         self._index = self._tasks.create_task(self._run_index(), name="kvist-index")
         logger.info("listening url=%s", self.url)
@@ -90,6 +97,8 @@ class IndexService:
                 await leave_group(self._tasks, error)
             except BaseExceptionGroup as group:
                 raise only_cause(group) from None
+            finally:
+                self._folder_lock.close()
 
     @property
     def url(self) -> str:

@@ -32,6 +32,7 @@ from prometheus_client.registry import Collector
 from kvist import __version__
 from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError
+from kvist.files import exclusive_folder
 from kvist.http import Request, Responder, UpstreamPool
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
@@ -153,6 +154,8 @@ class Keeper(ComposedContext):
         }
 
     async def _open(self, exits: AsyncExitStack) -> None:
+        if self._config.state_dir is not None:
+            exits.enter_context(exclusive_folder("state_dir", Path(self._config.state_dir)))
         await exits.enter_async_context(self.models)  # reads files while workers are asked who they are
         if self.index is not None:
             await exits.enter_async_context(self.index)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from index_invariants import check_invariants
 
-from kvist.errors import InvalidValueError
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.files import AtomicFile
@@ -283,22 +282,6 @@ async def test_a_damaged_state_is_set_aside_and_nothing_of_it_used(
         assert len(kept.indexer.parked) == 1
 
 
-async def test_one_process_has_the_folder(start_kept):
-    async with start_kept():
-        with pytest.raises(InvalidValueError, match=rf"state_dir: got .*, as pid {os.getpid()} does"):
-            async with start_kept():
-                pass
-    async with start_kept():
-        pass
-
-
-async def test_a_folder_that_cannot_be_is_named(start_kept, tmp_path):
-    (tmp_path / "lock").mkdir()
-    with pytest.raises(InvalidValueError, match=r"state_dir: got '.*', expected a folder that can be written"):
-        async with start_kept():
-            pass
-
-
 async def test_it_is_saved_now_and_then_if_something_changed(start_kept, url, make_truth, until):
     with publisher_at(url) as publisher:
         truth = make_truth(publisher)
@@ -338,7 +321,7 @@ async def test_a_failing_disk_is_counted_and_told_and_stops_nothing(
             assert "No space left" in statistics.failure
             assert "state not saved: [Errno 28] No space left on device" in caplog.text
             assert path.read_bytes() == before
-            assert sorted(each.name for each in tmp_path.iterdir()) == ["lock", "router.state"]
+            assert sorted(each.name for each in tmp_path.iterdir()) == ["router.state"]
             truth.store(1)
             await until(lambda: kept.is_exact(truth))
         assert kept.keeper.statistics().num_saves == 1  # at the end
@@ -355,7 +338,7 @@ async def test_a_save_that_ends_early_leaves_no_trace(start_kept, url, make_trut
             patch.setattr(keeper_module, "LAST_SAVE_TIMEOUT_S", 0.05)
             await kept.keeper.stop()
     assert path.read_bytes() == before
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["lock", "router.state"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["router.state"]
 
 
 async def test_a_save_cancelled_while_it_writes_is_over_before_anything_else_is_saved(
@@ -383,7 +366,7 @@ async def test_a_save_cancelled_while_it_writes_is_over_before_anything_else_is_
             await asyncio.wait([saving, following])
         assert saving.cancelled()
         assert (kept.keeper.statistics().num_saves, kept.keeper.statistics().num_failures) == (1, 0)
-    assert sorted(each.name for each in path.parent.iterdir()) == ["lock", "router.state"]
+    assert sorted(each.name for each in path.parent.iterdir()) == ["router.state"]
 
 
 async def test_a_save_lets_others_have_their_turn_and_waits_for_answers_that_are_taken(start_kept, url):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvist.cli import main
-from kvist.files import exclusive_folder
 from kvist.indexer import compilation
 from kvist.indexer.service import IndexConfig
 from kvist.indexer.service.service import IndexService
@@ -60,9 +59,10 @@ async def test_a_service_that_stops_ends_the_process_that_compiles(compiling) ->
 
 
 def test_an_index_that_cannot_join_ends_the_command_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compilation, "_is_loaded", False)
-    with exclusive_folder("state_dir", tmp_path):
-        assert main(["index", "--port", "0", "--state-dir", str(tmp_path)]) == 2
-    assert "expected a folder that no other process uses" in capsys.readouterr().err
+    monkeypatch.setattr("kvist.indexer.compilation.find_filled", lambda: Path("cache"))
+    monkeypatch.setattr("kvist.indexer.compilation.find_spec", lambda _: None)
+    assert main(["index", "--port", "0"]) == 2
+    assert "numba is not installed: pip install 'kvist[router]'" in capsys.readouterr().err
