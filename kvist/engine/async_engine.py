@@ -152,7 +152,7 @@ class AsyncEngine:
 
     async def flush_cache(self) -> None:
         """Remove all blocks that no request uses from the prefix cache. Raises EngineStoppedError."""
-        await self._call(self._core.flush_cache)
+        await self._call(self._core.kv_cache.flush)
 
     async def withdraw(self, remote_request_id: str) -> bool:
         """Stop holding a prompt for another worker; False if it is not held. Raises EngineStoppedError."""
@@ -169,7 +169,10 @@ class AsyncEngine:
         """Run commands and steps until stopped; with nothing to compute, sleep until a command arrives."""
         try:
             while True:
-                self._run_commands(is_waiting=not self._core.has_work)
+                if not self._core.has_work:
+                    self._commands.get()()
+                while not self._commands.empty():
+                    self._commands.get()()
                 if self._is_stopped:
                     break
                 outputs = self._core.step()
@@ -180,12 +183,6 @@ class AsyncEngine:
             if not self._is_stopped:
                 self._loop.call_soon_threadsafe(self._fail_open)
             raise
-
-    def _run_commands(self, is_waiting: bool) -> None:
-        if is_waiting:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
 
     def _abort(self, request_id: str) -> None:
         generation = self._generations.pop(request_id, None)

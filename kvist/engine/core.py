@@ -305,9 +305,6 @@ class EngineCore:
     def _is_open(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
-    def flush_cache(self) -> None:
-        self.kv_cache.flush()
-
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(
             self._scheduler.statistics(),

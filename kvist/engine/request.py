@@ -116,7 +116,6 @@ class RequestOutput:
     remote_request_id: str | None = None
 
     def __add__(self, later: RequestOutput) -> RequestOutput:
-        """Return this output followed by a later one of the same request."""
         return replace(
             later,
             token_ids=self.token_ids + later.token_ids,

@@ -155,7 +155,6 @@ class LogitsAdjuster:
             self._penalty = penalty.to(like)
 
     def add(self, token_id: int) -> None:
-        """Record a new token of the output."""
         if self._repetition is not None:
             self._repetition[token_id] = self._request.params.repetition_penalty
         if self._penalty is not None:

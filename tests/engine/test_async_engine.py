@@ -145,7 +145,7 @@ async def test_when_the_thread_dies_nobody_waits_for_ever(make_core, greedy, mon
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_flush_during_the_death_of_the_thread_is_told(make_core, monkeypatch) -> None:
     core = make_core("qwen3")
-    monkeypatch.setattr(core, "flush_cache", lambda: 1 / 0)
+    monkeypatch.setattr(core.kv_cache, "flush", lambda: 1 / 0)
     async with AsyncEngine(core, max_num_open=3) as engine:
         with pytest.raises(EngineStoppedError):
             await engine.flush_cache()

@@ -85,7 +85,7 @@ def test_a_shared_prefix_is_reported_as_cached_and_answers_alike(make_core, gene
     assert first[-1].num_cached_tokens == 0
     assert second[-1].num_cached_tokens == 36
     assert tokens_of(first) == tokens_of(second)
-    core.flush_cache()
+    core.kv_cache.flush()
     assert generate(core, [(prompt, greedy(1))])["0"][-1].num_cached_tokens == 0
 
 

@@ -110,7 +110,7 @@ class Life:
             self.core.abort(name)
 
     def flush(self) -> None:
-        self.core.flush_cache()
+        self.core.kv_cache.flush()
 
     def fail(self) -> None:
         with patch.object(self.core._runner, "forward", side_effect=RuntimeError("lost")):

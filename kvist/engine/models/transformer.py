@@ -111,7 +111,6 @@ class FusedRMSNorm(nn.Module):
     loops: ModuleType | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` normed over its last dimension."""
         if self.loops is None:
             return functional.rms_norm(x.float(), x.shape[-1:], self.scale, self.eps).type_as(x)
         normed: torch.Tensor = self.loops.rms_norm(x, self.scale, self.eps)
@@ -140,7 +139,6 @@ class PackedLinear(nn.Linear):
     others: tuple[HandedLinear, ...]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first projection of `x`."""
         first, *rest = torch.split_with_sizes(super().forward(x), self.sizes, dim=-1)
         for other, out in zip(self.others, rest, strict=True):
             other.handed[:] = x, out

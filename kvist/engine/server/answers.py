@@ -135,7 +135,6 @@ class ChoicesShape(Shape):
         return self._tokenizer.text([token_id])
 
     def _token_ids(self, output: RequestOutput) -> Body:
-        """Return the output's token ids, if the request asks for them."""
         return {"token_ids": output.token_ids} if self._job.options.return_token_ids else {}
 
     def _addition(self, index: int, output: RequestOutput) -> Body:

@@ -43,7 +43,6 @@ from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 
-DEFAULT_MAX_BODY_BYTES = 32 * 2**20
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 """Paths that need no API key: they reveal the worker's state alone."""
 ReadJob = Callable[[bytes], Awaitable[Job]]
@@ -136,7 +135,6 @@ def create_app(
     model: ServedModel,
     *,
     collectors: Iterable[Collector] = (),
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     spans: WorkerSpans | None = None,
     api_key: str | None = None,
 ) -> ASGIApp:
@@ -151,7 +149,7 @@ def create_app(
     limits = engine.limits
     grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
     intake = Intake(tokenizer, model.names, model.max_model_len, grammars)
-    server = _Server(engine, intake, model, max_body_bytes, registry, Timings(registry, spans), int(time.time()))
+    server = _Server(engine, intake, model, registry, Timings(registry, spans), int(time.time()))
     answers: dict[str, tuple[ReadJob, MakeShape, str]] = {
         "/v1/chat/completions": (intake.read_chat, ChatShape, "chatcmpl"),
         "/v1/completions": (intake.read_completion, CompletionShape, "cmpl"),
@@ -201,13 +199,12 @@ class _Server:
     _engine: AsyncEngine
     _intake: Intake
     _model: ServedModel
-    _max_body_bytes: int
     _registry: CollectorRegistry
     _timings: Timings
     _created: int
 
     async def answer(self, read_job: ReadJob, make_shape: MakeShape, prefix: str, request: Request) -> Response:
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request)
         tokenizer = self._intake.tokenizer
         job = await read_job(body)
         self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
@@ -235,17 +232,17 @@ class _Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer in vLLM's format: a router compares the tokens with its own of the same chat."""
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request)
         tokens, token_strs = await self._intake.read_tokenize(body)
         limit = self._model.max_model_len
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request)
         return _json({"input_tokens": await self._intake.count_tokens(body)})
 
     async def detokenize(self, request: Request) -> Response:
-        return _json({"prompt": self._intake.read_detokenize(await read_body(request, self._max_body_bytes))})
+        return _json({"prompt": self._intake.read_detokenize(await read_body(request))})
 
     async def models(self, _: Request) -> Response:
         return _json({"data": [self._model_body(name) for name in self._model.names], "object": "list"})

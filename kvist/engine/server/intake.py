@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -19,8 +19,7 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_fields, chat_
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.tokenization import ChatTokenizer
 
-_T = TypeVar("_T")
-
+MAX_BODY_BYTES = 32 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
 
 
@@ -90,20 +89,20 @@ class Job:
         return msgspec.structs.replace(self.params, **changes) if changes else self.params
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the whole body; raises RequestError (413) once it is known to be longer than `max_bytes`."""
+async def read_body(request: Request) -> bytes:
+    """Return the whole body; raises RequestError (413) once it is known to be longer than `MAX_BODY_BYTES`."""
     declared = request.headers.get("content-length", "")
     pieces, num_bytes = [], int(declared) if declared.isdecimal() else 0
-    if num_bytes <= max_bytes:
+    if num_bytes <= MAX_BODY_BYTES:
         num_bytes = 0
         async for piece in request.stream():
             pieces.append(piece)
             num_bytes += len(piece)
-            if num_bytes > max_bytes:
+            if num_bytes > MAX_BODY_BYTES:
                 break
         else:
             return b"".join(pieces)
-    raise RequestError(413, f"body: longer than {max_bytes} bytes", code="body_too_large")
+    raise RequestError(413, f"body: longer than {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,43 +115,41 @@ class Intake:
     grammars: GrammarCompiler
 
     async def read_chat(self, body: bytes) -> Job:
-        """Return the job of a chat request."""
         fields = api.read_fields(body)
-        return await self._read_chat(body, fields, api.convert(fields, api.ChatCompletionRequest))
+        return await self._read_chat(fields, api.convert(fields, api.ChatCompletionRequest))
 
     async def read_messages(self, body: bytes) -> Job:
         """Return the job of a request to Anthropic's API."""
         fields = api.read_fields(body)
         if fields.get("max_tokens") is None:
             raise invalid_field("max_tokens", "expected how many tokens to generate at most")
-        return await self._read_as_chat(MESSAGES_PATH, body, fields)
+        return await self._read_as_chat(MESSAGES_PATH, fields)
 
     async def read_response(self, body: bytes) -> Job:
         """Return the job of a request to OpenAI's responses."""
         fields = api.read_fields(body)
         check_fields(fields, REFUSED_OF_RESPONSES)
-        job = await self._read_as_chat(RESPONSES_PATH, body, fields)
+        job = await self._read_as_chat(RESPONSES_PATH, fields)
         return replace(job, call_fields=dict(_call_fields(fields.get("tools") or ())))
 
-    async def _read_as_chat(self, path: str, body: bytes, fields: api.Fields) -> Job:
+    async def _read_as_chat(self, path: str, fields: api.Fields) -> Job:
         if fields.get("kv_transfer_params") is not None:
             problem = "expected it left out: only chats and completions are handed over"
             raise invalid_field("kv_transfer_params", problem)
         chat = chat_of(path, fields, self.tokenizer.template)
         chat = msgspec.structs.replace(chat, stream=bool(fields.get("stream")))
-        return await self._read_chat(body, chat_fields(path, fields), chat)
+        return await self._read_chat(chat_fields(path, fields), chat)
 
-    async def _read_chat(self, body: bytes, fields: api.Fields, request: api.ChatCompletionRequest) -> Job:
+    async def _read_chat(self, fields: api.Fields, request: api.ChatCompletionRequest) -> Job:
         self._check_model(request.model)
         _check_chat(fields, request)
         params = api.decode_sampling_params(fields)
         choice = api.convert(fields, ToolChoice)
         tools, grammar = read_tools(choice, request, self.tokenizer.template)
-        prompt = await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(request).tolist())
+        prompt = await asyncio.to_thread(lambda: self.tokenizer.tokenize_chat(request).tolist())
         return await self._job(fields, request, params, (prompt,), tools, grammar)
 
     async def read_completion(self, body: bytes) -> Job:
-        """Return the job of a text completion request."""
         fields = api.read_fields(body)
         request = api.convert(fields, api.CompletionRequest)
         self._check_model(request.model)
@@ -166,7 +163,7 @@ class Intake:
                 for prompt in request.prompts
             )
 
-        return await self._job(fields, request, params, await self._tokenize_body(body, tokenize))
+        return await self._job(fields, request, params, await asyncio.to_thread(tokenize))
 
     async def read_tokenize(self, body: bytes) -> tuple[list[int], list[str | None] | None]:
         """Return the tokens of a chat or a text, and their texts in the vocabulary if the request asks for them."""
@@ -176,14 +173,13 @@ class Intake:
             chat = api.convert(fields, api.ChatCompletionRequest)
             self._check_model(chat.model)
             _check_chat(fields, chat)
-            prompt = await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(chat).tolist())
+            prompt = await asyncio.to_thread(lambda: self.tokenizer.tokenize_chat(chat).tolist())
         else:
             text = api.convert(fields, api.CompletionRequest)
             self._check_model(text.model)
             if not isinstance(text.prompt, str):
                 raise invalid_field("prompt", "expected text")
-            add_special_tokens, prompt_text = text.add_special_tokens, text.prompt
-            prompt = await self._tokenize_body(body, lambda: self._tokens(prompt_text, add_special_tokens))
+            prompt = await asyncio.to_thread(self._tokens, text.prompt, text.add_special_tokens)
         return prompt, self.tokenizer.token_strs(prompt) if request.return_token_strs else None
 
     async def count_tokens(self, body: bytes) -> int:
@@ -191,10 +187,9 @@ class Intake:
         chat = chat_of(MESSAGES_PATH, fields := api.read_fields(body), self.tokenizer.template)
         self._check_model(chat.model)
         _check_chat(fields, chat)
-        return len(await self._tokenize_body(body, lambda: self.tokenizer.tokenize_chat(chat)))
+        return len(await asyncio.to_thread(self.tokenizer.tokenize_chat, chat))
 
     def read_detokenize(self, body: bytes) -> str:
-        """Return the text of tokens."""
         request = api.convert(api.read_fields(body), api.DetokenizeRequest)
         self._check_model(request.model)
         return self.tokenizer.text(request.tokens)
@@ -264,10 +259,6 @@ class Intake:
     def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self.tokenizer.tokenize_text(text, add_special_tokens=add_special_tokens).tolist()
         return tokens
-
-    async def _tokenize_body(self, body: bytes, tokenize: Callable[[], _T]) -> _T:
-        """Tokenise on the event loop or, if that would delay other requests, in a thread."""
-        return tokenize() if len(body) <= self.tokenizer.max_inline_bytes else await asyncio.to_thread(tokenize)
 
 
 def _call_fields(tools: Iterable[api.Fields]) -> Iterator[tuple[str, api.Fields]]:

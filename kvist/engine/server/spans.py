@@ -203,7 +203,10 @@ def _record_sequence(
         facts = {} if fetch is None else {"kvist.bytes": fetch.num_bytes, "kvist.senders": fetch.num_senders}
         step = span.record("fetch", times.fetching_s, fetched_s, {**more, **facts}, times.fetch_error)
         if fetch is not None:
-            _record_fetch(step, fetch)
+            arrived_s = fetch.ended_s if fetch.arrived_s is None else fetch.arrived_s
+            step.record("transfer", fetch.began_s, arrived_s, {})
+            if arrived_s < fetch.ended_s:
+                step.record("scatter", arrived_s, fetch.ended_s, {})
     first_token_s = ended_s if times.first_token_s is None else times.first_token_s
     if times.scheduled_s is not None:
         tokens = {"kvist.prompt_tokens": num_prompt_tokens, "kvist.cached_tokens": times.num_cached_tokens}
@@ -211,13 +214,6 @@ def _record_sequence(
     if first_token_s < ended_s and times.num_output_tokens != 1:
         tokens = {"gen_ai.usage.output_tokens": times.num_output_tokens}
         span.record("decode", first_token_s, ended_s, {**more, **tokens})
-
-
-def _record_fetch(step: Span, fetch: FetchTimes) -> None:
-    arrived_s = fetch.ended_s if fetch.arrived_s is None else fetch.arrived_s
-    step.record("transfer", fetch.began_s, arrived_s, {})
-    if arrived_s < fetch.ended_s:
-        step.record("scatter", arrived_s, fetch.ended_s, {})
 
 
 def _request_attributes(scope: Scope, model_name: str) -> Attributes:
@@ -259,7 +255,6 @@ def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
 
 
 def _set_bounded(items: OrderedDict[str, _T], name: str, value: _T) -> None:
-    """Set an item, and remove the oldest one if there are too many."""
     items[name] = value
     if len(items) > _MAX_KEPT:
         items.popitem(last=False)

@@ -140,7 +140,6 @@ class GrammarCompiler:
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Return the ids of the special tokens by their texts."""
         tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token
         found = ((text, tokenize(text, parse_special=True)) for text in self._tokenizer.added_tokens)
         return {text: token_ids[0] for text, token_ids in found if len(token_ids) == 1 and is_special(token_ids[0])}
@@ -154,7 +153,6 @@ class TokenMatcher(Constraint):
         self._vocab_size = vocab_size
 
     def copy(self) -> TokenMatcher:
-        """Return a matcher in the same state for another output."""
         return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> npt.NDArray[np.bool_]:

@@ -141,7 +141,6 @@ def _grammar(schema: Fields) -> Grammar:
 
 
 def make_reader(rules: ToolRules) -> Reader:
-    """Return a reader for one output."""
     return (HarmonyReader if rules.syntax is _HARMONY else ToolReader)(rules)
 
 

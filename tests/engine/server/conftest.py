@@ -66,7 +66,7 @@ def served() -> Iterator[Served]:
         )
         tokenizer = ChatTokenizer.load(bundled_model_path())
         async with AsyncEngine(core, max_num_open=40) as engine:
-            app = create_app(engine, tokenizer, model, max_body_bytes=100_000)
+            app = create_app(engine, tokenizer, model)
             servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none")))
             ready.set()
             await servers[0].serve(sockets=[listener])
