@@ -33,11 +33,9 @@ class AtomicFile:
         self.size_bytes = 0
 
     def write(self, piece: bytes) -> None:
-        """Append a piece."""
         self.size_bytes += self._open().write(piece)
 
     def commit(self) -> None:
-        """Make the file appear, with all its pieces."""
         with self._open() as file:
             file.flush()
             os.fsync(file.fileno())

@@ -90,7 +90,6 @@ def option_help(kind: type) -> dict[str, str]:
 
 
 def secret_names(kind: type) -> set[str]:
-    """Return the keys whose values are secrets."""
     return {name for name, annotation in _annotations(kind).items() if _is_secret(annotation)}
 
 

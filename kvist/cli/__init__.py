@@ -99,7 +99,6 @@ def _skip_last_collection() -> None:
 
 
 def _fail(command: str, error: Exception) -> int:
-    """Print the error and return the exit code."""
     code = 2 if isinstance(error, InvalidValueError | MissingExtraError) else 1
     try:
         if sys.stdout is not None:

@@ -12,14 +12,12 @@ HELP = "run an endpoint picker for the Gateway API inference extension (Envoy ex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `kvist route`, and the port of operators' endpoints."""
     route.add_arguments(parser)
     text = "HTTP port for /metrics, /readiness and the other administrative endpoints of `kvist route` (default: none)"
     parser.add_argument("--metrics-port", type=int, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
     from kvist.router.doors.picker import Picker
 
     config = route.make_config(args)

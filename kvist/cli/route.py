@@ -48,7 +48,6 @@ _GROUPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a flag for each key of the configuration."""
     sources = {"flag": "--kv-event-source", "metavar": "URL=ENDPOINT", **SEVERAL}
     model = {"flag": "--model", "metavar": "NAME=DIRECTORY", **SEVERAL}
     alias = {"flag": "--alias", "metavar": "NAME=MODEL[@SHARE]", **SEVERAL}

@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print a table; return 0."""
     from kvist.simulate.fleet import Conditions
     from kvist.simulate.peers import POLICIES
     from kvist.simulate.report import changes, html_report, table, warnings
@@ -270,7 +269,6 @@ def _machines(config: SimulateConfig) -> list[Machine]:
 
 
 def _memory(config: SimulateConfig) -> Memory:
-    """Return the memory of every worker."""
     from kvist.simulate.hardware import memory_of
     from kvist.simulate.memory import Memory
 

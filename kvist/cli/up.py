@@ -187,11 +187,10 @@ async def _demo(
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A command that is ready: the URL it serves, and the process behind it."""
+    """A command that is ready, and the URL it serves."""
 
     name: str
     url: str
-    process: asyncio.subprocess.Process
 
 
 class ProcessGroup:
@@ -248,7 +247,7 @@ class ProcessGroup:
             raise KvistError(f"{name}: ended with exit code {await process.wait()} before it was ready")
         assert process.stdout is not None
         self._drains.append(asyncio.create_task(process.stdout.read(), name=f"drain {name}"))
-        return Child(name, url, process)
+        return Child(name, url)
 
 
 async def _read_url(process: asyncio.subprocess.Process) -> str | None:

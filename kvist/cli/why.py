@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 0."""
     is_router = args.source.startswith(("http://", "https://"))
     name, value = ("cache-tokens", args.cache_tokens) if is_router else ("window", args.window)
     if value is not None:

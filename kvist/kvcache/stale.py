@@ -18,7 +18,6 @@ def num_stale_blocks(history: int, window: KnownWindow, block_size: int) -> int:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks `num_tokens` tokens occupy."""
     return -(-num_tokens // block_size)
 
 

@@ -152,5 +152,4 @@ class SourceTracker:
         return rank.on_message(envelope.epoch, envelope.sequence)
 
     def total(self, name: str) -> int:
-        """Return a count's sum over all ranks."""
         return sum(getattr(rank, name) for rank in self.ranks.values())

@@ -57,7 +57,6 @@ class HistoryCollector(StatisticsCollector):
         return self._indices.setdefault(rank, len(self._indices))
 
     def history(self) -> History:
-        """Return the history up to the last message."""
         hashes, blocks = np.unique(np.frombuffer(self._blocks, np.uint64), return_inverse=True)
         holders, times_ms = np.frombuffer(self._holders, np.int32), np.frombuffer(self._times_ms, np.int64)
         order = np.lexsort((holders, blocks))  # stable: changes of one block and holder stay in order of time

@@ -185,7 +185,6 @@ class Difference(NamedTuple):
 
 
 def holdings_of(snapshot: Iterable[Residencies]) -> Holdings:
-    """Return the holdings in an index's snapshot."""
     parts: defaultdict[tuple[WorkerRank, Tier], list[NDArray[np.uint64]]] = defaultdict(list)
     for ranks, hashes, _, members in snapshot:
         for holder, tier in product(np.unique(members >> 4).tolist(), Tier):

@@ -90,7 +90,6 @@ class Player:
                     await self._send(source, message)
 
     async def _send(self, source: RecordedSource, message: Message) -> None:
-        """Send a message once the transport takes it."""
         while True:
             try:
                 self._publications[source].send(message)

@@ -314,7 +314,6 @@ class StatisticsCollector:
 
 
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
-    """Return everything as values that JSON can have."""
     fields: dict[str, Any] = {name: getattr(statistics, name) for name in statistics.__slots__}
     fields["ranks"] = [rank._asdict() | msgspec.to_builtins(each) for rank, each in statistics.ranks.items()]
     builtins: dict[str, Any] = msgspec.to_builtins(fields, str_keys=True)

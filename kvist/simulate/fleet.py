@@ -112,7 +112,6 @@ class Simulation:
         heappush(self._timers, (at_s, next(self._ordinals), call))
 
     def run(self) -> Outcome:
-        """Serve the whole trace."""
         timers, workers = self._timers, self._workers
         while True:
             step_s = min(worker.next_s for worker in workers)

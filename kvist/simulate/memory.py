@@ -97,7 +97,6 @@ class Pool:
         return Hold(held, max(0, peak - len(held)))
 
     def has_room(self, hold: Hold) -> bool:
-        """Return whether a request can hold this beside those that run."""
         num_new = sum(1 for block in hold.blocks if block not in self.pinned)
         return len(self.pinned) + num_new + self.num_own + hold.num_own <= self.num_blocks
 
@@ -130,7 +129,6 @@ class Pool:
         self.cache([*answer[:first], *reversed(answer[first:])], now_s)
 
     def evict(self, now_s: float) -> None:
-        """Evict what there is no room for."""
         num_over = len(self.pinned) + len(self.idle) + self.num_own - self.num_blocks
         evicted = [self.idle.popitem(last=False)[0] for _ in range(min(num_over, len(self.idle)))]
         self._report(now_s, Tier.GPU, evicted, False)

@@ -162,7 +162,6 @@ class Payload(msgspec.Struct, frozen=True):
 
     @property
     def num_output_tokens(self) -> int | None:
-        """Return how long the answer may be, if that is limited."""
         return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
 
 

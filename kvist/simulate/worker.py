@@ -44,7 +44,6 @@ class Machine:
     cache_tokens: int = 400_000
 
     def times_as_fast(self, speed: float) -> Machine:
-        """Return a machine that does everything in 1 / `speed` of the time."""
         prefill_s, context_s = self.prefill_s / speed, self.context_s / speed
         return replace(self, step_s=self.step_s / speed, prefill_s=prefill_s, context_s=context_s)
 
@@ -97,7 +96,6 @@ class Worker:
         on_first_token: Callable[[Request, float], None],
         on_finished: Callable[[Job, float], None],
     ) -> None:
-        """Begin with nothing to do and an empty cache."""
         self.next_s = inf
         self.gaps_s: list[tuple[float, int]] = []
         """How long steps took, with the number of tokens in each that were not the first of an answer."""
@@ -113,7 +111,6 @@ class Worker:
         self._finishing: list[Job] = []
 
     def jobs(self) -> list[Job]:
-        """Return the requests that have not ended."""
         return [*(job for _, _, job in self._decoding), *self._finishing, *self._prefilling, *self._waiting]
 
     def submit(self, job: Job, now_s: float) -> None:
@@ -139,7 +136,10 @@ class Worker:
         self._context_tokens += num_steps * len(self._decoding)
         if self._decoding:
             self.gaps_s.append((self._step_s, num_steps * len(self._decoding)))
-        self._report_tokens(now_s)
+        if (num := self._steps_done - self._steps_reported) >= REPORT_STEPS:
+            self._steps_reported = self._steps_done
+            for _, _, job in self._decoding:
+                self._driver.tokens(now_s, job.request_id, num)
         while self._decoding and self._decoding[0][0] <= self._steps_done:
             job = heappop(self._decoding)[2]
             self._context_tokens -= job.request.num_tokens + max(1, job.num_output_tokens - 1)
@@ -148,13 +148,6 @@ class Worker:
             self._start_answer(job, now_s)
         self._finishing.clear()
         self._plan_step(now_s)
-
-    def _report_tokens(self, now_s: float) -> None:
-        num = self._steps_done - self._steps_reported
-        if num >= REPORT_STEPS:
-            self._steps_reported = self._steps_done
-            for _, _, job in self._decoding:
-                self._driver.tokens(now_s, job.request_id, num)
 
     def _plan_step(self, now_s: float) -> None:
         budget, prefill_s, machine = MAX_STEP_TOKENS, 0.0, self._machine

@@ -108,7 +108,6 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def part(self) -> Part:
-        """Return the rank and its number of ranks."""
         return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 
@@ -177,7 +176,6 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
     theirs: str = ""
 
     def __str__(self) -> str:
-        """Return the reason and both values for logs and error messages."""
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 

@@ -169,7 +169,6 @@ class Sender:
         self._free_if_done(held, now_s)
 
     def read(self) -> list[list[bytes]]:
-        """Return the messages that have arrived, for `handle`."""
         received: list[list[bytes]] = []
         while len(received) < _MAX_MESSAGES_READ and self._router.poll(0):
             received.append(self._router.recv_multipart())

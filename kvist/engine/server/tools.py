@@ -226,8 +226,10 @@ class ToolReader(Reader):
     _has_text = False
 
     def feed(self, text: str, is_last: bool) -> Reading:
+        if self._rules.name is not None and self.num_calls:
+            return Reading("", [{"index": 0, "function": {"arguments": text}}] if text else [])
         if self._rules.name is not None:
-            return Reading("", self._arguments(self._rules.name, text))
+            return Reading("", [self._new_call(self._rules.name, text)])
         syntax = self._rules.syntax
         assert syntax is not None
         self._held += text
@@ -245,11 +247,6 @@ class ToolReader(Reader):
         if is_last and not self.num_calls:
             content, self._held = content + self._held, ""
         return Reading(content, calls)
-
-    def _arguments(self, name: str, text: str) -> list[Body]:
-        if self.num_calls:
-            return [{"index": 0, "function": {"arguments": text}}] if text else []
-        return [self._new_call(name, text)]
 
     def _pop_calls(self, syntax: ToolSyntax) -> list[Body]:
         """Remove the complete calls from the held text, and return them."""
