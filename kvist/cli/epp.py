@@ -7,6 +7,8 @@ import asyncio
 
 from kvist.cli import route
 from kvist.cli._terminal import serve
+from kvist.errors import InvalidValueError
+from kvist.files import file_stamp
 
 HELP = "run an endpoint picker for the Gateway API inference extension (Envoy ext_proc)"
 
@@ -20,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvist.router.doors.picker import Picker
 
-    config = route.make_config(args)
+    if args.metrics_port is not None and not 0 <= args.metrics_port <= 65535:
+        raise InvalidValueError("--metrics-port", args.metrics_port, "0 to 65535")
+    stamp, config = file_stamp(args.config), route.make_config(args)
     picker = Picker(config, args.metrics_port)
-    return asyncio.run(serve(picker, lambda picker: f"kvist epp: listening on {config.url_at(picker.port)}"))
+    service = route.reloading(picker, args, stamp)
+    return asyncio.run(serve(service, lambda _: f"kvist epp: listening on {config.url_at(picker.port)}"))

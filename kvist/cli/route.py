@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from kvist.router.doors.service import RouterService
 
     service = RouterService(config, started_s)
-    return asyncio.run(serve(_reloading(service, args, stamp), lambda _: _ready_line(config, service.url)))
+    return asyncio.run(serve(reloading(service, args, stamp), lambda _: _ready_line(config, service.url)))
 
 
 def _ready_line(config: RouterConfig, url: str) -> str:
@@ -92,7 +92,7 @@ def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, star
 
     async def run() -> int:
         end_with_supervisor(part)
-        return await serve(_reloading(make_part(config, part, started_s, recording), args, stamp), lambda _: "")
+        return await serve(reloading(make_part(config, part, started_s, recording), args, stamp), lambda _: "")
 
     return asyncio.run(run())
 
@@ -102,7 +102,7 @@ class _Reloadable(AbstractAsyncContextManager[Any], Protocol):
 
 
 @asynccontextmanager
-async def _reloading(service: _Reloadable, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[None]:
+async def reloading(service: _Reloadable, args: argparse.Namespace, stamp: Stamp) -> AsyncIterator[None]:
     """Run a service that reloads its settings at SIGHUP, and when its file is not the one that had this stamp."""
     requested = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias
@@ -27,6 +28,8 @@ from kvist.router.policy.settings import (
 from kvist.router.sources import SourceUrl, check_event_source, check_worker_url
 from kvist.settings import Count, Port, Seconds, Secret, Text, check_fields
 from kvist.tracing import check_traces_endpoint
+
+_logger = logging.getLogger(__name__)
 
 DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
@@ -57,6 +60,13 @@ RELOADED = frozenset(
     }
 )
 """Fields that may change while the router runs; the others need a restart."""
+
+
+def log_changes(changed: list[str], fixed: list[str]) -> None:
+    """Log which settings were reloaded, and which of those that differ need a restart."""
+    _logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
+    if fixed:
+        _logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
 
 
 TierCredits: TypeAlias = Annotated[

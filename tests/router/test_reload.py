@@ -15,6 +15,7 @@ import trustme
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import RELOADED, RouterConfig
+from kvist.router.doors.picker import Picker
 from kvist.router.doors.service import RouterService
 from kvist.settings import parse_values
 
@@ -73,9 +74,7 @@ async def test_policy_keys_and_bounds_change_and_what_cannot_is_named(worker, ro
         assert (await front.explain([1]))["policy"] == "round-robin"
         front.service.reload(given(front, policy="kv"))
         assert (await front.explain([1]))["policy"] == "round-robin"
-    assert [
-        line.partition("fields=")[2] for line in logged("kvist.router.doors.service") if "need a restart" in line
-    ] == [
+    assert [line.partition("fields=")[2] for line in logged("kvist.router.config") if "need a restart" in line] == [
         "state_interval_s,port",
         "policy",
     ]
@@ -98,8 +97,12 @@ async def test_whatever_a_worker_is_asked_has_the_new_key(worker, router, until,
         running.cancel()
 
 
-async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("door", [RouterService, Picker])
+async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are_not(
+    door: type[RouterService | Picker], tmp_path: Path
+) -> None:
     authority, trust = trustme.CA(), ssl.create_default_context()
+    trust.set_alpn_protocols(["h2", "http/1.1"])
     authority.configure_trust(trust)
     first, second = (authority.issue_cert("127.0.0.1") for _ in range(2))
     chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
@@ -115,8 +118,8 @@ async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are
 
     install(first, first)
     config = RouterConfig(port=0, policy="random", tls_certificate=str(chain), tls_key=str(key))
-    async with RouterService(config) as service:
-        port = int(service.url.rpartition(":")[2])
+    async with door(config) as service:
+        port = service.port if isinstance(service, Picker) else int(service.url.rpartition(":")[2])
         assert await shown() == first.cert_chain_pems[0].bytes().decode()
         install(second, first)
         with pytest.raises(InvalidValueError, match="tls_certificate"):

@@ -26,7 +26,7 @@ from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
 from kvist.router.admission import Admission
-from kvist.router.config import RouterConfig
+from kvist.router.config import RouterConfig, log_changes
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.healing import REPORT_MODE
@@ -123,19 +123,22 @@ class Router(ComposedContext):
         """Use the same configuration as `kvist route`, except for the settings about listening.
 
         If another system finds and checks the workers, `view` is what it knows of them; it is opened with this context.
-        Raises InvalidValueError for a configuration with tenants, as only the gateway knows who asks, or processes.
+        Raises InvalidValueError for a configuration with tenants, as only the gateway knows who asks, or with what
+        `kvist route` alone has.
         """
-        if config.processes != 1:
-            raise InvalidValueError("processes", config.processes, "1: only kvist route has more")
+        for name in ("processes", "access_log", "record_requests", "otlp_traces_endpoint"):
+            value, default = getattr(config, name), getattr(RouterConfig(), name)
+            if value != default:
+                raise InvalidValueError(name, value, f"{default}: only kvist route has it")
         if config.has_tenants:
             raise InvalidValueError("tenants", config.tenants or config.auth_url, "none, as the gateway knows who asks")
-        self._config, self._view = config, view
+        self._config, self._view, self.certificates = config, view, Certificates(config)
 
     async def _open(self, exits: AsyncExitStack) -> None:
         """Ask each worker who it is, and start to follow its stream."""
         config, now_s = self._config, time.monotonic
         if self._view is None:
-            pool = await exits.enter_async_context(Certificates(config).worker_pool())
+            pool = await exits.enter_async_context(self.certificates.worker_pool())
             self._view = Keeper(config, pool, now_s(), registry=CollectorRegistry())
         view = self.view = await exits.enter_async_context(self._view)
         index, clock = view.index, LoopClock(asyncio.get_running_loop())
@@ -147,6 +150,19 @@ class Router(ComposedContext):
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None,
         )
+
+    def reload(self, config: RouterConfig) -> RouterConfig:
+        """Apply the settings that may change while it runs, as `kvist route` does; return those that hold now.
+
+        Only where it finds its workers itself. Raises InvalidValueError, and changes nothing, if one is wrong.
+        """
+        renewed, changed, fixed = self._config.changed_to(config)
+        self.certificates.renew(renewed)
+        assert isinstance(self.view, Keeper)
+        self.view.reconfigure(renewed)
+        self._config = renewed
+        log_changes(changed, fixed)
+        return renewed
 
     async def route(
         self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False

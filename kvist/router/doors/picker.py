@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class Picker(ComposedContext):
 
         `metrics_port`, if given, serves the endpoints for operators that `kvist route` has.
         """
-        self._config, self.metrics_port = config, metrics_port
+        self._config, self.metrics_port, self._is_draining = config, metrics_port, False
         self._router = Router(config)
         self.port = config.port
 
@@ -86,6 +87,7 @@ class Picker(ComposedContext):
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._router.certificates.for_clients()  # names a file that is wrong, which gRPC does not
         self.port = _listen(server, self._config)
         if self.metrics_port is not None:
             page = HttpServer(self._answer, host=self._config.host, port=self.metrics_port)
@@ -97,7 +99,18 @@ class Picker(ComposedContext):
             *(("kvist-picker-objectives", each.follow()) for each in objectives),
         ]:
             exits.callback(asyncio.create_task(coroutine, name=name).cancel)
-        exits.push_async_callback(self._health.enter_graceful_shutdown)
+        exits.push_async_exit(self._drain)
+
+    def reload(self, config: RouterConfig) -> None:
+        """Apply the settings that may change while it runs; raises InvalidValueError, and changes nothing, if not."""
+        self._config = self._router.reload(config)
+
+    async def _drain(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Fail `/readiness` and health checks for a while, so that gateways ask others before the picker stops."""
+        self._is_draining = True
+        await self._health.enter_graceful_shutdown()
+        if kind is None:
+            await asyncio.sleep(self._config.drain_delay_s)
 
     async def _answer(self, request: Request, responder: Responder) -> None:
         """Answer an operator."""
@@ -106,7 +119,7 @@ class Picker(ComposedContext):
         try:
             if request.path not in OPEN_PATHS:
                 require_administrator(request, self._config.admin_key)
-            answer = await keeper.answer(question_of(request, self._config))
+            answer = await keeper.answer(question_of(request, self._config, self._is_draining))
         except RequestError as error:
             answer = error_answer(error)
         send_answer(answer, responder)
@@ -137,13 +150,19 @@ def _listen(server: Any, config: RouterConfig) -> int:
         if config.tls_certificate is None or config.tls_key is None:
             port = server.add_insecure_port(address)
             return port
-        pair = Path(config.tls_key).read_bytes(), Path(config.tls_certificate).read_bytes()
-        authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
-        credentials = grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+        read, asks_for_one = partial(_certificates, config), config.client_ca is not None
+        credentials = grpc.dynamic_ssl_server_credentials(read(), read, require_client_authentication=asks_for_one)
         port = server.add_secure_port(address, credentials)
         return port
     except RuntimeError:
         raise InvalidValueError("host and port", address, "a free address of this machine") from None
+
+
+def _certificates(config: RouterConfig) -> Any:
+    """Return what the files hold now, at each new connection; gRPC keeps to the last that it could use."""
+    pair = Path(config.tls_key or "").read_bytes(), Path(config.tls_certificate or "").read_bytes()
+    authority = None if config.client_ca is None else Path(config.client_ca).read_bytes()
+    return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 class _Processor(services.ExternalProcessorServicer):  # type: ignore[misc]

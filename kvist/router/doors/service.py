@@ -43,7 +43,7 @@ from kvist.metrics_page import server_metrics
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.access_log import AccessLog
 from kvist.router.attempts import worker_failure
-from kvist.router.config import RouterConfig
+from kvist.router.config import RouterConfig, log_changes
 from kvist.router.doors.auth import (
     METRICS_PATH,
     MODELS_PATH,
@@ -137,9 +137,7 @@ class RouterService(ComposedContext):
         self._keys.reconfigure(self._config)
         self.keeper.reconfigure(self._config)
         self._forwarder.config = self._config
-        logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
-        if fixed:
-            logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
+        log_changes(changed, fixed)
 
     async def _open(self, exits: AsyncExitStack) -> None:
         config = self._config

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -94,14 +97,64 @@ async def test_operators_find_the_fleet_at_a_port_of_their_own(worker, until) ->
             assert (await client.post(f"{at}/metrics", headers=key)).status_code == 405
 
 
+async def test_while_it_drains_it_is_not_ready_and_answers_gateways_that_have_not_noticed(worker, until) -> None:
+    async with worker() as one, httpx.AsyncClient(timeout=60) as client:
+        picker = Picker(RouterConfig(worker_urls=(one.url,), port=0, drain_delay_s=3600), metrics_port=0)
+        await picker.__aenter__()
+        readiness = f"http://127.0.0.1:{picker.metrics_port}/readiness"
+        closing = asyncio.create_task(picker.__aexit__(None, None, None))
+        await until(lambda: picker._is_draining)
+        answer = await client.get(readiness)
+        assert (answer.status_code, answer.json()["reason"]) == (503, "draining")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}") as channel:
+            checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert checked.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            answers = await ask(channel, headers(), *pieces(BODY))
+            assert set_by(answers[0].request_headers.response)[DESTINATION] == endpoint_of(one.url)
+        closing.cancel()
+        await asyncio.wait([closing])
+        with pytest.raises(httpx.ConnectError):
+            await client.get(readiness)
+
+
+async def test_settings_are_read_again_at_sighup(worker, tmp_path: Path) -> None:
+    async with worker() as one, worker() as other:
+        settings = tmp_path / "router.toml"
+        settings.write_text(f'worker_urls = ["{one.url}"]\nworker_api_key = "a"')
+        command = [sys.executable, "-m", "kvist", "epp", "--port", "0", "--config", str(settings)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            address = (await process.stdout.readline()).decode().split("//")[1].strip()
+            settings.write_text(f'worker_urls = ["{other.url}"]\nworker_api_key = "b"')
+            process.send_signal(signal.SIGHUP)
+            while b"settings reloaded changed=worker_urls,worker_api_key" not in await process.stderr.readline():
+                assert process.returncode is None
+            async with grpc.aio.insecure_channel(address) as channel:
+                refused = b""
+                while not refused or b"no worker can take requests" in refused:  # its first health check is under way
+                    (first, *_) = await ask(channel, headers(), *pieces(BODY))
+                    refused = first.immediate_response.body or b"none"
+                told = set_by(first.request_headers.response)
+            assert (told[DESTINATION], told["authorization"]) == (endpoint_of(other.url), "Bearer b")
+            process.send_signal(signal.SIGTERM)
+            await process.communicate()
+            assert process.returncode == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
 async def test_a_port_that_another_picker_has_is_refused_and_not_shared() -> None:
     async with picking() as (picker, _):
         config = RouterConfig(port=picker.port)
         with pytest.raises(InvalidValueError, match=f"^host and port: got '127.0.0.1:{picker.port}'"):
             async with Picker(config):
                 pass
-    with pytest.raises(InvalidValueError, match="processes: got 2, expected 1"):
-        Picker(RouterConfig(processes=2))
+    for name, value in {"processes": 2, "access_log": "log"}.items():
+        with pytest.raises(InvalidValueError, match=f"{name}: got {value!r}, expected .*: only kvist route has it"):
+            Picker(RouterConfig(**{name: value}))
 
 
 async def ask(channel: grpc.aio.Channel, *requests: Any) -> list[Any]:
