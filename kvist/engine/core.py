@@ -26,7 +26,7 @@ from kvist.engine.sampler import DrawnTokens, draw, logprobs_of, token_logprobs
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
-from kvist.openai.requests import RemoteDecode, RemotePrefill, SamplingParams
+from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.openai.responses import FinishReason
 from kvist.transfer.commands import Command, FetchCompleted, FetchFailed, FetchReleased, OfferReleased, Report
 
@@ -160,6 +160,7 @@ class EngineCore:
     def add_request(self, request_id: str, sequence: SequenceInput, times: RequestTimes | None = None) -> None:
         """Queue one sequence; raises as `check`. If log probabilities are asked for, the prompt is not fetched."""
         params, handoff = sequence.params, sequence.handoff
+        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.limits.eos_token_ids)}
         request = Request(
             request_id,
             sequence.prompt_token_ids,
@@ -168,7 +169,7 @@ class EngineCore:
             chain=BlockHashChain(self.kv_cache.block_size, cache_salt=sequence.cache_salt),
             text=TextStream(sequence.detokenizer, params.stop_strings, params.include_stop_str_in_output),
             random=random.Random(params.seed),
-            end_token_ids=self._end_token_ids(params),
+            end_token_ids=frozenset(token_id for token_id in ends if token_id < self.limits.vocab_size),
             is_scratch_allowed=self.kv_cache.has_scratch and sequence.swa_scratch is not False,
             handoff=handoff,
             constraint=sequence.constraint,
@@ -236,7 +237,8 @@ class EngineCore:
         """
         if not self._outputs:
             launched, self._ahead = self._ahead, None
-            self._reserve()
+            while self._unreserved and self._scheduler.reserve(self._unreserved[0]):
+                self._reserved.append(self._unreserved.popleft())
             if launched is None:
                 self._fetch_reserved()
                 launched = self._launch(None)
@@ -377,11 +379,6 @@ class EngineCore:
         del self._requests[request.request_id]
         self._outputs.append(RequestOutput(request.request_id, error=f"kv transfer failed: {reason}"))
 
-    def _reserve(self) -> None:
-        """Reserve blocks for prompts to fetch, in order."""
-        while self._unreserved and self._scheduler.reserve(self._unreserved[0]):
-            self._reserved.append(self._unreserved.popleft())
-
     def _fetch_reserved(self) -> None:
         """Start to fetch prompts, once every step that was launched before their blocks were reserved is computed."""
         for request in self._reserved:
@@ -445,10 +442,6 @@ class EngineCore:
         times.ended_s, times.finish_reason = time.monotonic(), reason
         times.num_cached_tokens = request.num_cached_tokens or 0
         times.num_output_tokens = request.num_output_tokens
-
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.limits.eos_token_ids)}
-        return frozenset(token_id for token_id in ends if token_id < self.limits.vocab_size)
 
     def _fail(self, scheduled: Sequence[ScheduledRequest], error: Exception) -> list[RequestOutput]:
         logger.exception("step failed num_requests=%d", len(scheduled), exc_info=error)

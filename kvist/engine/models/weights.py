@@ -52,7 +52,10 @@ def load_model(
         with device:
             model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
-        wholes = targets if shard is None else _whole_targets(config, stored)
+        wholes = targets
+        if shard is not None:
+            with torch.device("meta"):  # shapes without memory
+                wholes = checkpoint_targets(CausalLM(config, 1, torch.float32), stored)
         model.kv_scales = _kv_scales(locations)
         missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
         for name in targets.keys() - missing:
@@ -150,12 +153,6 @@ def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, to
     if model.config.text.tie_word_embeddings:
         del targets["lm_head.weight"]
     return targets
-
-
-def _whole_targets(config: ModelConfig, stored: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the weights of the whole model on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return checkpoint_targets(CausalLM(config, 1, torch.float32), stored)
 
 
 def _text_names(stored: Iterable[str], config: ModelConfig) -> dict[str, str]:

@@ -175,20 +175,17 @@ class HarmonyReader(Reader):
 
     _header: str | None = None
     _is_first = True
-    _num_searched = 0  # characters of `_held` in which no message ends
 
     def feed(self, text: str, is_last: bool) -> Reading:
         self._held += text
         content, reasoning, calls = "", "", []
         while self._read_header(is_last):
             assert self._header is not None
-            end = _MESSAGE_END.search(self._held, self._num_searched)
+            end = _MESSAGE_END.search(self._held)
             num_held = 0 if is_last else max(partial_match_length(self._held, mark) for mark in _MESSAGE_ENDS)
             recipient = _RECIPIENT.search(self._header) if self._rules.has_tools else None
             if recipient is not None and end is None and not is_last:
-                self._num_searched = len(self._held) - num_held
                 break
-            self._num_searched = 0
             body = self._held[: len(self._held) - num_held if end is None else end.start()]
             if recipient is not None:
                 if not _is_json(body):
@@ -233,17 +230,15 @@ class ToolReader(Reader):
         syntax = self._rules.syntax
         assert syntax is not None
         self._held += text
-        content, was_outside = "", not self._is_in_calls
-        if was_outside:
+        content = ""
+        if not self._is_in_calls:
             at = self._held.find(syntax.begin)
             self._is_in_calls = at >= 0 and not (syntax.is_alone and (self._has_text or self._held[:at].strip()))
             if not self._is_in_calls:
                 at = len(self._held) - partial_match_length(self._held, syntax.begin)
             content, self._held = self._held[:at], self._held[at:]
             self._has_text = self._has_text or bool(content.strip())
-        # JSON arguments end with a brace: until one arrives there is no need to parse again.
-        has_end = was_outside or syntax.quote is not None or "}" in text
-        calls = self._pop_calls(syntax) if self._is_in_calls and has_end else []
+        calls = self._pop_calls(syntax) if self._is_in_calls else []
         if is_last and not self.num_calls:
             content, self._held = content + self._held, ""
         return Reading(content, calls)
