@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 CHUNK_BYTES = 32 * MIB
 ALIGNMENT_BYTES = 512
-_COPY_ERRORS = (KvistError, RuntimeError, ValueError, IndexError)
+COPY_ERRORS = (KvistError, RuntimeError, ValueError, IndexError)
 _logger = logging.getLogger(__name__)
-
-
-class CopyError(KvistError):
-    """Bytes could not be copied out of a bounce region."""
 
 
 def region_bytes(size_mib: int, free_bytes: int) -> int:
@@ -148,16 +144,12 @@ class Bounce:
     def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> float:
         """Copy each address's bytes to pieces `[num_pieces, 2]`, address and bytes; return the seconds it took.
 
-        Raises CopyError.
+        Raises one of `COPY_ERRORS` if that fails.
         """
         began_s = monotonic()
-        try:
-            for address, pieces in parts:
-                targets, sizes = pieces.T
-                self._copier.scatter(targets, sizes, self._receive_region.bytes_at(address, int(sizes.sum())))
-        except _COPY_ERRORS as error:
-            _logger.warning("a scatter has failed: agent=%s error=%s", self._agent.name, error)
-            raise CopyError(f"scatter: {error}") from error
+        for address, pieces in parts:
+            targets, sizes = pieces.T
+            self._copier.scatter(targets, sizes, self._receive_region.bytes_at(address, int(sizes.sum())))
         return monotonic() - began_s
 
     def close(self) -> bool:
@@ -182,7 +174,7 @@ class Bounce:
             piece = self._send_region.bytes_at(room, size_bytes)
             self._copier.gather(fragments[:, 0], fragments[:, 2], piece)
             yield from self._agent.write(peer, np.array([[room, base, size_bytes]], np.int64))
-        except _COPY_ERRORS as error:
+        except COPY_ERRORS as error:
             failure = error if isinstance(error, WriteFailedError) else WriteFailedError(str(error))
             if failure.is_quiescent:
                 self._send_region.free(room)

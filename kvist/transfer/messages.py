@@ -108,6 +108,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def part(self) -> Part:
+        """Return the rank and its number of ranks."""
         return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 

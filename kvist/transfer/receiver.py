@@ -26,7 +26,7 @@ import zmq
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer import commands, messages
 from kvist.transfer.agents.base import Int64s
-from kvist.transfer.bounce import Bounce, CopyError
+from kvist.transfer.bounce import COPY_ERRORS, Bounce
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import incoming_pieces, prompt_blocks
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
@@ -343,8 +343,8 @@ class Receiver:
             transfer.arrived_s = now_s
             try:
                 now_s += self._bounce.scatter(transfer.bounced)
-            except CopyError as error:
-                self._fail(transfer, str(error), now_s)
+            except COPY_ERRORS as error:
+                self._fail(transfer, f"scatter: {error}", now_s)
                 return
         del self._transfers[transfer.transfer_id]
         request_id = transfer.fetch.request_id

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import zmq
 
-from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import Fetch, FetchCompleted, FetchFailed, FetchReleased, TransferLimits
 from kvist.transfer.messages import (
     Cancel,
@@ -56,7 +55,7 @@ class Ends:
     def __init__(self, *, has_bounce: bool = True) -> None:
         self.log: list[Any] = []
         self.senders = [Sender(endpoint, self.log) for endpoint in ENDPOINTS]
-        self.copy_error: CopyError | None = None
+        self.copy_error: RuntimeError | None = None
         bounce: Any = self if has_bounce else None
         self.receiver = Receiver(self, HELLO, LIMITS, self.log.append, bounce)  # type: ignore[arg-type]
 
@@ -135,7 +134,7 @@ def refused(rank: int) -> Input:
 
 
 def copies_badly(ends: Ends) -> None:
-    ends.copy_error = CopyError("scatter: bad copy")
+    ends.copy_error = RuntimeError("bad copy")
 
 
 def ticks(now_s: float) -> Input:

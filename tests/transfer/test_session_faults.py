@@ -13,7 +13,6 @@ import zmq
 
 from kvist.transfer.agents import Write as Steps
 from kvist.transfer.agents import WriteFailedError
-from kvist.transfer.bounce import CopyError
 from kvist.transfer.commands import (
     Computed,
     Fetch,
@@ -164,7 +163,7 @@ class Decode:
 
     def scatter(self, parts: list[tuple[int, Any]]) -> float:
         if self.world.has_fault(0.1):
-            raise CopyError("bad copy")
+            raise RuntimeError("bad copy")
         for start, pieces in parts:
             at = start
             for target, size in pieces.tolist():

@@ -5,20 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import msgspec
 
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import LogprobEntry, RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
-from kvist.engine.server.tools import Reader, Reading, make_reader
+from kvist.engine.server.tools import Body, Reader, Reading, make_reader
 from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.openai.responses import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
-
-Body: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.engine.request import RequestOutput
-from kvist.engine.server.answers import Body, Shape, UsageCounter
+from kvist.engine.server.answers import Shape, UsageCounter
+from kvist.engine.server.tools import Body
 from kvist.openai.responses import encode_event
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

@@ -11,7 +11,7 @@ import torch
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import PeerId, SharedMemoryAgent, Write, WriteFailedError, finish
-from kvist.transfer.bounce import Bounce, CopyError
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.copier import TorchCopier
 
 NewEnd = Callable[..., Any]
@@ -108,7 +108,7 @@ def test_a_scatter_that_fails_is_its_transfers_alone(new_end: NewEnd) -> None:
     first, second = target.bounce.reserve(1024, 16), target.bounce.reserve(1024, 16)
     copiers[0].error = RuntimeError("the device is lost")
     pieces = np.array([[target.base, 64]])
-    with pytest.raises(CopyError, match="scatter: the device is lost"):
+    with pytest.raises(RuntimeError, match="the device is lost"):
         target.bounce.scatter([(first, pieces)])
     copiers[0].error = None
     assert target.bounce.scatter([(second, pieces)]) > 0
@@ -119,7 +119,7 @@ def test_a_scatter_that_fails_is_its_transfers_alone(new_end: NewEnd) -> None:
 def test_a_scatter_into_no_pool_fails(ends: tuple[Any, Any]) -> None:
     _, target = ends
     room = target.bounce.reserve(1024, 16)
-    with pytest.raises(CopyError, match="within one region of the pools"):
+    with pytest.raises(InvalidValueError, match="within one region of the pools"):
         target.bounce.scatter([(room, np.array([[16, 64]]))])
     assert not target.pool.any()
     target.bounce.release(room)
