@@ -187,10 +187,9 @@ class Scheduler:
         if not self._running:
             return True
         num_blocks = num_blocks_for(hit.num_tokens + num_new, self._kv_cache.block_size)
-        pools = self._kv_cache.statistics().pools
         return all(
-            can_resume(pool.num_used, num_blocks - first_held, pool.num_blocks)
-            for pool, first_held in zip(pools, hit.first_held, strict=True)
+            can_resume(pool.num_blocks - pool.num_free, num_blocks - first_held, pool.num_blocks)
+            for pool, first_held in zip(self._kv_cache.pools, hit.first_held, strict=True)
         )
 
     def _grow(self, request: Request, num_new: int) -> bool:

@@ -267,11 +267,7 @@ class KvCacheManager:
             self._sink.cleared()
 
     def statistics(self) -> KvCacheStatistics:
-        num_scratch = [0] * len(self.pools)
-        for sequence in self._stepped:
-            for group_id, table in enumerate(sequence.tables):
-                num_scratch[group_id] += 0 if table.scratch is None else len(table.scratch.slot_ids)
-        pools = tuple(pool.statistics(count) for pool, count in zip(self.pools, num_scratch, strict=True))
+        pools = tuple(pool.statistics() for pool in self.pools)
         return KvCacheStatistics(pools, self._num_queried_tokens, self._num_hit_tokens)
 
     def _needs(self, sequence: SequenceBlocks, num_tokens: int) -> list[StepNeed]:
@@ -289,6 +285,7 @@ class KvCacheManager:
                 assert need.scratch.start == len(table.block_ids), "scratch blocks are the first that a step begins"
                 table.block_ids.extend([ABSENT] * len(need.scratch))
                 table.scratch = ScratchBlocks(need.scratch, tuple(pool.allocate(need.num_scratch_slots)))
+                pool.num_scratch += need.num_scratch_slots
             table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
 
     def _advance(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
@@ -323,4 +320,5 @@ def _drop_stale(pool: BlockPool, table: BlockTable, end: int) -> None:
 def _release_scratch(pool: BlockPool, table: BlockTable) -> None:
     if table.scratch is not None:
         pool.release(table.scratch.slot_ids)
+        pool.num_scratch -= len(table.scratch.slot_ids)
         table.scratch = None

@@ -21,7 +21,7 @@ class PoolStatistics:
     num_blocks: int
     num_used: int
     num_cached: int
-    num_scratch: int = 0
+    num_scratch: int
 
     @property
     def num_free(self) -> int:
@@ -45,6 +45,8 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._fresh: list[int] = []
+        self.num_scratch = 0
+        """How many of the used blocks are scratch slots; the manager's count."""
         if sink is not None:
             sink.created(window=group.window, group=group.group_id)
 
@@ -53,11 +55,10 @@ class BlockPool:
         """Return how many blocks `allocate` can give, cached ones included."""
         return len(self._free)
 
-    def statistics(self, num_scratch: int = 0) -> PoolStatistics:
-        """Return the pool's counts, `num_scratch` being the caller's."""
-        used = self.num_blocks - len(self._free)
-        cached = len(self._cached)
-        return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, cached, num_scratch)
+    def statistics(self) -> PoolStatistics:
+        """Return the pool's counts. Any thread may call it."""
+        used, cached = self.num_blocks - len(self._free), len(self._cached)
+        return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, cached, self.num_scratch)
 
     def __contains__(self, digest: bytes) -> bool:
         """Return whether a block with this digest is cached; its place in the LRU order stays."""
