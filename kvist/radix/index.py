@@ -7,7 +7,6 @@ import mmap
 import operator
 import secrets
 import struct
-import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -94,8 +93,7 @@ class RadixIndex:
         self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         self._core["table"]["multiplier"], self._core["table"]["bits"] = multiplier, segment_bits
-        for field in ("last_stamp", "end_of_sets", "num_buckets"):
-            self._core[field] = 1
+        self._core["last_stamp"] = self._core["end_of_sets"] = 1
         self.writing = _Writing(self.core)
         self._slots = SlotTable(self._core)
         self._query = reserved_array(layout.QUERY, 1)
@@ -105,7 +103,6 @@ class RadixIndex:
         self._half_full = max_blocks / 2 if max_blocks else math.inf  # until then, what to evict first is open
         table_memory = TableMemory(self.core["table"], self.segments, memory, CORE_BYTES, advice)
         self._sweeper = Sweeper(self.core, self.segments, self._slots, table_memory)
-        self._snapshot: weakref.ref[Snapshot] | None = None
         # A process's first call takes Numba 10 ms: not when somebody waits.
         matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64), 0)
 
@@ -273,12 +270,11 @@ class RadixIndex:
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
-        if self._snapshot is not None and self._snapshot() is not None:
+        if self._core["captured_stamp"]:
             raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
         with self.writing:
-            snapshot = Snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, self._forget_snapshot)
-        self._snapshot = weakref.ref(snapshot)
-        return snapshot
+            closed = self._sweeper.on_snapshot_closed
+            return Snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, closed)
 
     def restore(self, residencies: Residencies) -> None:
         """Record that ranks hold these blocks, too, for instance a part of a snapshot; parts may come in any order."""
@@ -317,10 +313,6 @@ class RadixIndex:
             slot = self._slots.retire(source)
         if slot is not None:
             self._sweeper.retired.append(slot)
-
-    def _forget_snapshot(self) -> None:
-        self._snapshot = None
-        self._sweeper.on_snapshot_closed()
 
 
 def _encode(event: Stored | Removed, operations: list[bytes], parts: list[bytes]) -> None:

@@ -6,6 +6,7 @@ import mmap
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import housekeeping, table
@@ -35,7 +36,7 @@ def reserved(size_bytes: int) -> mmap.mmap:
     return memory
 
 
-def reserved_array(dtype: np.dtype[Any], length: int) -> Records:
+def reserved_array(dtype: np.dtype[Any], length: int) -> NDArray[Any]:
     """Return an array of zeros in `reserved` memory."""
     return np.frombuffer(reserved(dtype.itemsize * length), dtype, length)
 
@@ -115,8 +116,7 @@ class Sweeper:
     @property
     def size_bytes(self) -> int:
         core = self._core
-        set_bytes = int(core["sets"].itemsize) + int(core["buckets"].itemsize)
-        sets = int(core["end_of_sets"]) * set_bytes + int(core["end_of_words"]) * 8
+        sets = int(core["end_of_sets"]) * int(core["sets"].itemsize) + int(core["end_of_words"]) * 8
         slots = len(self._slots.ranks) * int(self._slots.table.itemsize)
         return self._memory.size_bytes + sets + slots
 
@@ -126,7 +126,6 @@ class Sweeper:
         while num_rows < max_rows and (self._sweeping or self.retired):
             num_rows += self._purge_segment()
         if num_rows < max_rows:
-            self._reset_sets()
             for number in self._memory.shrinkable():
                 num_rows += 1 + self._memory.shrink(number)
                 if num_rows >= max_rows:
@@ -162,17 +161,3 @@ class Sweeper:
                 self._slots.free(slot)
             self._sweeping = []
         return num_rows
-
-    def _reset_sets(self) -> None:
-        """Give back the memory of all sets once there is none."""
-        core = self._core
-        if core["num_sets"] or core["end_of_sets"] == 1:
-            return
-        for field, end in (("sets", "end_of_sets"), ("words", "end_of_words")):
-            start: int = CORE.fields[field][1]  # type: ignore[index]
-            self._memory.give_back(start, int(core[end]) * core[field].itemsize + mmap.PAGESIZE)
-        core["buckets"][: core["num_buckets"]] = 0
-        core["end_of_sets"] = core["num_buckets"] = 1
-        core["end_of_words"] = core["free_set"] = self._next_set = self._end_of_sets = 0
-        core["free_runs"][:] = 0
-        core["memos"]["set_id"] = core["memos"]["stamp"] = 0

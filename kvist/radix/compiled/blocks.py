@@ -3,8 +3,6 @@
 A row's number is valid until the next row is inserted or deleted.
 """
 
-# mypy: disable-error-code="no-any-return"
-# To mypy, what a record has is Any.
 from __future__ import annotations
 
 from typing import Any
@@ -55,7 +53,6 @@ def find(index: Record, segments: Records, block_hash: np.uint64) -> int:
 
 @helper
 def holders_of(index: Record, segments: Records, block_hash: np.uint64) -> int:
-    """Return the id of the set that holds a block."""
     row = find(index, segments, block_hash)
     return signed(row_at(segments, row).set_id) if row >= 0 else 0
 
@@ -74,7 +71,6 @@ def tiers_at(index: Record, segments: Records, row: int, slot: int) -> int:
 
 @helper
 def is_marked(segments: Records, row: int) -> bool:
-    """Whether a row's block was marked."""
     return signed(row_at(segments, row).marks) & layout.MARKED != 0
 
 
@@ -87,7 +83,6 @@ def mark(segments: Records, row: int) -> None:
 
 @helper
 def mark_used(index: Record, row: Record) -> None:
-    """Record that a row's block is used now."""
     if signed(row.marks) & EPOCH_MARKS != index.epoch:
         row.marks = signed(row.marks) & ~EPOCH_MARKS | index.epoch
         index.num_used += 1

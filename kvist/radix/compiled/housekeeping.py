@@ -1,7 +1,5 @@
 """Bounded slices of work on a whole index: removing ranks that are gone, evicting blocks, reading a snapshot."""
 
-# mypy: disable-error-code="no-any-return"
-# To mypy, what a record has is Any.
 from __future__ import annotations
 
 from typing import Any

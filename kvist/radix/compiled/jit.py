@@ -5,8 +5,6 @@ the cache does not hold. Numba notices an edit of a function's own file, but not
 directory is named by a hash of all sources.
 """
 
-# mypy: disable-error-code="no-untyped-call"
-# Numba has few types.
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -54,6 +52,12 @@ class _Locator:
 def helper(function: _Function) -> _Function:
     """Declare a function that only compiled ones call; it is compiled when one of these is and needs it."""
     compiled: _Function = _njit(no_cpython_wrapper=True, **_OPTIONS)(function)
+    return compiled
+
+
+def inlined(function: _Function) -> _Function:
+    """Declare a small helper that is inlined into each caller: LLVM would not, as an array is seven arguments."""
+    compiled: _Function = _njit(forceinline=True, no_cpython_wrapper=True, **_OPTIONS)(function)
     return compiled
 
 

@@ -61,7 +61,6 @@ HEAD = np.dtype(
         ("multiplier", "u8"),  # odd and secret, so that nobody can choose where hashes land
         ("bits", "i8"),  # there are 2**bits segments
         ("num_rows", "i8"),
-        ("num_room", "i8"),  # the room of all segments
         ("rooms", "u4", (MAX_SEGMENTS,)),  # of each: to read it in the segment would cost a cache miss
     ]
 )
@@ -70,7 +69,7 @@ MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, MARKED = (1 << 18) - 1, 18, 1 << 12, 1 << 31
 
 # --- The core -------------------------------------------------------------------------------------------------------
 INLINE = 1 << 31
-MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 12, 64
+MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_BUCKETS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 16, 1 << 12, 64
 LIVE, RETIRED = 1, 2
 SLOT = np.dtype(
     [("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("clearing", "i8")], align=True
@@ -125,7 +124,6 @@ CORE = np.dtype(
         ("end_of_sets", "i8"),  # records from here on were never used
         ("free_set", "i8"),  # first of a list, 0 for none
         ("end_of_words", "i8"),
-        ("num_buckets", "i8"),
         ("num_grouped", "i8"),  # slots with a rule
         ("num_companions", "i8"),
         ("grouped", "u4", (MAX_SLOTS,)),
@@ -135,7 +133,7 @@ CORE = np.dtype(
         ("words", "u8", (MAX_WORDS,)),
         # Only the writer uses these. Heads of lists of sets; the first free run of words of each size, as its start
         # plus one, in which lies that of the next; what an operation made of a set; and scratch.
-        ("buckets", "u4", (MAX_SETS,)),
+        ("buckets", "u4", (NUM_BUCKETS,)),
         ("free_runs", "i8", (NUM_RUN_SIZES,)),
         ("memos", MEMO, (NUM_MEMOS,)),
         ("members", "u4", (MAX_SLOTS + 2,)),

@@ -7,8 +7,6 @@ Another process may be writing meanwhile: then the answer is wrong, which the ge
 within bounds, and the match comes to an end.
 """
 
-# mypy: disable-error-code="no-any-return"
-# To mypy, what a record has is Any.
 from __future__ import annotations
 
 from typing import Any

@@ -4,8 +4,6 @@ A set's record counts the rows that refer to it, and is freed with the last of t
 its copies may refer to are kept. The words of sets lie in runs of one big array; free runs are listed by size.
 """
 
-# mypy: disable-error-code="no-any-return"
-# To mypy, what a record has is Any.
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvist.radix.compiled.jit import helper, signed
-from kvist.radix.compiled.layout import INLINE, MAX_SETS, MAX_WORDS, RETIRED, Record, Words
+from kvist.radix.compiled.layout import INLINE, MAX_SETS, MAX_WORDS, NUM_BUCKETS, RETIRED, Record, Words
 
 ADD: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 DISCARD: Any = np.int64(1)
@@ -26,7 +24,6 @@ _LOW = INLINE - 1
 
 @helper
 def is_retired(index: Record, slot: int) -> bool:
-    """Whether the rank of a slot is gone."""
     return index.slots[slot].state == RETIRED
 
 
@@ -104,33 +101,6 @@ def _draft(index: Record, count: int) -> int:
 
 
 @helper
-def _bucket_of(content: int, num_buckets: int) -> int:
-    """Return a hash's bucket, by linear hashing: the buckets added last each have half of an earlier one's sets."""
-    span = 1
-    while span < num_buckets:
-        span <<= 1
-    bucket = content & (span - 1)
-    return bucket if bucket < num_buckets else bucket & (span >> 1) - 1
-
-
-@helper
-def _add_bucket(index: Record) -> None:
-    """Add a bucket, and move into it its part of the bucket that it halves."""
-    buckets = index.buckets
-    added, half = index.num_buckets, 1
-    index.num_buckets += 1
-    while half * 2 <= added:
-        half *= 2
-    set_id = signed(buckets[added - half])
-    buckets[added - half] = buckets[added] = 0
-    while set_id:
-        following = signed(index.sets[set_id].next)
-        bucket = _bucket_of(signed(index.sets[set_id].hash), added + 1)
-        index.sets[set_id].next, buckets[bucket] = buckets[bucket], set_id
-        set_id = following
-
-
-@helper
 def _run_size(num_words: int) -> tuple[int, int]:
     """Return the size class and the length of the shortest runs with so many words: 1, 2, 3, 4, 6, 8, 12, ..."""
     size, length = 0, 1
@@ -171,9 +141,7 @@ def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
         index.words[start + place] = index.draft[place]
     index.num_sets += 1
     index.last_stamp += 1
-    if index.num_sets > index.num_buckets:
-        _add_bucket(index)
-    bucket, record = _bucket_of(content, index.num_buckets), index.sets[set_id]
+    bucket, record = content % NUM_BUCKETS, index.sets[set_id]
     record.start, record.num_members, record.num_words, record.references = start, count, num_words, 0
     record.hash, record.next, record.stamp = content, index.buckets[bucket], index.last_stamp
     index.buckets[bucket] = set_id
@@ -193,7 +161,7 @@ def _intern(index: Record, count: int) -> int:
         mixed = (mixed ^ index.draft[place]) * _MIX_1
         mixed ^= mixed >> np.uint64(29)
     content = signed((mixed * _MIX_2) >> np.uint64(32))
-    set_id = signed(index.buckets[_bucket_of(content, index.num_buckets)])
+    set_id = signed(index.buckets[content % NUM_BUCKETS])
     while set_id:
         record = index.sets[set_id]
         if record.hash == content and record.num_members == count and record.num_words == num_words:
@@ -208,9 +176,8 @@ def _intern(index: Record, count: int) -> int:
 
 @helper
 def free_set(index: Record, set_id: int) -> None:
-    """Free a set to which nothing refers."""
     record = index.sets[set_id]
-    bucket = _bucket_of(signed(record.hash), index.num_buckets)
+    bucket = signed(record.hash) % NUM_BUCKETS
     if index.buckets[bucket] == set_id:
         index.buckets[bucket] = record.next
     else:

@@ -6,8 +6,6 @@ order when it is resized. A search goes on from place to place up to a vacant ro
 to its first.
 """
 
-# mypy: disable-error-code="no-any-return"
-# To mypy, what a record has is Any.
 from __future__ import annotations
 
 import mmap
@@ -27,7 +25,6 @@ _LEAST_STEP = 1024
 
 @helper
 def segment_of(head: Record, block_hash: np.uint64) -> int:
-    """Return the number of a hash's segment."""
     key = block_hash * head.multiplier
     return signed((key >> _U1) >> np.uint64(63 - head.bits))  # by 64 would be undefined
 
@@ -64,7 +61,6 @@ def resize_segment(head: Record, segments: Records, number: int, room: int) -> N
             hashes[count], values[count] = rows[place].hash, rows[place].value
             rows[place].value = _U0
             count += 1
-    head.num_room += room - segment.room
     segment.room = head.rooms[number] = room
     for moved in range(count):
         place = home_of(head, room, hashes[moved])
