@@ -20,7 +20,7 @@ from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
-from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, MessageBlock
+from kvist.events.transports.block import PAYLOAD_START, MessageBlock
 from kvist.events.types import GroupRule, NonNegative, Rank
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import apply_messages
@@ -30,15 +30,15 @@ from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.filter import FilterState, largest_windows_first
 from kvist.radix import RadixIndex
+from kvist.radix.memory import reserved_array
 
 _MAX_STEPS_A_BLOCK = 256
 """Messages of an answer that are copied into one block for the fast lane."""
 _MAX_BYTES = 100_000
 """The messages of one call, in bytes, 0.15 ms; it ends with the one that exceeds them."""
-_SCRATCH_BYTES = 1 << 15
-"""The scratch memory at the beginning holds what messages up to this size say; unused pages cost nothing."""
-_MAX_SCRATCH_BYTES = 1 << 20
-"""Scratch memory beyond this is freed after the block with the message that needed it."""
+_SCRATCH_BYTES = 1 << 22
+"""Scratch memory holds what messages up to this size say, a step of a quarter of a million tokens; larger ones are left
+to Python. Pages that no message needed cost nothing."""
 
 
 class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
@@ -205,9 +205,9 @@ class EngineFollower:
         self._update_resyncing()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the question that is due, if any; and free unused memory, since this is called regularly."""
+        """Return the question that is due, if any; and remove stale names, since this is called regularly."""
         for rank in self._ranks.values():
-            rank.residency.free_memory()
+            rank.residency.remove_stale_names()
         return self._feed.questions(now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
@@ -344,7 +344,10 @@ class EngineLane:
         for row, tag in enumerate(("BlockStored", "BlockRemoved")):
             order = [FIELDS.get(name, 0) for name in FIELD_ORDERS[engine][tag]]
             stream["field_order"][row, : len(order)] = order
-        self._allocate_scratch(_SCRATCH_BYTES)
+        events = reserved_array(layout.EVENT, _SCRATCH_BYTES // layout.MIN_EVENT_BYTES + 1)
+        hashes, chain = (reserved_array(np.dtype(np.uint64), _SCRATCH_BYTES) for _ in range(2))
+        tokens = reserved_array(np.dtype(np.uint32), _SCRATCH_BYTES)
+        self._scratch = events, hashes, chain, tokens, tokens.view(np.uint8)
         self._fingerprints = np.empty(1, np.uint64), np.empty(1, np.uint64)
 
     def set_block(self, block: MessageBlock, restarts: RestartDetector | None) -> None:
@@ -354,13 +357,10 @@ class EngineLane:
         else:
             self._fingerprints = restarts.sequences, restarts.fingerprints
         self._block, self._data = block, np.frombuffer(block.buffer, np.uint8)
-        if len(self._scratch[1]) > _MAX_SCRATCH_BYTES:
-            self._allocate_scratch(_SCRATCH_BYTES)
         self.stream["message_idx"], self.stream["is_checked"] = 0, 0
 
     @property
     def message_idx(self) -> int:
-        """Return the index of the current message in the block."""
         return int(self.stream["message_idx"])
 
     def skip_message(self) -> None:
@@ -382,8 +382,6 @@ class EngineLane:
         with index.writing:
             reason = apply_messages(held, self._streams, self._data, table, next_sequence, _MAX_BYTES, *memory)
         index.keep_to_cap()
-        if reason == layout.TOO_LARGE:
-            self._allocate_scratch(int(self._block.table[self.message_idx, PAYLOAD_BYTES]))
         is_unknown_rank = reason == layout.OTHER_RANK and int(stream["checked_rank"]) not in self.ranks
         is_stopped = reason in (layout.NOT_NEXT, layout.UNUSUAL_MESSAGE) or is_unknown_rank
         return is_stopped, self._unusual_event() if reason == layout.UNUSUAL_EVENT else None
@@ -394,10 +392,3 @@ class EngineLane:
         start, rank = int(self._block.table[self.message_idx, PAYLOAD_START]), int(stream["checked_rank"])
         event = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
         return b"\x93%b\x91%b\xcd%b" % (bytes(buffer[start + 1 : start + 10]), event, rank.to_bytes(2))
-
-    def _allocate_scratch(self, size_bytes: int) -> None:
-        """Allocate scratch memory for messages up to that size; a message that was checked must be checked again."""
-        events = np.empty(size_bytes // layout.MIN_EVENT_BYTES + 1, layout.EVENT)
-        tokens = np.empty(size_bytes, np.uint32)
-        hashes, chain = np.empty(size_bytes, np.uint64), np.empty(size_bytes, np.uint64)
-        self._scratch = events, hashes, chain, tokens, tokens.view(np.uint8)

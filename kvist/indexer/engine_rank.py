@@ -22,7 +22,7 @@ from kvist.publisher.normaliser import Normaliser
 from kvist.publisher.residency import NO_SCOPE, Held, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
-from kvist.radix.memory import TableMemory, reserved, reserved_array
+from kvist.radix.memory import reserved_array
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of tables: 32 KiB once each segment has a page. With a million rows, one grows in
@@ -52,17 +52,10 @@ class Table:
 
     def clear(self) -> None:
         """Remove all rows and free their memory."""
-        memory = reserved(SEGMENT.itemsize * self._num_segments)
-        self.segments: Records = np.frombuffer(memory, SEGMENT)
+        self.segments: Records = reserved_array(SEGMENT, self._num_segments)
         self.head = reserved_array(HEAD, 1)
         self._num_rows = self.head["num_rows"].data
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
-        self._table = TableMemory(self.head, self.segments, memory)
-        self._peak_rows = 0  # most rows since all segments had the size they need
-
-    @property
-    def size_bytes(self) -> int:
-        return self._table.size_bytes
 
     def __len__(self) -> int:
         return int(self._num_rows[0])
@@ -75,19 +68,7 @@ class Table:
         """Set the value of each key; a value of 0 removes the key."""
         compiled.put(self.head, self.segments, part, keys, values)
 
-    def free_memory(self) -> None:
-        """Free some of the memory that is no longer needed, one segment's; call it now and then."""
-        self._peak_rows = max(self._peak_rows, len(self))
-        if len(self) * 2 >= self._peak_rows:
-            return
-        shrinkable = self._table.shrinkable()
-        if shrinkable:
-            self._table.shrink(shrinkable[0])
-        else:
-            self._peak_rows = len(self)
-
     def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return the keys and the values of a segment."""
         rows = self.segments[number]["rows"][: self.segments[number]["room"]]
         rows = rows[rows["value"] > 0]
         return np.ascontiguousarray(rows["hash"]), np.ascontiguousarray(rows["value"])
@@ -142,13 +123,6 @@ class EngineResidency:
             if self._rules:
                 self._index.set_groups(self._source, self._rules)
         return slot
-
-    def free_memory(self) -> None:
-        """Free some of the memory that is no longer needed; call it now and then."""
-        if len(self.names) > self._max_names and self._index.evicted_from(self._source):
-            self._remove_stale_names()
-        self.names.free_memory()
-        self.counts.free_memory()
 
     def clear(self) -> None:
         self._index.clear(*self._source)
@@ -352,8 +326,10 @@ class EngineResidency:
                 is_held = self._are_held(tier, blocks[some])
                 yield Names(tier, engine_hashes[some][is_held], blocks[some][is_held])
 
-    def _remove_stale_names(self) -> None:
-        """Remove the next segment's names of evicted blocks; after the last segment, wait until there are half more."""
+    def remove_stale_names(self) -> None:
+        """Remove the next segment's names of evicted blocks, unless there are few more than after the last segment."""
+        if len(self.names) <= self._max_names or not self._index.evicted_from(self._source):
+            return
         engine_hashes, blocks = self.names.rows(self._next_segment)
         tier = self._next_segment >> _SEGMENT_BITS
         stale = engine_hashes[~self._are_held(tier, blocks)]
@@ -393,7 +369,6 @@ class EngineRank:
         self._reset()
 
     def admit(self, event: EngineEvent) -> None:
-        """Apply one event to the index."""
         self.is_new = False
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         before, counts_copies = (self.filter.state, self.splitter.rules), self.residency.counts_copies

@@ -67,8 +67,8 @@ class PlainRank:
         self._index.clear(*self._source.companion)
         self._begin()
 
-    def free_memory(self) -> None:
-        """Have nothing to give back."""
+    def remove_stale_names(self) -> None:
+        """Have none."""
 
 
 class PlainFollower(EngineFollower):

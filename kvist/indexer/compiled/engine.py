@@ -25,10 +25,11 @@ from kvist.indexer.compiled.engine_blocks import (
 )
 from kvist.indexer.compiled.engine_events import Tokens, check_message
 from kvist.indexer.compiled.hashing import chained, xxh3_64
-from kvist.indexer.compiled.jit import BYTES, TABLE, U32S, U64S, helper, jit
+from kvist.indexer.compiled.jit import BYTES, TABLE, U32S, U64S, jit
 from kvist.indexer.compiled.msgpack import read_time
 from kvist.indexer.compiled.words import Bytes
 from kvist.radix.compiled.blocks import depth_at, is_marked, row_at
+from kvist.radix.compiled.jit import helper
 from kvist.radix.compiled.layout import Record, Records, Words
 
 _SEED, _U0 = np.uint64(HASH_SEED), np.uint64(0)
@@ -170,9 +171,8 @@ def apply_messages(
         if not stream.is_checked:
             if budget <= 0:
                 return layout.DONE
-            if num_bytes > len(hashes):
-                return layout.TOO_LARGE
-            if not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
+            is_small = num_bytes <= len(hashes)
+            if not is_small or not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
                 return layout.UNUSUAL_MESSAGE
             stream.is_checked, stream.event_idx = 1, 0
             budget -= num_bytes

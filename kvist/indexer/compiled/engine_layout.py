@@ -75,7 +75,7 @@ RANK = np.dtype(
 """A rank of a stream, and the verdicts of its filter in the present state."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, NOT_NEXT, UNUSUAL_MESSAGE, UNUSUAL_EVENT, OTHER_RANK, TOO_LARGE = range(6)
+DONE, NOT_NEXT, UNUSUAL_MESSAGE, UNUSUAL_EVENT, OTHER_RANK = range(5)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof
