@@ -6,6 +6,6 @@ among them. `sockets`, `reads` and `subscription` are the asyncio around them; `
 
 from kvist.events.transports.zmtp.reads import Reads
 from kvist.events.transports.zmtp.subscription import ZmtpSubscription
-from kvist.events.transports.zmtp.wire import SplitResult, Splitter, StopReason
+from kvist.events.transports.zmtp.wire import SplitResult, Splitter
 
-__all__ = ["Reads", "SplitResult", "Splitter", "StopReason", "ZmtpSubscription"]
+__all__ = ["Reads", "SplitResult", "Splitter", "ZmtpSubscription"]

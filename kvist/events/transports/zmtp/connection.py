@@ -12,7 +12,7 @@ from kvist.events.transports.base import MAX_DRAIN
 from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp import wire
-from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerError, Splitter, StopReason
+from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerError, Splitter
 
 CAPACITY_BYTES = 256 << 10
 """What is read ahead of the consumer; more only while a larger message is being received."""
@@ -108,7 +108,6 @@ class Connection:
         self._num_commands_within = 0  # the message that is being received
 
     def take_outgoing(self) -> bytes:
-        """Remove and return the bytes to send."""
         outgoing, self._outgoing = bytes(self._outgoing), bytearray()
         return outgoing
 
@@ -129,12 +128,12 @@ class Connection:
         if inbox.begin == inbox.end or inbox.num_messages == MAX_DRAIN:
             return False
         if self._splitter is not None and not self._num_refused_frames:
-            num_messages, begin, reason = self._splitter(
+            num_messages, begin, is_unusual = self._splitter(
                 inbox.buffer, inbox.begin, inbox.end, inbox.free_rows, base.MAX_MESSAGE_BYTES
             )
             if num_messages:
                 self._add(num_messages, begin)
-            if reason != StopReason.UNUSUAL:
+            if not is_unusual:
                 return False
         return self._read_frames()
 

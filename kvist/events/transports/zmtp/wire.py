@@ -6,7 +6,6 @@ And the contract of a splitter, which finds ordinary messages among them in bulk
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,19 +24,9 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _MAX_SIZE = (1 << 63) - 1
 
 
-class StopReason(IntEnum):
-    """Why a splitter stopped where it did."""
-
-    NEED_MORE = 0
-    """The bytes end here, or within a message that is ordinary so far."""
-    TABLE_FULL = 1
-    """Every row of the table is taken."""
-    UNUSUAL = 2
-    """The bytes that begin here are no ordinary message; `Connection` must parse them."""
-
-
-SplitResult: TypeAlias = tuple[int, int, int]
-"""The number of rows written, the position after the last of these messages, and a `StopReason`."""
+SplitResult: TypeAlias = tuple[int, int, bool]
+"""The number of rows written, the position after the last of these messages, and whether what begins there is unusual:
+`Connection` must parse it. Otherwise the bytes end there, or within an ordinary message, or the table is full."""
 
 Splitter: TypeAlias = Callable[[Buffer, int, int, NDArray[np.int64], int], SplitResult]
 """Finds whole ordinary messages: `split(buffer, start, end, table, max_message_bytes)`.
@@ -54,9 +43,8 @@ An ordinary message is three frames, each a byte of flags, a length, and a body 
     payload   00 and one byte of length, or 02 and eight bytes of length, big-endian and unsigned
 
 where topic and payload together have at most `max_message_bytes`. Anything else is unusual, and must be reported early:
-flags are checked as soon as they are there, and a length as soon as it is whole, before any of its body is there. If
-the bytes end within a message that is ordinary so far, or there are none, the reason is NEED_MORE. A full table is
-reported before reading further.
+flags are checked as soon as they are there, and a length as soon as it is whole, before any of its body is there. A
+full table is reported before reading further.
 
 The returned position is `start` when nothing was found. A splitter never raises, has no state, and does work only in
 proportion to what it found: it is called again with the same start when more bytes have come.
@@ -138,7 +126,6 @@ def read_command(frame_body: bytes) -> tuple[bytes, bytes]:
 
 
 def ready(socket_type: bytes) -> bytes:
-    """Return the READY command of a socket of this type."""
     return command(b"READY", b"\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type)
 
 

@@ -6,11 +6,10 @@ from zmtp_splitter import split
 
 from kvist.events.transports import Message
 from kvist.events.transports.block import PADDING_BYTES, MessageBlock
-from kvist.events.transports.zmtp import StopReason
 
 LIMIT = 1 << 20
 MESSAGES = [Message(b"kv/w/0", 5, b"x" * 300), Message(b"", 2**64 - 1, b""), Message(b"t" * 300, 2**63, b"short")]
-NEED_MORE, TABLE_FULL, UNUSUAL = StopReason
+NEED_MORE, TABLE_FULL, UNUSUAL = False, False, True
 
 
 class Splitting:
