@@ -29,8 +29,9 @@ PACKAGES = ("kvist.radix.compiled", "kvist.indexer.compiled", "kvist.router.comp
 
 _RADIX, _INDEXER, _ROUTER = (Path(__file__).parent.parent.joinpath(*package.split(".")) for package in PACKAGES)
 RADIX_SOURCES = (_RADIX,)
-INDEXER_SOURCES = (_INDEXER, _RADIX)
-"""Functions of the index are inlined into the indexer's, so a change there makes its machine code stale, too."""
+INDEXER_SOURCES = (_INDEXER, _RADIX, Path(__file__).parent / "events/dialects/block_events.py")
+"""Functions of the index are inlined into the indexer's, and words of engines are constants there: so a change of these
+makes its machine code stale, too."""
 ROUTER_SOURCES = (_ROUTER, _ROUTER.parent / "policy")
 
 _MAX_UNUSED_S = 30 * 24 * 3600

@@ -45,7 +45,7 @@ FIELD_ORDERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
 REPORT_SESSION: Final = "kvist-full-report"
 """The `session_id` of requests that have blocks reported anew, which vLLM's events repeat."""
 
-_TIER_OF_MEDIUM: dict[str | None, Tier] = {
+TIER_OF_MEDIUM: dict[str | None, Tier] = {
     None: Tier.GPU,
     "GPU": Tier.GPU,
     "CPU": Tier.HOST,
@@ -54,9 +54,9 @@ _TIER_OF_MEDIUM: dict[str | None, Tier] = {
     "STORAGE": Tier.DISK,
     "EXTERNAL": Tier.EXTERNAL,
 }
-_FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
+FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
 # Encoder output rather than keys and values of a prefix.
-_NEVER_INDEXED_KINDS = {"encoder_only_attention", "cross_attention"}
+NEVER_INDEXED_KINDS = {"encoder_only_attention", "cross_attention"}
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _MM_IDENTIFIER_LENGTH, _MM_HASH_LENGTH = 64, 16
 
@@ -161,7 +161,7 @@ def _engine_event(raw: _RawEvent | None, rank: int, engine: str) -> EngineEvent 
 
 
 def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | None:
-    if raw.kv_cache_spec_kind in _NEVER_INDEXED_KINDS:
+    if raw.kv_cache_spec_kind in NEVER_INDEXED_KINDS:
         return None
     block_hashes = fold_hashes(raw.block_hashes)
     cache_salt, mm_hashes = raw.cache_salt, None
@@ -200,13 +200,13 @@ def _tier(medium: str | None, locality: str | None) -> Tier | None:
     """Return the tier of a medium, GPU where none is named, or None for one that is not known."""
     if locality == "REMOTE":
         return Tier.EXTERNAL
-    tier = _TIER_OF_MEDIUM.get(medium)
-    return _TIER_OF_MEDIUM.get(medium.upper()) if tier is None and medium is not None else tier
+    tier = TIER_OF_MEDIUM.get(medium)
+    return TIER_OF_MEDIUM.get(medium.upper()) if tier is None and medium is not None else tier
 
 
 def window_of(kind: str | None, sliding_window: int | None) -> Window:
     """Return the window of a cache group; UNKNOWN if the engine names neither a kind nor a window."""
-    if kind in _FULL_KINDS:
+    if kind in FULL_KINDS:
         return FULL
     if kind == "mamba":
         return STATE

@@ -8,10 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events.dialects.block_events import REPORT_SESSION
-from kvist.indexer.compiled.jit import helper, inlined
+from kvist.events.dialects.block_events import FULL_KINDS, NEVER_INDEXED_KINDS, REPORT_SESSION, TIER_OF_MEDIUM
 from kvist.indexer.compiled.words import Bytes, word_at
-from kvist.radix.compiled.jit import signed
+from kvist.radix.compiled.jit import helper, inlined, signed
 
 # Fields; 0 is a field that is not read.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)
@@ -22,43 +21,19 @@ TIERS = 36
 FULL_KIND, OTHER_KIND, STATE_KIND, NEVER_INDEXED = 40, 41, 42, 43
 LOCAL, REMOTE, REPORT = 44, 45, 46
 
-FIELDS = {
-    "type": TYPE,
-    "block_hashes": BLOCK_HASHES,
-    "parent_block_hash": PARENT,
-    "token_ids": TOKEN_IDS,
-    "block_size": BLOCK_SIZE,
-    "lora_id": LORA_ID,
-    "lora_name": LORA_NAME,
-    "cache_salt": CACHE_SALT,
-    "extra_keys": EXTRA_KEYS,
-    "group_idx": GROUP,
-    "kv_cache_spec_kind": KIND,
-    "kv_cache_spec_sliding_window": WINDOW,
-    "medium": MEDIUM,
-    "locality": LOCALITY,
-    "lookahead_token_ids": LOOKAHEAD,
-    "session_id": SESSION,
-}
+_FIELD_NAMES = (
+    "type block_hashes parent_block_hash token_ids block_size lora_id lora_name cache_salt extra_keys group_idx"
+    " kv_cache_spec_kind kv_cache_spec_sliding_window medium locality lookahead_token_ids session_id"
+)
+FIELDS = {name: number for number, name in enumerate(_FIELD_NAMES.split(), TYPE)}
 _VALUES = {
     "BlockStored": BLOCK_STORED,
     "BlockRemoved": BLOCK_REMOVED,
-    "GPU": TIERS,
-    "CPU": TIERS + 1,
-    "CPU_PINNED": TIERS + 1,
-    "DISK": TIERS + 2,
-    "STORAGE": TIERS + 2,
-    "EXTERNAL": TIERS + 3,
-    "full_attention": FULL_KIND,
-    "mla_attention": FULL_KIND,
-    "sink_full_attention": FULL_KIND,
-    "sliding_window": OTHER_KIND,
-    "sliding_window_mla": OTHER_KIND,
-    "chunked_local_attention": OTHER_KIND,
-    "unknown": OTHER_KIND,
+    **{medium: TIERS + tier for medium, tier in TIER_OF_MEDIUM.items() if medium is not None},
+    **dict.fromkeys(FULL_KINDS, FULL_KIND),
+    **dict.fromkeys(("sliding_window", "sliding_window_mla", "chunked_local_attention", "unknown"), OTHER_KIND),
     "mamba": STATE_KIND,
-    "encoder_only_attention": NEVER_INDEXED,
-    "cross_attention": NEVER_INDEXED,
+    **dict.fromkeys(NEVER_INDEXED_KINDS, NEVER_INDEXED),
     "LOCAL": LOCAL,
     "REMOTE": REMOTE,
     REPORT_SESSION: REPORT,
