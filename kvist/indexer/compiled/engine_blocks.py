@@ -68,7 +68,6 @@ def _put(head: Record, rows: Records, part: int, key: np.uint64, value: np.uint6
 
 @helper
 def _remove(head: Record, rows: Records, part: int, key: np.uint64) -> None:
-    """Remove a key, if it is there."""
     number = part << head.bits | table.segment_of(head, key)
     place = table.locate(head, rows, number, key)
     if place >= 0:
@@ -83,7 +82,6 @@ def _key(name: np.uint64, place: int) -> np.uint64:
 
 @helper
 def _count_of(held: Held, name: np.uint64, place: int) -> int:
-    """Return the count of a name in a place."""
     if held.counts_head.num_rows == 0:
         return 0
     return signed(_get(held.counts_head, held.counts, _0, _key(name, place)) >> _PLACE_BITS)
@@ -91,7 +89,6 @@ def _count_of(held: Held, name: np.uint64, place: int) -> int:
 
 @helper
 def _set_count(held: Held, name: np.uint64, place: int, count: int) -> None:
-    """Set the count of a name in a place."""
     if count > 0:
         _put(held.counts_head, held.counts, _0, _key(name, place), np.uint64(count << PLACE_BITS | place))
     elif held.counts_head.num_rows:
@@ -108,7 +105,6 @@ def _increment(held: Held, name: np.uint64, place: int) -> None:
 
 @helper
 def _is_in(index: Record, segments: Records, slot: int, tier: int, block_hash: np.uint64) -> bool:
-    """Return whether a slot holds a block in a tier."""
     row = find(index, segments, block_hash)
     return row >= 0 and tiers_at(index, segments, row, slot) >> tier & 1 == 1
 
@@ -251,9 +247,7 @@ def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> None:
 
 Arrays: TypeAlias = tuple[Records, Records, Records, Records, Records, Records, Records]
 """The fields of a `Held` as arrays, which is how Python hands them to compiled code."""
-ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
-    (*INDEX_TYPES, *TABLE_TYPES, *TABLE_TYPES, layout.RANK_TYPE)
-)
+ARRAYS_TYPE: Any = types.Tuple((*INDEX_TYPES, *TABLE_TYPES, *TABLE_TYPES, layout.RANK_TYPE))
 
 
 @jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64))

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled import names
-from kvist.indexer.compiled.jit import helper
 from kvist.indexer.compiled.msgpack import NIL, read_array, read_hash, read_time, read_tokens, read_uint, skip
 from kvist.indexer.compiled.words import Bytes, byte_at
-from kvist.radix.compiled.jit import signed
+from kvist.radix.compiled.jit import helper, signed
 from kvist.radix.compiled.layout import Record, Records, Words
 
 Tokens = NDArray[np.uint32]

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events.hashing import TokenIds, pack_tokens, scope_seed
-from kvist.indexer.compiled.jit import BYTES, U64S, helper, inlined, jit
+from kvist.indexer.compiled.jit import BYTES, U64S, jit
 from kvist.indexer.compiled.words import Bytes, byte_at, byteswap, folded_product, word_at
+from kvist.radix.compiled.jit import helper, inlined
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -58,7 +59,6 @@ def _avalanche(h: np.uint64) -> np.uint64:
 
 @helper
 def _hash_to_8(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
-    """Hash 4 to 8 bytes."""
     end, length = start + num_bytes, np.uint64(num_bytes)
     first_half = last_half = _U0
     for index in range(4):
@@ -90,7 +90,6 @@ def _mix_16(data: Bytes, at: int, secret: int, seed: np.uint64) -> np.uint64:
 
 @helper
 def _hash_to_240(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
-    """Hash 17 to 240 bytes."""
     end = start + num_bytes
     h = np.uint64(num_bytes) * _PRIME_1
     if num_bytes <= 128:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from functools import cache
 
 import numpy as np
 from numba import int64
@@ -57,7 +56,7 @@ def split_token_ids(body: bytes, key: bytes) -> tuple[NDArray[np.uint32], bytes]
     If that, once decoded, has `[MARK]` under the key, the body is valid JSON and the array the key's value. Else the
     key stood elsewhere, or twice: decode the whole body. None where no such array is found.
     """
-    found = _pattern(key).search(body)
+    found = re.search(rb'"%b"[ \t\r\n]*:[ \t\r\n]*\[' % key, body)
     end = -1 if found is None else body.find(b"]", found.end())
     if found is None or end < 0:
         return None
@@ -65,8 +64,3 @@ def split_token_ids(body: bytes, key: bytes) -> tuple[NDArray[np.uint32], bytes]
     token_ids = np.empty((end - start) // 2 + 1, np.uint32)
     count = read_token_ids(np.frombuffer(body, np.uint8), start, end, token_ids)
     return (token_ids[:count], b"%b%d%b" % (body[:start], MARK, body[end:])) if count >= 0 else None
-
-
-@cache
-def _pattern(key: bytes) -> re.Pattern[bytes]:
-    return re.compile(rb'"%b"[ \t\r\n]*:[ \t\r\n]*\[' % key)

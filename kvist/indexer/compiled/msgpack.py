@@ -9,13 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import helper, inlined
 from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at
-from kvist.radix.compiled.jit import signed
+from kvist.radix.compiled.jit import helper, inlined, signed
 
 NIL, FLOAT_64 = 0xC0, 0xCB
 _MAX_CONTAINERS = 256  # in one skipped value; deeper nesting is an error for a decoder that recurses
-_U0, _U8, _U48 = (np.uint64(n) for n in (0, 8, 48))
+_U0 = np.uint64(0)
 
 # For heads 0xC0 to 0xDF: the bytes of the value itself, and of the length that stands before it. 0xC1 is no head.
 _FIXED = np.array(

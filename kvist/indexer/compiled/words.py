@@ -7,8 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import inlined
-from kvist.radix.compiled.jit import signed
+from kvist.radix.compiled.jit import inlined, signed
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -45,7 +44,6 @@ def big_word_at(data: Bytes, at: int) -> np.uint64:
 
 @inlined
 def byteswap(word: np.uint64) -> np.uint64:
-    """Return a word with its bytes in reverse."""
     word = (word >> _8) & np.uint64(0x00FF_00FF_00FF_00FF) | (word & np.uint64(0x00FF_00FF_00FF_00FF)) << _8
     word = (word >> _16) & np.uint64(0x0000_FFFF_0000_FFFF) | (word & np.uint64(0x0000_FFFF_0000_FFFF)) << _16
     return word >> _32 | word << _32
