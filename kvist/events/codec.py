@@ -75,7 +75,6 @@ def decode_batch(payload: bytes, source: str) -> DecodedBatch:
 
 
 def encode_snapshot_part(part: SnapshotPart) -> bytes:
-    """Return a part of a snapshot as one msgpack message."""
     return _encoder.encode(part)
 
 

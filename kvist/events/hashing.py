@@ -88,12 +88,6 @@ def chain_hashes(token_ids: TokenIds, block_size: int, parent: int | None, **ext
     return sequence_hashes(local_block_hashes(token_ids, block_size, **extras), parent)
 
 
-def block_hash(packed_tokens: bytes, parent: int | None) -> int:
-    """Return the canonical hash of one full block behind `parent` from its packed tokens, with nothing beside them."""
-    local = xxh3_64_intdigest(packed_tokens, HASH_SEED)
-    return local if parent is None else _chain(parent, local)
-
-
 def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
     """Return the seed of local hashes for an adapter and a salt; empty names count as absent."""
     seed = HASH_SEED

@@ -469,7 +469,6 @@ class Session(Generic[T]):
         return sequence > self.expected_sequence and retry_at_s is not None and self._timer.retry(retry_at_s)
 
     def _skip_to(self, sequence: int) -> list[Step[T]]:
-        """Count what is missing before a message as lost."""
         if sequence <= self.expected_sequence:
             return []
         self.expected_sequence = sequence

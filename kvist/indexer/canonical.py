@@ -105,12 +105,13 @@ class CanonicalFollower:
         Also valid while a question is open: the index holds what the rank held before the next message to apply. Not
         valid while an answer is applied.
         """
-        ranks = tuple(
-            RankProgress(number, rank.session.epoch, rank.session.expected_sequence, self._is_complete(rank))
-            for number, rank in self._ranks.items()
-            if rank.session.epoch is not None
-        )
-        return CanonicalProgress(ranks) if ranks else None
+        ranks = []
+        for number, rank in self._ranks.items():
+            session = rank.session
+            if session.epoch is not None:
+                is_complete = session.is_complete and not self._is_inexact(rank)
+                ranks.append(RankProgress(number, session.epoch, session.expected_sequence, is_complete))
+        return CanonicalProgress(tuple(ranks)) if ranks else None
 
     def resume(self, progress: CanonicalProgress) -> None:
         for each in progress.ranks:
@@ -289,9 +290,6 @@ class CanonicalFollower:
     def _is_inexact(self, rank: _Rank) -> bool:
         return rank.is_incomplete or self._index.evicted_from(rank.source)
 
-    def _is_complete(self, rank: _Rank) -> bool:
-        return rank.session.is_complete and not self._is_inexact(rank)
-
     def _state(self, rank: _Rank) -> SourceState:
         if rank.source in self._resyncing:
             return SourceState.RESYNCING
@@ -356,7 +354,6 @@ class CanonicalFollower:
         return False
 
     def _drop_rank(self, rank: _Rank) -> None:
-        """Stop following a rank and clear its blocks."""
         del self._ranks[rank.source.rank]
         self._index.clear(*rank.source)
         self._resyncing.discard(rank.source)

@@ -57,7 +57,6 @@ class PublisherStatistics:
     num_dropped_batches: int = 0
     num_sent_messages: int = 0
     num_sent_bytes: int = 0
-    num_heartbeats: int = 0
     num_snapshots: int = 0
     failure: str | None = None
     ranks: Mapping[int, StreamStatistics] = field(default_factory=dict)
@@ -152,7 +151,6 @@ class ReplayBuffer:
                 topic.size_bytes -= len(topic.messages.popleft().payload)
 
     def keep_heartbeat(self, message: Message) -> None:
-        """Keep the last heartbeat of a topic."""
         with self._lock:
             self._heartbeats[message.topic] = message
 

@@ -59,18 +59,14 @@ def engine_endpoints(
     """
     if not 1 <= num_ranks <= MAX_RANKS - first_rank or first_rank < 0:
         raise InvalidValueError("data-parallel ranks", f"{num_ranks} from {first_rank}", f"within 0 to {MAX_RANKS - 1}")
-    config = _decode(config_json)
+    try:
+        config = msgspec.json.decode(config_json, type=_KvEventsConfig)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidValueError(FIELD, config_json, f"the JSON object that the engine was given ({error})") from None
     if engine is None:
         engine = "sglang" if config.enable_kv_cache_events is None else "vllm"
     _check_is_on(config, engine, config_json)
     return [_endpoint(config, engine, rank) for rank in range(first_rank, first_rank + num_ranks)]
-
-
-def _decode(config_json: str) -> _KvEventsConfig:
-    try:
-        return msgspec.json.decode(config_json, type=_KvEventsConfig)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise InvalidValueError(FIELD, config_json, f"the JSON object that the engine was given ({error})") from None
 
 
 def _check_is_on(config: _KvEventsConfig, engine: EngineName, config_json: str) -> None:

@@ -181,7 +181,6 @@ class WindowFilter:
         return event.group is None or event.group == self._state.group
 
     def _passes_without_window(self, event: EngineStored | EngineRemoved) -> bool:
-        """Return whether an event that does not say its window passes."""
         if not self._has_several_groups:
             return True
         if event.group is not None and self._state.group is not None:

@@ -103,7 +103,6 @@ class SmallBlocks:
         return broken
 
     def whole(self) -> list[EngineHash]:
-        """Return all names that are whole."""
         return [*filter(self._is_whole, self._copies)]
 
     def clear(self) -> None:
@@ -316,7 +315,6 @@ class GroupSplitter:
         self._holder.restore_group_counts(counts)
 
     def _add(self, key: int, window: Window, block_size: int) -> None:
-        """Add a group by its key, if a rule can say what it must hold."""
         rule = rule_of(window, block_size, self._block_size, self._num_ahead)
         if rule is None or len(self.other_rules) == MAX_GROUPS or len({*self.other_rules.values(), rule}) > MAX_KINDS:
             self._is_expressible = False

@@ -97,7 +97,7 @@ class KvEventPublisher:
         """How many events were lost since the start because the background thread lagged, or had ended."""
         self.failure: BaseException | None = None
         """What ended publishing, None while all is well; `close` raises it."""
-        self._num_heartbeats = self._num_malformed = 0
+        self._num_malformed = 0
         self._sent_facts: list[object] = []
         self._is_inherited = False
         self._wake = threading.Event()
@@ -199,7 +199,6 @@ class KvEventPublisher:
             num_dropped_batches=self._outbox.num_dropped,
             num_sent_messages=self._outbox.num_sent,
             num_sent_bytes=self._outbox.num_sent_bytes,
-            num_heartbeats=self._num_heartbeats,
             num_snapshots=self._responder.num_snapshots,
             failure=None if self.failure is None else str(self.failure),
             ranks=MappingProxyType({rank: stream.statistics() for rank, stream in tuple(self._streams.items())}),
@@ -342,7 +341,6 @@ class KvEventPublisher:
             message = message_of(stream.heartbeat(timestamp_s))
             self._replay_buffer.keep_heartbeat(message)
             self._outbox.put(message)
-            self._num_heartbeats += 1
             self._outbox.flush(self._publication)  # each at once: an outbox may be smaller than there are ranks
 
     def _stream(self, rank: int) -> RankStream:

@@ -1,7 +1,4 @@
-"""Kvist inside SGLang: its scheduler publishes canonical batches itself, and no sidecar is needed.
-
-    python -m sglang.launch_server … --kv-events-config '{"publisher": "kvist", "topic": "pod-1",
-        "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+"""Kvist inside SGLang: its scheduler publishes canonical batches itself, and no sidecar is needed (docs/engines.md).
 
 SGLang 0.5.23 accepts any publisher that is registered in its factory, and calls the plugins of the entry point group
 `sglang.srt.plugins` in each of its processes: `register` is this distribution's. `topic` is the worker's name.
@@ -103,7 +100,6 @@ class SglangPublisher:
 
 
 def _url(endpoint: str, replay_endpoint: str | None, rank: int) -> str:
-    """Return the URL at which a rank publishes."""
     host, port = _split("endpoint", endpoint)
     if replay_endpoint is None:
         return f"tcp://{host}:{port + rank}?replay_port=none"

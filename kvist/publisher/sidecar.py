@@ -58,7 +58,6 @@ class SidecarFeed:
     """
 
     def __init__(self, endpoint: Endpoint, publisher: KvEventPublisher) -> None:
-        """Report to `publisher`."""
         self.endpoint = endpoint
         self.feed = EngineFeed(
             endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None

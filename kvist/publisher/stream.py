@@ -356,7 +356,6 @@ class RankStream(Stream):
                 self._coalescer.add(canonical)
 
     def _publish(self, passed: PassedEvent) -> None:
-        """Publish an event, and update the companion."""
         assert self.companion is not None
         for canonical in self._normaliser.normalise(passed):
             self._coalescer.add(canonical)

@@ -1,4 +1,7 @@
-"""TensorRT-LLM pushes no events: it is polled, from a thread of its own or from the engine's event loop."""
+"""TensorRT-LLM pushes no events: it is polled, from a thread of its own or from the engine's event loop.
+
+docs/engines.md has examples.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,6 @@ def next_idle_s(idle_s: float, num_events: int) -> float:
 
 class AsyncTrtllmPoller:
     """Reports all events of a TensorRT-LLM engine, in order, to a publisher that nobody else reports to.
-
-        async with AsyncTrtllmPoller(lambda: llm.get_kv_cache_events_async(timeout=0.1), publisher, block_size=32):
-            await serve(llm)
 
     Each event is reported as it comes, in the engine's own event loop. The engine's iterator ends when no event came
     within its timeout, and the engine is polled again; closing may take as long as that timeout. A gap in the engine's
@@ -141,12 +141,7 @@ class AsyncTrtllmPoller:
 
 
 class TrtllmPoller:
-    """Does what `AsyncTrtllmPoller` does in a thread, for an engine whose poll returns at once.
-
-    with KvEventPublisher("tcp://*:5567", worker="pod-1", block_size=32) as publisher:
-        with TrtllmPoller(lambda: llm.get_kv_cache_events(timeout=0), publisher, block_size=32):
-            serve(llm)
-    """
+    """Does what `AsyncTrtllmPoller` does in a thread, for an engine whose poll returns at once."""
 
     def __init__(self, poll: Callable[[], Iterable[_Raw]], publisher: KvEventPublisher, *, block_size: int) -> None:
         """Start polling; `poll` returns the events since its last call, without waiting, and raises to end polling."""

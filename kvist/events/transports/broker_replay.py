@@ -107,7 +107,6 @@ class ReplayServer:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop answering."""
         for task in tuple(self._tasks):
             await cancel_and_wait(task)
 

@@ -227,7 +227,6 @@ class BrokerSubscription(ABC, Generic[ClientT]):
         return None
 
     def _on_event(self, name: str, data: bytes | None) -> None:
-        """Queue a message of the stream."""
         token = name.rpartition("/" if self._url.is_mqtt else ".")[2]
         unpacked = unpack(self._url.topic_of(token), data or b"", self._malformed)
         if unpacked is not None:

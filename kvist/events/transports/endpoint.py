@@ -1,13 +1,6 @@
-"""Endpoint URLs: one string that says where a stream is, and which engine's it is.
+"""Endpoint URLs: one string that says where a stream is, and which engine's it is. docs/transports.md has their forms.
 
-tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publisher take a free one
-?replay_port=N       where replay requests go: by default the port after the stream's (vLLM's 5557 and 5558) or,
-                     for ipc, the path with `.replay` appended; `none` when the engine serves no replay
-?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
-?bind=1              the subscriber binds, for engines that connect; one at a time is followed
-?eagle=drop          the engine computes the last block of each hit again: vLLM with EAGLE, without lookahead hashes
-
-nats://…  mqtt://…   a stream on a broker: see `broker`
+Port 0 lets a publisher take a free one. With `bind=1` one engine at a time is followed. Brokers' URLs are in `broker`.
 """
 
 from __future__ import annotations

@@ -268,7 +268,6 @@ class NatsLink(BrokerLink[Client]):
         writer.writelines = lambda pieces: writer.write(b"".join(pieces))
 
     def _report_error(self, error: Exception, host: Host) -> None:
-        """Report an error that a client tells of beside its work."""
         if "permissions violation" in str(error).lower():
             _logger.warning("broker permits no access: %s broker=%s", error, host)
             self.problem = self.forbidden = f"broker {host} does not permit it: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -11,7 +11,6 @@ from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.format import VERSION, DumpHead, DumpWriter, NamespaceHead, StreamState
-from kvist.indexer.engine_rank import Names
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 
@@ -49,9 +48,12 @@ async def write_dump(indexes: Iterable[Namespaced], write: Callable[[bytes], Awa
         await _wait_for_answers(each.indexer)
         with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
             await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
-            for rank, names in _names_of(each.indexer):
-                await write(writer.names(rank, names))
-                await asyncio.sleep(0)
+            # Names may be newer than the snapshot: a block that has lost its name since was removed, and whoever loads
+            # the dump receives that event, too.
+            for source in each.indexer.sources + each.indexer.parked:
+                for rank, names in source.engine.dump_names() if source.engine is not None else ():
+                    await write(writer.names(WorkerRank(source.worker, rank), names))
+                    await asyncio.sleep(0)
             for held in snapshot:
                 for start in range(0, len(held.hashes), ROWS_PER_FRAME):
                     await write(writer.blocks(held.part(start, start + ROWS_PER_FRAME)))
@@ -65,16 +67,6 @@ async def _wait_for_answers(indexer: Indexer) -> None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while any(source.is_applying_answer for source in indexer.sources):  # noqa: ASYNC110 - too many for an event each
                 await asyncio.sleep(_POLL_S)
-
-
-def _names_of(indexer: Indexer) -> Iterator[tuple[WorkerRank, Names]]:
-    """Yield the engines' hashes and their blocks as of now, which may be later than the snapshot.
-
-    A block that has lost its name since was removed; whoever loads the dump receives that event, too.
-    """
-    for source in indexer.sources + indexer.parked:
-        for rank, names in source.engine.dump_names() if source.engine is not None else ():
-            yield WorkerRank(source.worker, rank), names
 
 
 def _head_of(each: Namespaced) -> NamespaceHead:

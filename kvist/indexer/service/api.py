@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -115,21 +115,20 @@ class Api:
         query = self._queries.get(request.path)
         if query is None or request.method != "POST" or not self._may_query(request):
             return self._handle(request, responder)
-        started_s = perf_counter()
-        try:
-            status, body = 200, query(request.body)
-        except ApiError as error:
-            status, body = error.status, error.body()
-        responder.answer(status, [_JSON], body)
-        self._counters.count(request.path, status, perf_counter() - started_s)
+        with self._counted(request, responder):
+            responder.answer(HTTPStatus.OK, [_JSON], query(request.body))
         return None
 
     async def _handle(self, request: Request, responder: Responder) -> None:
-        """Answer a request, with `{"error": …}` if it fails."""
-        started_s = perf_counter()
-        path = request.path
+        with self._counted(request, responder):
+            await self._route(request)(request, responder)
+
+    @contextmanager
+    def _counted(self, request: Request, responder: Responder) -> Iterator[None]:
+        """Count a request that is answered within, or else here with `{"error": …}`, for an ApiError."""
+        started_s, path = perf_counter(), request.path
         try:
-            await self._route(request, path)(request, responder)
+            yield
         except ApiError as error:
             headers = [_JSON]
             if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -139,7 +138,8 @@ class Api:
             responder.answer(error.status, headers, error.body())
         self._counters.count(path if path in _METHODS else "other", responder.status or 0, perf_counter() - started_s)
 
-    def _route(self, request: Request, path: str) -> Endpoint:
+    def _route(self, request: Request) -> Endpoint:
+        path = request.path
         method = _METHODS.get(path)
         if method is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")

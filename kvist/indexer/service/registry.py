@@ -127,7 +127,6 @@ class Stream(NamedTuple):
         return None if "replay_port=" in self.url or endpoint.broker is not None else endpoint.replay_address
 
     def without_replay(self) -> Stream:
-        """Return the stream without a replay address."""
         return self._replace(url=f"{self.url}{'&' if '?' in self.url else '?'}replay_port=none")
 
 

@@ -39,11 +39,9 @@ class Reads:
         self._next_read = self._loop.call_soon(self._read)
 
     def remove(self, descriptor: int) -> None:
-        """Read a socket no more."""
         self._selector.unregister(descriptor)
 
     def close(self) -> None:
-        """Read none any more."""
         self._stop_waiting()
         self._selector.close()
 
