@@ -99,28 +99,20 @@ def _cbreak() -> Iterator[None]:
 
 
 class _Fleet:
-    """The state of a router's fleet; an update gets only what has changed."""
+    """The state of a router's fleet."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url, self._key = url, key
-        self._number = 0
-        self._workers: dict[str, dict[str, Any]] = {}
         self._state: dict[str, Any] = {}
         self._samples: deque[tuple[float, Counter[str]]] = deque(maxlen=_NUM_SAMPLES)
         self.problem = ""
 
     def update(self) -> None:
-        """Get what has changed from the router; raises KvistError or OSError, with nothing updated."""
-        path = f"/ui/state?view=regret&since={self._number}"
-        changes = json.loads(ask_router(self._url, path, self._key, _TIMEOUT_S))
-        page = ask_router(self._url, "/metrics", self._key, _TIMEOUT_S).decode()
-        if changes["is_whole"]:
-            self._workers.clear()
-        self._workers |= {worker["url"]: worker for worker in changes["workers"]}
-        self._state |= {name: changes[name] for name in ("fleet", "regret") if name in changes}
-        self._number, self.problem = changes["number"], ""
-        counts = _parse_counts(page)
-        counts["requests"] = self._state["fleet"]["dispatched"]
+        """Ask the router; raises KvistError or OSError, with nothing updated."""
+        state = json.loads(ask_router(self._url, "/ui/state?view=regret", self._key, _TIMEOUT_S))
+        counts = _parse_counts(ask_router(self._url, "/metrics", self._key, _TIMEOUT_S).decode())
+        counts["requests"] = state["fleet"]["dispatched"]
+        self._state, self.problem = state, ""
         if self._samples and any(counts[name] < number for name, number in self._samples[-1][1].items()):
             self._samples.clear()  # the router was restarted, or a worker has left with its series
         self._samples.append((time.monotonic(), counts))
@@ -135,7 +127,7 @@ class _Fleet:
         lost = [loss_row(loss, regret["total"]["prompt_tokens"]) for loss in regret["losses"][:_MAX_LINES]]
         room = max(1, height - 12 - len(problems) - len(lost))
         workers = sorted(
-            self._workers.values(), key=lambda one: (one["shown"]["state"][0] == "healthy", -one["running_requests"])
+            self._state["workers"], key=lambda one: (one["shown"]["state"][0] == "healthy", -one["running_requests"])
         )
         is_well = fleet["ready"] and not self.problem
         head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not ready", "green" if is_well else "red")

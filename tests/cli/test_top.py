@@ -207,7 +207,7 @@ def test_mistakes_are_named(arguments: list[str], code: int, said: str, capsys) 
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "field"), [("top", "is_whole"), ("why", "total")])
+@pytest.mark.parametrize(("command", "field"), [("top", "fleet"), ("why", "total")])
 def test_a_router_of_another_version_is_named_with_what_its_answers_lack(worker_url, command, field, capsys) -> None:
     assert main([command, worker_url]) == 1
     assert f"{worker_url} cannot be read: its answers have no '{field}', so its version" in capsys.readouterr().err
