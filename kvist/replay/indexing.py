@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,17 +50,11 @@ class IndexReport:
     failures: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        ranks = [
-            {
-                **rank.source._asdict(),
-                "block_size": rank.block_size,
-                "num_blocks": rank.num_blocks,
-                "digest": f"{rank.digest:016x}",
-                "state": rank.state,
-            }
-            for rank in self.ranks
+        report = asdict(self)
+        report["ranks"] = [
+            {**rank.pop("source")._asdict(), **rank, "digest": f"{rank['digest']:016x}"} for rank in report["ranks"]
         ]
-        return {**{name: getattr(self, name) for name in self.__slots__}, "ranks": ranks}
+        return report
 
     def to_text(self) -> str:
         lines = [
