@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +20,30 @@ if TYPE_CHECKING:
     from kvist.openai.tokenization import Detokenizer
 
 
-class Constraint(Protocol):
-    """A grammar that one output follows."""
+class TokenMatcher:
+    """The state of one output in the grammar that it follows, a matcher of `llguidance`."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def copy(self) -> TokenMatcher:
+        return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return, by token id, which tokens may come next; an end token is among them where the output may end."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def accept(self, token_id: int) -> bool:
         """Advance by one of the allowed tokens; return whether only an end token can follow."""
+        self._matcher.consume_token(token_id)
+        return bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str:
         """Return why the output cannot continue, for example since the grammar exceeds a limit; empty while it can."""
+        return str(self._matcher.get_error())
 
 
 class TextStream:
@@ -143,7 +155,7 @@ class SequenceInput(NamedTuple):
     cache_salt: str | None = None
     swa_scratch: bool | None = None
     handoff: Handoff | None = None
-    constraint: Constraint | None = None
+    constraint: TokenMatcher | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
@@ -189,7 +201,7 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     is_scratch_allowed: bool = False
     handoff: Handoff | None = None
-    constraint: Constraint | None = None
+    constraint: TokenMatcher | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     adjuster: LogitsAdjuster | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvist.engine.request import Constraint, Request, TextStream
+from kvist.engine.request import Request, TextStream, TokenMatcher
 from kvist.engine.sampler import draw
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams
@@ -17,7 +17,7 @@ from kvist.openai.requests import SamplingParams
 VOCAB = 12
 
 
-class Alternating(Constraint):
+class Alternating(TokenMatcher):
     """Even tokens and odd ones take turns; ends after `length`."""
 
     def __init__(self, length: int) -> None:

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from starlette.requests import Request
 
-from kvist.engine.request import SequenceInput
+from kvist.engine.request import SequenceInput, TokenMatcher
 from kvist.engine.server.fields import REFUSED_OF_RESPONSES, check_fields
-from kvist.engine.server.structured import Grammar, GrammarCompiler, TokenMatcher, read_grammar
+from kvist.engine.server.structured import Grammar, GrammarCompiler, read_grammar
 from kvist.engine.server.tools import ToolChoice, ToolRules, read_tools
 from kvist.openai import requests as api
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_fields, chat_of

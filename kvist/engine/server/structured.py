@@ -11,10 +11,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from kvist.engine.request import Constraint
+from kvist.engine.request import TokenMatcher
 from kvist.engine.server.structural_tags import structural_tag_grammar
 from kvist.openai.errors import invalid_field
 from kvist.openai.requests import Fields
@@ -143,26 +141,3 @@ class GrammarCompiler:
         tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token
         found = ((text, tokenize(text, parse_special=True)) for text in self._tokenizer.added_tokens)
         return {text: token_ids[0] for text, token_ids in found if len(token_ids) == 1 and is_special(token_ids[0])}
-
-
-class TokenMatcher(Constraint):
-    """The state of one output in its grammar."""
-
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def copy(self) -> TokenMatcher:
-        return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
-
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-
-    def accept(self, token_id: int) -> bool:
-        self._matcher.consume_token(token_id)
-        return bool(self._matcher.is_stopped())
-
-    @property
-    def error(self) -> str:
-        return str(self._matcher.get_error())
