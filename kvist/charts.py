@@ -43,7 +43,8 @@ def svg_document(*charts: Chart) -> str:
                 axes.plot(*zip(*points, strict=True), label=name, **line)
             axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
             axes.set(**{"xscale": "log"} if chart.log_x else {"xlim": (0, None)})
-            axes.set(**{"yscale": "log"} if chart.log_y else {"ylim": (0, None)})
+            highest = max(y for points in chart.series.values() for _, y in points)
+            axes.set(**{"yscale": "log"} if chart.log_y else {"ylim": (0, 1.05 * highest or None)})
             for axis, is_log in ((axes.xaxis, chart.log_x), (axes.yaxis, chart.log_y)):
                 if is_log:
                     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

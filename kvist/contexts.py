@@ -10,7 +10,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvist.errors import leave_group
+from kvist.errors import leave_group, only_cause
 
 T = TypeVar("T")
 
@@ -54,7 +54,10 @@ class BackgroundTasks:
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for task in self._tasks:
             task.cancel()
-        await leave_group(self._group, error)
+        try:
+            await leave_group(self._group, error)
+        except BaseExceptionGroup as group:
+            raise only_cause(group) from None
 
 
 async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:

@@ -15,16 +15,17 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.contexts import BackgroundTasks
-from kvist.errors import InvalidValueError, only_cause
+from kvist.contexts import BackgroundTasks, ComposedContext
+from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
@@ -147,8 +148,12 @@ class _Streams(NamedTuple):
     block_size: int | None
 
 
-class FleetIndex:
-    """Knows what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
+class FleetIndex(ComposedContext):
+    """Knows what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else.
+
+    Where this process has compiled the index before, it has joined once the context is open. Elsewhere it joins by
+    itself; should that fail, the context ends with the error.
+    """
 
     def __init__(self, config: RouterConfig, now_s: Callable[[], float], descriptor: int | None = None) -> None:
         """Keep the index in the file of a `descriptor`, if given, for other processes to read."""
@@ -167,27 +172,16 @@ class FleetIndex:
         self._kept: list[FleetState] = []
         self._keeper: StateKeeper | None = None
 
-    async def __aenter__(self) -> Self:
-        """Start following; where this process has compiled the index before, it has joined on return.
-
-        Elsewhere it joins by itself. Should that fail, this context ends with the error.
-        """
+    async def _open(self, exits: AsyncExitStack) -> None:
         if compilation.is_loaded():
             await self._join()
-        await self._tasks.__aenter__()
+        await exits.enter_async_context(self._tasks)
         self._tasks.create_task(self._follow(), name="kvist-index")
-        return self
+        exits.push_async_callback(self._save)
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    async def _save(self) -> None:
         if self._keeper is not None:
             await self._keeper.stop()
-        try:
-            await self._tasks.__aexit__(kind, error, trace)
-        except BaseExceptionGroup as group:
-            raise only_cause(group) from None
-        finally:
-            if self._keeper is not None:
-                await self._keeper.__aexit__()
 
     @property
     def block_sizes(self) -> Mapping[str, int]:
@@ -330,7 +324,7 @@ class FleetIndex:
             memory = mmap.mmap(self._descriptor, 0)
             self.radix = RadixIndex(max_blocks=self._max_blocks, segment_bits=segment_bits, memory=memory)
         self.unreported.radix = self.radix
-        await self._open_state()
+        self._open_state()
         self.joined_at_s = self._now_s()
         _logger.info("index ready")
 
@@ -352,7 +346,7 @@ class FleetIndex:
                 fleet = FleetState(self.radix, indexer)
                 self._kept.append(fleet)
                 await self._keeper.load(fleet)
-                self._keeper.start()
+                self._keeper.start(self._tasks)
             self._indexer = indexer
             for worker in self._streams:
                 self._add_sources(worker)
@@ -367,10 +361,9 @@ class FleetIndex:
                 self._indexer.add_source(worker, endpoint, block_size=streams.block_size)
             self._indexer.drop_parked(worker)
 
-    async def _open_state(self) -> None:
+    def _open_state(self) -> None:
         if self._config.state_dir is not None:
             from kvist.indexer.dumps.keeper import StateKeeper
 
             folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
-            keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)
-            self._keeper = await keeper.__aenter__()
+            self._keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)

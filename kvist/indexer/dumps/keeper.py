@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -105,7 +104,6 @@ class StateKeeper:
         self._indexes = indexes
         self._dump_lock = asyncio.Lock() if dump_lock is None else dump_lock
         self._now_s = now_s
-        self._group = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._unproven: list[Source] = []
         self._fates = {"loaded": 0, "proven": 0, "cleared": 0, "dropped": 0}
@@ -115,14 +113,6 @@ class StateKeeper:
         self._saved_at_s: float | None = None
         self._saved: object = None
         self._saving = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """End; call `stop` before, while the indexes are still fed."""
-        await self._group.__aexit__(None, None, None)
 
     async def load(
         self, destination: Destination, register: Callable[[NamespaceHead], Awaitable[None]] | None = None
@@ -150,15 +140,18 @@ class StateKeeper:
             _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._fates["loaded"], seconds)
         self._saved = self._positions()
 
-    def start(self) -> None:
-        """Start to save, and to watch the loaded streams."""
+    def start(self, tasks: BackgroundTasks) -> None:
+        """Start to save, and to watch the loaded streams, among a service's tasks."""
         self._tasks = [
-            self._group.create_task(self._watch_loaded(), name="kvist-state-watch"),
-            self._group.create_task(self._save_regularly(), name="kvist-state-save"),
+            tasks.create_task(self._watch_loaded(), name="kvist-state-watch"),
+            tasks.create_task(self._save_regularly(), name="kvist-state-save"),
         ]
 
     async def stop(self) -> None:
-        """Save a last time if anything has changed, within `LAST_SAVE_TIMEOUT_S`; does nothing before `start`."""
+        """Save a last time if anything has changed, within `LAST_SAVE_TIMEOUT_S`; does nothing before `start`.
+
+        Call it while the indexes are still fed.
+        """
         is_loaded = bool(self._tasks)
         for task in self._tasks:
             task.cancel()

@@ -24,6 +24,7 @@ import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
+from kvist.contexts import BackgroundTasks
 from kvist.events import WorkerRank
 from kvist.events.hashing import sequence_hashes
 from kvist.events.transports import public_url
@@ -291,7 +292,7 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
         if config.state_dir is not None:
             folder, interval_s = Path(config.state_dir), config.state_interval_s
             keeper = StateKeeper(folder, "index", interval_s, lambda: registry, monotonic, dump_lock)
-            await exits.enter_async_context(keeper)
+            tasks = await exits.enter_async_context(BackgroundTasks())
             exits.push_async_callback(keeper.stop)
         for worker in config.parsed_workers():
             assert config.block_size is not None
@@ -304,7 +305,7 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
             if not is_restored:
                 registrations = Registrations(registry, rules)
                 await keeper.load(registrations, registrations.register_all)
-            keeper.start()
+            keeper.start(tasks)
         registry.release()
         counters = RequestCounters()
         page = MetricsPage(partial(collect, registry, server, keeper), counters.registry)

@@ -13,16 +13,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvist import __version__
-from kvist.errors import leave_group, only_cause
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.files import exclusive_folder
 from kvist.http import HttpLimits, HttpServer, Request, Responder, default_max_connections
 from kvist.indexer import compilation
@@ -39,7 +38,7 @@ CLOSE_TIMEOUT_S = 4.0
 RETRY_AFTER_S = 1
 
 
-class IndexService:
+class IndexService(ComposedContext):
     """Listens from `async with` on until the block ends.
 
     If this process has compiled the index before, the index has joined when the block begins. If it cannot join, the
@@ -50,12 +49,9 @@ class IndexService:
         """`started_s`, of the monotonic clock, is when the process started, if the caller knows."""
         self._config = config
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._tasks = asyncio.TaskGroup()
-        self._index: asyncio.Task[None] | None = None
         self._state = "compiling"
         self._api: Api | None = None
         self._joined = asyncio.Event()
-        self._has_stopped = asyncio.Event()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
@@ -64,41 +60,15 @@ class IndexService:
         )
         self._server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)
 
-    async def __aenter__(self) -> Self:
-        with ExitStack() as exits:
-            if self._config.state_dir is not None:
-                exits.enter_context(exclusive_folder("state_dir", Path(self._config.state_dir)))
-            await self._server.__aenter__()
-            self._folder_lock = exits.pop_all()
-        await self._tasks.__aenter__()
-        self._index = self._tasks.create_task(self._run_index(), name="kvist-index")
+    async def _open(self, exits: AsyncExitStack) -> None:
+        if self._config.state_dir is not None:
+            exits.enter_context(exclusive_folder("state_dir", Path(self._config.state_dir)))
+        tasks = await exits.enter_async_context(BackgroundTasks())
+        await exits.enter_async_context(self._server)
+        tasks.create_task(self._run_index(), name="kvist-index")
         logger.info("listening url=%s", self.url)
         if compilation.is_loaded():
-            try:
-                await self._joined.wait()
-            except BaseException as error:
-                await self.__aexit__(type(error), error, error.__traceback__)
-                raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop listening, let requests end within `CLOSE_TIMEOUT_S`, release everything."""
-        assert self._index is not None
-        try:
-            await self._server.__aexit__(kind, error, trace)
-        finally:
-            self._has_stopped.set()
-            if not self._joined.is_set():
-                self._index.cancel()
-            await asyncio.wait([self._index])
-            try:
-                await leave_group(self._tasks, error)
-            except BaseExceptionGroup as group:
-                raise only_cause(group) from None
-            finally:
-                self._folder_lock.close()
+            await self._joined.wait()
 
     @property
     def url(self) -> str:
@@ -116,7 +86,7 @@ class IndexService:
             self._api = api
             self._joined.set()
             logger.info("index ready url=%s cold_start_s=%.2f", self.url, api.cold_start_s)
-            await self._has_stopped.wait()
+            await asyncio.Event().wait()  # until cancelled
 
     def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
         api = self._api

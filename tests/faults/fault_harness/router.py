@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_harness.engine import BLOCK_SIZE, Held
+from kvist.contexts import BackgroundTasks
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.indexer import Indexer
@@ -41,6 +42,7 @@ class Router:
         self._registry = Registry(partial(Indexer, clock=self._now_s), is_held=True)
         self._registrations = Registrations(self._registry, EndpointRules([]))
         self._keeper: StateKeeper | None = None
+        self._tasks = BackgroundTasks()
 
     async def start(self, peer: Router | None = None) -> None:
         """Follow everybody: from nothing, from what is in the folder, or from what a peer has."""
@@ -50,17 +52,17 @@ class Router:
         if peer is not None:
             await self._take_over(peer)
         if self._folder is not None:
-            keeper = StateKeeper(self._folder, "index", self._interval_s, lambda: self._registry, self._now_s)
-            self._keeper = await keeper.__aenter__()
+            self._keeper = StateKeeper(self._folder, "index", self._interval_s, lambda: self._registry, self._now_s)
+            await self._tasks.__aenter__()
             if peer is None:
-                await keeper.load(self._registrations)
-            keeper.start()
+                await self._keeper.load(self._registrations)
+            self._keeper.start(self._tasks)
         self._registry.release()
 
     async def kill(self) -> None:
         """End without a word: nothing more is saved."""
         if self._keeper is not None:
-            await self._keeper.__aexit__(None, None, None)
+            await self._tasks.__aexit__(None, None, None)
         await self._registry.__aexit__(None, None, None)
 
     async def stop(self) -> None:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from fault_harness.engine import BLOCK_SIZE
+from kvist.contexts import BackgroundTasks
 from kvist.events import WorkerRank
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.keeper import StateKeeper
@@ -29,9 +30,8 @@ async def main(folder: str, urls: list[str]) -> None:
         if folder != "-":
             fleet = FleetState(index, indexer)
             keeper = StateKeeper(Path(folder), "router", SAVE_INTERVAL_S, lambda: [fleet], time.monotonic)
-            await exits.enter_async_context(keeper)
             await keeper.load(fleet)
-            keeper.start()
+            keeper.start(await exits.enter_async_context(BackgroundTasks()))
         for number, url in enumerate(urls):
             indexer.add_source(str(number), url)
         print("ready", flush=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvist.contexts import BackgroundTasks
 from kvist.events import WorkerRank
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.keeper import StateKeeper
@@ -47,9 +48,9 @@ def start_kept(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Kept
         async with Indexer(index, block_size=block_size) as indexer:
             fleet = FleetState(index, indexer)
             keeper = StateKeeper(tmp_path, "router", interval_s, lambda: [fleet], time.monotonic)
-            async with keeper:
+            async with BackgroundTasks() as tasks:
                 await keeper.load(fleet)
-                keeper.start()
+                keeper.start(tasks)
                 for worker, url in streams:
                     indexer.add_source(worker, url)
                 yield Kept(index, indexer, keeper)

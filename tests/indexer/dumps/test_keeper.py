@@ -399,14 +399,14 @@ async def main():
     index = RadixIndex()
     async with Indexer(index, block_size=4) as indexer:
         fleet = FleetState(index, indexer)
-        async with StateKeeper(Path(sys.argv[1]), "router", 3600, lambda: [fleet], time.monotonic) as keeper:
-            await keeper.load(fleet)
-            index.store(WorkerRank("w", 0), Tier.GPU, None, np.arange(1, 50_001, dtype=np.uint64))
-            indexer.park("w", "tcp://127.0.0.1:1", 0, CanonicalProgress((RankProgress(0, 7, 3, True),)), 4)
-            while True:
-                await keeper.save()
-                keeper._saved = None
-                print("saved", flush=True)
+        keeper = StateKeeper(Path(sys.argv[1]), "router", 3600, lambda: [fleet], time.monotonic)
+        await keeper.load(fleet)
+        index.store(WorkerRank("w", 0), Tier.GPU, None, np.arange(1, 50_001, dtype=np.uint64))
+        indexer.park("w", "tcp://127.0.0.1:1", 0, CanonicalProgress((RankProgress(0, 7, 3, True),)), 4)
+        while True:
+            await keeper.save()
+            keeper._saved = None
+            print("saved", flush=True)
 
 asyncio.run(main())
 """
