@@ -187,10 +187,11 @@ async def _demo(
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A command that is ready, and the URL it serves."""
+    """A command that is ready: the URL it serves, and the process behind it."""
 
     name: str
     url: str
+    process: asyncio.subprocess.Process
 
 
 class ProcessGroup:
@@ -247,7 +248,7 @@ class ProcessGroup:
             raise KvistError(f"{name}: ended with exit code {await process.wait()} before it was ready")
         assert process.stdout is not None
         self._drains.append(asyncio.create_task(process.stdout.read(), name=f"drain {name}"))
-        return Child(name, url)
+        return Child(name, url, process)
 
 
 async def _read_url(process: asyncio.subprocess.Process) -> str | None:
