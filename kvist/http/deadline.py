@@ -86,8 +86,8 @@ class Deadline:
         self.phase = None
 
     def close(self) -> None:
-        """Removes the deadline and its timer, which would keep the connection in memory."""
-        self.phase = None
+        """Removes the deadline, its timer and its callback, which would keep the connection in memory."""
+        self.phase, self._on_expired = None, _ignore
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -105,3 +105,7 @@ class Deadline:
             return
         phase, self.phase = self.phase, None
         self._on_expired(phase)
+
+
+def _ignore(_: str) -> None:
+    """Do nothing when a closed deadline has passed."""

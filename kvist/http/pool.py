@@ -224,7 +224,10 @@ class UpstreamPool:
                 failure = error
             else:
                 return connection
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # whose traceback refers to this frame
 
     def _on_free(self, connection: UpstreamConnection) -> None:
         """Gives the connection to the exchange that has waited longest, or keeps it if there is room."""

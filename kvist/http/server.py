@@ -199,6 +199,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._state.remove(self)
         self._count_body(0)
         self._cancel_handler()
+        self._producer = None
+        if self._task is None:
+            self._responder = None  # which refers to this connection
         self.resume_writing()
         self.lost.set_result(None)
 

@@ -343,9 +343,16 @@ class Forwarding:
                 self.body = with_fields(self.body, {"priority": priority})
             self.spending = router.limits.enter(self.tenant)
             work = partial(router.routing.work_of, self.parsed) if router.config.has_tenants else lambda: 0.0
-            queueing = parsed.model, priority, timeout_s, self.tenant
-            self._enter_queue = partial(router.admission.enter, self, *queueing, work=work, since_s=router.now_s())
-            self.place = self._enter_queue()
+            self._enter_queue = partial(
+                router.admission.enter,
+                model=parsed.model,
+                priority=priority,
+                timeout_s=timeout_s,
+                tenant=self.tenant,
+                work=work,
+                since_s=router.now_s(),
+            )
+            self.place = self._enter_queue(self)
         except RequestError as error:
             if error.code == LIMITED:
                 router.accounts[self.tenant.name, router.fleet.label_of(parsed.model)].limited += 1
@@ -414,7 +421,7 @@ class Forwarding:
             worker = plan.answer.chosen.target.worker
             if may_wait and worker in full and plan.dialect.works_alone:
                 awaited = ANY_STANDALONE if self.router.fleet.has_roles else worker
-                self.place, self._waiting_step = self._enter_queue(worker=awaited), self.trace.step("queue")
+                self.place, self._waiting_step = self._enter_queue(self, worker=awaited), self.trace.step("queue")
                 return
         except RequestError as error:
             self._refuse(error)
@@ -642,11 +649,12 @@ class Forwarding:
             accounting.log(self, error)
         if isinstance(self.attempt, SplitAttempt):
             self.trace.set(spans.of_answer, self.responder.status or CLIENT_LEFT_STATUS, self.attempt.first_byte_s)
+            self.attempt.close()
         if error is not None or self.responder.status != OK:
             self._cancel_paired_prefill(error or _PEER_ENDED)
-        self.attempt = self.paired_prefill = None
         if self._deadline is not None:
             self._deadline.close()
+        self.attempt = self.paired_prefill = self.place = None  # they refer to this request
         if self.spending is not None:
             self.spending.finish()
         self._release()

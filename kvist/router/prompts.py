@@ -73,6 +73,8 @@ INLINE_CONVERSATION_BYTES = 256 * 1024
 INLINE_VALUES = 800
 """JSON up to the first length is parsed and rendered on the event loop, and up to the second with so few arrays and
 objects: 0.7 ms for 50,000 tokens, 2 for 60 calls of tools; 800 messages take 5."""
+MAX_WAITING_PARSED = 64
+"""While so many prompts wait for a thread, further ones up to the second length wait as bodies, a third of the size."""
 
 INLINE_TOKENIZED_BODY_BYTES = 2 * 2**20
 """A prompt of token ids up to here is read on the event loop if there is an index: 300,000 ids take 2.2 ms."""
@@ -182,6 +184,7 @@ class PromptReader:
         self._models = models
         self._has_index = has_index
         self._needs_tokens = needs_tokens
+        self._num_waiting = 0
         self.conversations = Conversations()
 
     async def read(self, path: str | None, body: bytes) -> ParsedRequest:
@@ -205,7 +208,11 @@ class PromptReader:
 
     async def finish(self, reading: Reading) -> ParsedRequest:
         """Do the rest of a `read` on a thread."""
-        return await asyncio.to_thread(_rest_of, reading)
+        self._num_waiting += 1
+        try:
+            return await asyncio.to_thread(_rest_of, reading)
+        finally:
+            self._num_waiting -= 1
 
     def _reading(self, path: str | None, body: bytes) -> Reading:
         if path in FORM_PATHS:
@@ -217,7 +224,8 @@ class PromptReader:
         tokenized = self._read_tokenized(path, body)
         if tokenized is not None:
             return tokenized
-        if len(body) > INLINE_CONVERSATION_BYTES or (
+        most = INLINE_CONVERSATION_BYTES if self._num_waiting < MAX_WAITING_PARSED else INLINE_BODY_BYTES
+        if len(body) > most or (
             len(body) > INLINE_BODY_BYTES and count_of(b"{", body) + count_of(b"[", body) > INLINE_VALUES
         ):
             yield
@@ -296,7 +304,7 @@ class PromptReader:
             # To a response's prompt, rendered by a template or not, vLLM has the tokeniser add its special tokens.
             adds_special_tokens = api == RESPONSES_PATH and engine == "vllm"
             rendered = template.render_parts(chat)
-            if num_bytes > tokenizer.max_inline_bytes and not tokenizer.is_quick(rendered):
+            if not tokenizer.is_quick(rendered):
                 yield
             token_ids, num_exact = tokenizer.tokenize_parts(rendered, chat, add_special_tokens=adds_special_tokens)
         except RequestError as error:

@@ -1,5 +1,6 @@
 """A deadline fires once, in the phase set last, and moving it on arms no second timer."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -91,15 +92,32 @@ def test_an_earlier_deadline_replaces_the_running_timer(clock: Clock, deadline: 
     assert fired == ["header"]
 
 
-@pytest.mark.parametrize("end", ["clear", "close"])
-def test_nothing_fires_after_clear_or_close(clock: Clock, deadline: Deadline, fired: list[str], end: str) -> None:
+def test_nothing_fires_after_clear_until_the_next_deadline(clock: Clock, deadline: Deadline, fired: list[str]) -> None:
     deadline.set("idle", 10)
-    getattr(deadline, end)()
+    deadline.clear()
     clock.advance_to(10)
     assert fired == []
     deadline.set("header", 5)
     clock.advance_to(15)
     assert fired == ["header"]
+
+
+def test_nothing_fires_after_close_and_its_callback_is_let_go(clock: Any) -> None:
+    class Connection:
+        def __init__(self) -> None:
+            self.deadline = Deadline(LoopClock(clock), self.on_expired)
+
+        def on_expired(self, _: str) -> None:
+            raise AssertionError
+
+    connection = Connection()
+    connection.deadline.set("idle", 10)
+    connection.deadline.close()
+    connection.deadline.set("header", 5)
+    clock.advance_to(15)
+    left = weakref.ref(connection)
+    del connection
+    assert left() is None
 
 
 def test_what_the_loop_is_late_by_does_not_count(clock: Any, fired: list[str]) -> None:

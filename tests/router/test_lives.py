@@ -8,6 +8,7 @@ counted is what clients and workers saw.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import socket
@@ -435,6 +436,8 @@ class Life:
         await self.add()
 
     async def live(self, exits: AsyncExitStack, start: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+        gc.disable()  # requests of long prompts would pile up until it runs
+        exits.callback(gc.enable)
         num_workers = {None: self.random.choice([1, 3, 4])}.get(self.dialect, self.random.choice([4, 5]))
         for idx in range(num_workers):
             await self.join(exits, idx)
@@ -592,6 +595,7 @@ class Life:
             self.check_answer(asked)
         for service in self.services:
             self.check_nothing_is_left(service)
+        await self.until(lambda: not any(type(each) is Forwarding for each in gc.get_objects()))
         self.check_counts()
         await self.check_releases()
         await self.settled()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -14,14 +17,18 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
 from kvist.openai.tokenization import ITEM_TOKENS, Beginnings, ChatTokenizer
+from kvist.router import prompts
 from kvist.router.prompts import (
     CHAT_PATH,
     COMPLETION_PATH,
     GENERATE_PATH,
     INLINE_FORM_BYTES,
+    MAX_WAITING_PARSED,
     OneModel,
     ParsedRequest,
     PromptReader,
+    Reading,
+    _rest_of,
 )
 
 WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
@@ -100,6 +107,32 @@ async def test_of_a_conversation_only_what_is_new_is_tokenised_on_the_event_loop
     assert not is_read_now(reader, CHAT_PATH, chat_of(one + "that grows"))  # so all of it is tokenised anew
     await with_tokenizers.read(CHAT_PATH, first)
     assert not is_read_now(with_tokenizers, CHAT_PATH, first)
+
+
+async def test_a_short_request_that_continues_a_long_response_is_left_for_a_thread() -> None:
+    reader = PromptReader(OneModel(ChatTokenizer.load(bundled_model_path())))
+    for response_id, text in (("resp_1", "a short one"), ("resp_2", "a long one " * 3000)):
+        messages_json = json.dumps([{"role": "user", "content": text}]).encode()
+        reader.conversations.store(response_id, "http://a:1", messages_json)
+    assert is_read_now(reader, RESPONSES_PATH, body(input="on", previous_response_id="resp_1"))
+    assert not is_read_now(reader, RESPONSES_PATH, body(input="on", previous_response_id="resp_2"))
+
+
+async def test_while_many_prompts_wait_for_threads_no_more_are_parsed_before(monkeypatch) -> None:
+    reader = PromptReader(OneModel(ChatTokenizer.load(bundled_model_path())))
+    may_go_on, asked = threading.Event(), chat_of("long " * 6000)
+    monkeypatch.setattr(prompts, "_rest_of", lambda reading: may_go_on.wait() and _rest_of(reading))
+    readings = [asyncio.create_task(reader.read(CHAT_PATH, asked)) for _ in range(MAX_WAITING_PARSED)]
+    await asyncio.sleep(0)
+    is_parsed = [is_parsed_in(reader.read_now(CHAT_PATH, asked))]
+    may_go_on.set()
+    assert len({(await each).num_tokens for each in readings}) == 1
+    assert [*is_parsed, is_parsed_in(reader.read_now(CHAT_PATH, asked))] == [False, True]
+
+
+def is_parsed_in(reading: ParsedRequest | Reading) -> bool:
+    assert inspect.isgenerator(reading)
+    return "fields" in inspect.getgeneratorlocals(reading)
 
 
 async def test_only_beginnings_seen_lately_are_known() -> None:

@@ -179,6 +179,12 @@ class SplitAttempt:
             self._owner.responder.break_off()
         return self._has_begun
 
+    def close(self) -> None:
+        """Let go of the parts, which refer to this, and of their requests, which refer to them."""
+        for part in self.parts:
+            del part.request
+        self.parts.clear()
+
     # What the parts are answered.
 
     def on_data(self, part: SplitPart) -> None:
