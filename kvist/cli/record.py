@@ -13,7 +13,6 @@ from kvist.cli._terminal import run_until_signalled
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from kvist.replay.recorder import Recorder
     from kvist.replay.writer import RecordingWriter
 
 HELP = "record event streams to a file"
@@ -33,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kvist.replay import RecordingError, RecordingReader
     from kvist.replay.recorder import Recorder, parse_sources
     from kvist.replay.writer import RecordingWriter
 
@@ -43,7 +43,12 @@ def run(args: argparse.Namespace) -> int:
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         recorder = Recorder(specs, writer)
         if writer.earlier is not None:
-            _skip_recorded(recorder, writer.earlier)
+            with RecordingReader(writer.earlier) as reader:
+                try:
+                    recorder.skip(reader)
+                except RecordingError as error:
+                    text = "the existing recording is damaged, later messages may be recorded twice"
+                    print(f"kvist record: {text}: {error}", flush=True)
 
         def progress() -> tuple[str, float, None]:
             return f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps", 0, None
@@ -61,20 +66,6 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
     return 0
-
-
-def _skip_recorded(recorder: Recorder, earlier: Path) -> None:
-    """Have the recorder skip the messages that an earlier recording has, as far as it can be read."""
-    from kvist.replay import RecordingError, RecordingReader
-
-    with RecordingReader(earlier) as reader:
-        try:
-            recorder.skip(reader)
-        except RecordingError as error:
-            print(
-                f"kvist record: the existing recording is damaged, later messages may be recorded twice: {error}",
-                flush=True,
-            )
 
 
 def _totals(writer: RecordingWriter) -> str:
