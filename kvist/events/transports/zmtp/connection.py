@@ -23,6 +23,8 @@ MAX_FRAMES = 1000
 
 MAX_COMMANDS_WITHIN = 16
 """Commands between the frames of one message: a PING may fall there, and each one moves the frames before it."""
+OVERHEAD_BYTES = 64 << 10
+"""Room for what one message may contain beside topic and payload: frame headers, and commands between its frames."""
 
 
 class Inbox:
@@ -88,21 +90,30 @@ class Inbox:
 
 
 class Connection:
-    """Reads what a publisher sends after the handshake. No I/O, no clock.
+    """Reads what a publisher sends after the handshake: its stream, or replies to a request. No I/O, no clock.
 
     The owner puts bytes into the inbox, calls `advance`, and sends `take_outgoing`. A PeerError ends the connection.
     """
 
     def __init__(
-        self, inbox: Inbox, splitter: Splitter | None, malformed: MalformedCounter, minor_version: int = 1
+        self,
+        inbox: Inbox,
+        splitter: Splitter | None,
+        malformed: MalformedCounter,
+        minor_version: int = 1,
+        request: bytes | None = None,
     ) -> None:
-        """Subscribe at a peer of ZMTP 3.`minor_version`; nothing of another connection is in `inbox`."""
+        """Subscribe at a peer of ZMTP 3.`minor_version`, or send it a `request`; `inbox` is empty.
+
+        Before the frames of a reply comes an empty one, which may take the place of the topic.
+        """
         self.has_pong = minor_version >= 1
         """Whether the peer is known to answer a PING, so that its silence means something."""
         self.inbox = inbox
         self._splitter = splitter
         self._malformed = malformed
-        self._outgoing = bytearray(wire.subscribe_to_all(minor_version))
+        self._outgoing = bytearray(wire.subscribe_to_all(minor_version) if request is None else request)
+        self._max_frames = 3 if request is None else 4
         self._num_skip_bytes = 0
         self._num_refused_frames = 0  # of the message that is being skipped
         self._num_commands_within = 0  # the message that is being received
@@ -142,20 +153,20 @@ class Connection:
         inbox = self.inbox
         frames: list[FrameHeader] = []
         at = inbox.begin
-        while len(frames) < 3:
+        while not frames or frames[-1].flags & MORE:
             header = wire.read_frame_header(inbox.buffer, at, inbox.end)
             if header is None:
                 return False
             if header.flags & COMMAND:
                 return self._read_command(at, header)
-            if self._num_refused_frames or not _is_expected(frames, header):
+            if self._num_refused_frames or not _is_expected(frames, header, self._max_frames):
                 self._refuse_frame(frames, header)
                 return True
             if header.end > inbox.end:
                 return False
             frames.append(header)
             at = header.end
-        topic, sequence, payload = frames
+        topic, sequence, payload = frames[-3:]
         number = int.from_bytes(inbox.buffer[sequence.start : sequence.end], "big", signed=True)
         inbox.free_rows[0] = topic.start, topic.num_bytes, number, payload.start, payload.num_bytes
         self._add(1, at)
@@ -204,11 +215,11 @@ class Connection:
             raise PeerError(f"it reports an error: {body[1:100]!r}")
 
 
-def _is_expected(before: list[FrameHeader], header: FrameHeader) -> bool:
-    """Return whether a frame can be the next one of topic, sequence and payload."""
-    is_last = len(before) == 2
-    if bool(header.flags & MORE) == is_last:
-        return False
-    if len(before) == 1:
+def _is_expected(before: list[FrameHeader], header: FrameHeader, max_frames: int) -> bool:
+    """Return whether a frame can be the next of topic, sequence and payload, with another in front of up to four."""
+    if header.flags & MORE and len(before) == max_frames - 2:
         return header.num_bytes == 8
-    return header.num_bytes + (before[0].num_bytes if is_last else 0) <= base.MAX_MESSAGE_BYTES
+    if header.flags & MORE:
+        return len(before) < max_frames - 2 and header.num_bytes <= base.MAX_MESSAGE_BYTES
+    num_bytes = header.num_bytes + sum(frame.num_bytes for frame in before) - 8
+    return len(before) >= 2 and before[-1].num_bytes == 8 and num_bytes <= base.MAX_MESSAGE_BYTES

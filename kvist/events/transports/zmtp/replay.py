@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 
 from kvist.events.transports import base
@@ -13,12 +12,11 @@ from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter, ReplayAnswer
 from kvist.events.transports.zmq import END
 from kvist.events.transports.zmtp import wire
-from kvist.events.transports.zmtp.connection import MAX_FRAMES
+from kvist.events.transports.zmtp.connection import OVERHEAD_BYTES, Connection, Inbox
 from kvist.events.transports.zmtp.sockets import connect, shake_hands
-from kvist.events.transports.zmtp.wire import COMMAND, MORE, PeerError
+from kvist.events.transports.zmtp.wire import MORE, PeerError
 
-READ_BYTES = 256 << 10
-"""What is read at once."""
+_END_SEQUENCE = int.from_bytes(END, "big")
 
 
 async def ask(
@@ -35,97 +33,55 @@ async def ask(
                 sock = await connect(address)
                 await shake_hands(sock, b"DEALER", (b"ROUTER", b"REP"))
             with sock:
-                return await _collect(_Router(sock, timeout_s), request, malformed)
+                return await _collect(sock, request, timeout_s, malformed)
     except (OSError, PeerError):  # a timeout is an OSError
         return None
 
 
-async def _collect(router: _Router, request: ReplayRequest, malformed: MalformedCounter) -> list[Message] | None:
-    answer = ReplayAnswer()
-    router.send(_frames(request))
+async def _collect(
+    sock: socket.socket, request: ReplayRequest, timeout_s: float, malformed: MalformedCounter
+) -> list[Message] | None:
+    answer, inbox = ReplayAnswer(), Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
+    connection = Connection(inbox, None, malformed, request=_encoded(request))
     while True:
-        for frames in router.messages():
-            if len(frames) >= 3 and frames[-2] == END:
-                return answer
-            message = _message(frames[1:] if len(frames) == 4 else frames, malformed)
-            if message is not None and not answer.add(message):
-                return None
-        await router.read()
+        outgoing = connection.take_outgoing()
+        if outgoing:  # a local socket whose peer has closed fails even to send nothing, though it has more to read
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_sendall(sock, outgoing)
+        num_bytes = await _receive(sock, inbox.space(), timeout_s)
+        inbox.end += num_bytes  # which `space` may have changed
+        connection.advance()
+        while inbox.num_messages:
+            for message in inbox.take():
+                if message.sequence == _END_SEQUENCE:
+                    return answer
+                if not answer.add(message):
+                    return None
+            connection.advance()
 
 
-class _Router:
-    """A connection, behind the handshake, to a publisher's ROUTER socket."""
-
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        self._sock = sock
-        self._timeout_s = timeout_s
-        self._unsent = bytearray()
-        self._received = bytearray()
-        self._frames: list[bytes] = []
-
-    def send(self, frames: tuple[bytes, ...]) -> None:
-        """Send a message before the next `read`."""
-        self._unsent += b"".join(wire.frame(body, MORE) for body in frames[:-1]) + wire.frame(frames[-1])
-
-    async def read(self) -> None:
-        """Send what is unsent and wait for more bytes; raises OSError at the connection's end, or after silence."""
-        unsent, self._unsent = bytes(self._unsent), bytearray()
-        if unsent:  # a local socket whose peer has closed fails even to send nothing, though it has more to read
-            async with asyncio.timeout(self._timeout_s):
-                await asyncio.get_running_loop().sock_sendall(self._sock, unsent)
+async def _receive(sock: socket.socket, space: memoryview, timeout_s: float) -> int:
+    """Wait for bytes and return how many came; raises OSError at the connection's end, or after silence."""
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), is_readable.set)
+    try:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                await self._wait_readable()
-        try:  # also after a timeout: it may be this event loop that was late
-            received = self._sock.recv(READ_BYTES)
-        except BlockingIOError:
-            raise TimeoutError("the publisher is silent") from None
-        if not received:
-            raise ConnectionResetError("the publisher ended the connection")
-        self._received += received
-
-    async def _wait_readable(self) -> None:
-        loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._sock.fileno(), is_readable.set)
-        try:
-            await is_readable.wait()
-        finally:
-            loop.remove_reader(self._sock.fileno())
-
-    def messages(self) -> Iterator[list[bytes]]:
-        """Yield the frames of each message that is all there; PINGs are answered."""
-        at = 0
-        while (header := wire.read_frame_header(self._received, at, len(self._received))) is not None:
-            num_bytes = header.num_bytes + sum(map(len, self._frames))
-            if num_bytes > base.MAX_MESSAGE_BYTES + len(END) or len(self._frames) > MAX_FRAMES:
-                raise PeerError("a reply is larger than any message")
-            if header.end > len(self._received):
-                break
-            body = bytes(self._received[header.start : header.end])
-            at = header.end
-            if header.flags & COMMAND:
-                name, rest = wire.read_command(body)
-                if name == b"PING":
-                    self._unsent += wire.pong(rest)
-                continue
-            self._frames.append(body)
-            if not header.flags & MORE:
-                yield self._frames
-                self._frames = []
-        del self._received[:at]
+            async with asyncio.timeout(timeout_s):
+                await is_readable.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+    try:  # also after a timeout: it may be this event loop that was late
+        num_bytes = sock.recv_into(space)
+    except BlockingIOError:
+        raise TimeoutError("the publisher is silent") from None
+    if not num_bytes:
+        raise ConnectionResetError("the publisher ended the connection")
+    return num_bytes
 
 
-def _message(frames: list[bytes], malformed: MalformedCounter) -> Message | None:
-    """Return the message of topic, sequence and payload; None, counted, for other frames."""
-    if len(frames) != 3 or len(frames[1]) != 8 or len(frames[0]) + len(frames[2]) > base.MAX_MESSAGE_BYTES:
-        malformed.count_message([len(frame) for frame in frames])
-        return None
-    return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])
-
-
-def _frames(request: ReplayRequest) -> tuple[bytes, ...]:
+def _encoded(request: ReplayRequest) -> bytes:
     """Return a request's frames; one without a topic has only those that every engine understands."""
-    start = request.start_sequence.to_bytes(8, "big")
-    if request.topic is None:
-        return b"", start
-    return b"", start, request.topic, *(() if request.epoch is None else (request.epoch.to_bytes(8, "big"),))
+    frames = [b"", request.start_sequence.to_bytes(8, "big")]
+    if request.topic is not None:
+        frames += [request.topic, *(() if request.epoch is None else (request.epoch.to_bytes(8, "big"),))]
+    return b"".join(wire.frame(body, MORE) for body in frames[:-1]) + wire.frame(frames[-1])

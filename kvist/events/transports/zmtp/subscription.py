@@ -15,14 +15,12 @@ from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter
-from kvist.events.transports.zmtp.connection import Connection, Inbox
+from kvist.events.transports.zmtp.connection import OVERHEAD_BYTES, Connection, Inbox
 from kvist.events.transports.zmtp.reads import Reads
 from kvist.events.transports.zmtp.replay import ask
 from kvist.events.transports.zmtp.sockets import accept, connect, listen, shake_hands
 from kvist.events.transports.zmtp.wire import PeerError, Splitter
 
-OVERHEAD_BYTES = 64 << 10
-"""Room for what one message may contain beside topic and payload: frame headers, and commands between its frames."""
 _logger = logging.getLogger(__name__)
 
 
