@@ -1,11 +1,7 @@
 """What one rank holds: its digest, and snapshots of it, which a publisher cuts into parts. No I/O, no clock.
 
-The digest is free of order, so that publisher and subscriber can compare without sending what they hold: the sum modulo
-2**64, over every held (block, tier), of the splitmix64 finaliser (Steele et al. 2014) of the block's hash XORed with a
-constant of its tier. Adding and removing are both O(1).
-
-A snapshot is the state before the batch of its sequence, so that the batches from there on continue it. It is used only
-once all parts are there and have together the digest that it names.
+docs/wire-format.md defines both. The digest uses the finaliser of splitmix64 (Steele et al. 2014); adding and removing
+are both O(1).
 """
 
 from __future__ import annotations

@@ -42,22 +42,15 @@ to Python. Pages that no message needed cost nothing."""
 
 
 class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
-    """One rank of an engine's stream."""
+    """One rank of an engine's stream, as docs/index-service.md specifies it ("The dump")."""
 
     rank: Rank
     filter: FilterState
     is_complete: bool
-    """Whether the rank reported an empty cache after the last loss in the stream."""
     copies: bytes
-    """Rows of three u64: an engine hash (`fold_hash`), a place and a number.
-
-    The place is a tier, and the number that of copies beyond the first there; or it is 4 plus the position of one of
-    `other_groups`, and the number that of all copies in this group.
-    """
     other_groups: dict[int, GroupRule]
     """What each of the other groups must hold for a hit, by the group's key."""
     is_offloading: bool
-    """Whether the rank ever stored a block in another tier than the GPU."""
 
 
 class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True):

@@ -94,7 +94,7 @@ class ReplayResponder:
         first_sequence = self._buffer.first_sequence(topic)
         if first_sequence is None:
             first_sequence = stream.next_sequence
-        if first_sequence > start_sequence or _is_too_large(size_bytes, stream.num_blocks, start_sequence):
+        if first_sequence > start_sequence or _is_too_large(size_bytes, stream.residency.num_blocks, start_sequence):
             snapshot_sequence = yield from self._snapshot(rank, topic)
             if snapshot_sequence is not None:
                 messages = self._buffer.replay(ReplayRequest(topic, snapshot_sequence))

@@ -24,10 +24,6 @@ _CHECKSUM_BYTES = 8
 _PARENT_SHIFT = 36
 
 
-class UnreadableStateError(Exception):
-    """The bytes are not a state that this version can read."""
-
-
 class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
     """How far one of the engine's streams was followed, and what proves that it is still the same process."""
 
@@ -61,16 +57,13 @@ def pack(state: SidecarState) -> bytes:
 
 
 def unpack(data: bytes) -> SidecarState:
-    """Return the state; raises UnreadableStateError that says what is wrong."""
+    """Return the state; raises ValueError that says what is wrong, perhaps that another version wrote it."""
     content = data[:-_CHECKSUM_BYTES]
     if not content.startswith(HEAD):
-        raise UnreadableStateError(f"it begins with {data[: len(HEAD)]!r}, expected {HEAD!r}")
+        raise ValueError(f"it begins with {data[: len(HEAD)]!r}, expected {HEAD!r}")
     if data[-_CHECKSUM_BYTES:] != _checksum(content):
-        raise UnreadableStateError("its checksum differs: it was cut or altered")
-    try:
-        return msgspec.msgpack.decode(memoryview(content)[len(HEAD) :], type=SidecarState, dec_hook=_decode_residency)
-    except ValueError as error:  # of another version, perhaps
-        raise UnreadableStateError(str(error)) from None
+        raise ValueError("its checksum differs: it was cut or altered")
+    return msgspec.msgpack.decode(memoryview(content)[len(HEAD) :], type=SidecarState, dec_hook=_decode_residency)
 
 
 def _encode_residency(residency: Residency) -> tuple[Any, ...]:
@@ -111,7 +104,7 @@ class StateStore(ExitStack):
             return unpack(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (UnreadableStateError, OSError) as error:
+        except (ValueError, OSError) as error:
             set_aside(self.path, self.path.with_suffix(".unreadable"), error)
             return None
 

@@ -107,10 +107,6 @@ class Stream:
         return self._batch(timestamp_s, (Heartbeat(*held, self.is_exact, self.rules, self.is_upper_bound),))
 
     @property
-    def num_blocks(self) -> int:
-        return self.residency.num_blocks
-
-    @property
     def is_exact(self) -> bool:
         """Return whether exactly what the engine holds is published, as far as is known."""
         return self.is_complete
@@ -368,7 +364,7 @@ class RankStream(Stream):
 
     def statistics(self) -> StreamStatistics:
         return StreamStatistics(
-            num_blocks=self.num_blocks,
+            num_blocks=self.residency.num_blocks,
             num_events=self._num_events,
             num_malformed=self._num_malformed,
             num_batches=self.next_sequence,

@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_rules_is_said_to_be_incomplete_with_copies_counte
         assert each.is_complete
         assert each.residency.counts_copies
         assert not each.companion.is_complete
-        assert each.companion.num_blocks == num_held
+        assert each.companion.residency.num_blocks == num_held
 
 
 @pytest.mark.parametrize("window", [9, STATE])
@@ -177,23 +177,23 @@ def test_where_a_group_of_smaller_blocks_skips_some_it_is_not_known_which_the_ot
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
     stream.admit(EngineStored([7, 1], [*skipped, 1, 2, 3, 4], 2, window=5, group=1))
     assert stream.is_expressible == (not skipped)
-    assert stream.companion.num_blocks == (not skipped)
+    assert stream.companion.residency.num_blocks == (not skipped)
 
 
 def test_smaller_blocks_that_come_before_the_published_groups_are_counted_and_only_by_who_saw_them():
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True, counts_copies=True)
     stream.admit(EngineStored([7], [1, 2], 2, window=5, group=1))
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
-    assert stream.companion.num_blocks == 0
+    assert stream.companion.residency.num_blocks == 0
     stream.admit(EngineStored([1], [3, 4], 2, 7, window=5, group=1))
     assert stream.is_expressible
-    assert stream.companion.num_blocks == 1
+    assert stream.companion.residency.num_blocks == 1
     resumed = RankStream(SOURCE, SIZE, 1, has_all_groups=True, counts_copies=True)
     resumed.resume(stream.state())
     assert not resumed.is_expressible
-    assert resumed.companion.num_blocks == 0
+    assert resumed.companion.residency.num_blocks == 0
     stream.admit(EngineRemoved([7], group=1))
-    assert stream.companion.num_blocks == 0
+    assert stream.companion.residency.num_blocks == 0
 
 
 def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_where_it_is_reached(monkeypatch):
@@ -203,7 +203,7 @@ def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_wher
         assert stream.is_expressible == (name <= 8)
         for group, window in ((0, FULL), (1, 8)):
             stream.admit(EngineStored([name], [name] * SIZE, SIZE, window=window, group=group))
-    assert len(stream.companion.group_counts()) == stream.companion.num_blocks == 8
+    assert len(stream.companion.group_counts()) == stream.companion.residency.num_blocks == 8
     stream.admit(EngineRemoved([0], group=1))
     assert not stream.is_expressible
     stream.admit(EngineCleared())
@@ -214,9 +214,9 @@ def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1, tier=Tier.HOST))
-    assert stream.companion.num_blocks == 0
+    assert stream.companion.residency.num_blocks == 0
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1))
-    assert stream.companion.num_blocks == 1
+    assert stream.companion.residency.num_blocks == 1
 
 
 def test_groups_that_are_known_by_their_windows_alone_are_told_apart_as_tensorrt_llm_reports_them():
@@ -256,10 +256,10 @@ def test_a_group_that_shows_before_the_published_one_is_followed_by_its_own_rule
     tokens = list(range(2 * SIZE))
     stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
     stream.admit(EngineStored([1, 2], tokens, SIZE, window=FULL, group=1))
-    assert stream.companion.num_blocks == num_held
+    assert stream.companion.residency.num_blocks == num_held
     stream.admit(EngineStored([2], tokens[-size:], size, None, window=window, group=0))
     assert stream.companion.rules == (GroupRule(0), rule)
-    assert stream.companion.num_blocks == 1
+    assert stream.companion.residency.num_blocks == 1
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
@@ -279,4 +279,4 @@ def test_what_leaves_a_group_before_the_published_one_shows_is_gone():
     stream.admit(EngineRemoved([1], group=0))
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=1))
     assert stream.companion.rules == (GroupRule(0), GroupRule(1))
-    assert stream.companion.num_blocks == 0
+    assert stream.companion.residency.num_blocks == 0

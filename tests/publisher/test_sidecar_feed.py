@@ -231,7 +231,9 @@ def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_h
             list(second.feed.on_answer(question, [] if has_answer else None, now_s))
     seen: list[tuple[int, int, bool]] = []
     second.publisher.call_between_batches(
-        lambda streams: seen.extend((rank, each.num_blocks, each.is_complete) for rank, each in streams.items())
+        lambda streams: seen.extend(
+            (rank, each.residency.num_blocks, each.is_complete) for rank, each in streams.items()
+        )
     ).result(20)
     assert seen == [(0, 0, has_answer)]
     second.publisher.close()
@@ -397,7 +399,7 @@ def test_copies_are_counted_from_where_it_is_known_that_a_rank_holds_nothing(pub
     for _ in feed.receive_all(messages[1:], 2.0):
         pass
     held: list[int] = []
-    publisher.call_between_batches(lambda streams: held.append(streams[0].num_blocks)).result(20)
+    publisher.call_between_batches(lambda streams: held.append(streams[0].residency.num_blocks)).result(20)
     assert held == [1]
     publisher.close()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -221,18 +221,12 @@ def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int]:
     return [pairs[0][0], *(second for _, second in pairs)]
 
 
-class _ChainKeys(NamedTuple):
-    """The contents of a chain's extra keys; blocks from `num_hashable_blocks` on have no canonical hash."""
-
-    num_hashable_blocks: int
-    cache_salt: str | None
-    mm_hashes: list[list[int]] | None
-
-
 def _read_extra_keys(
     extra_keys: Sequence[Sequence[Any] | None], *, lora_name: str | None, cache_salt: str | None, is_root: bool
-) -> _ChainKeys:
-    """Return the salt and the multimodal items of a chain's blocks; `is_root` says that the first starts a prompt.
+) -> tuple[int, str | None, list[list[int]] | None]:
+    """Return how many blocks of a chain have a canonical hash, its salt, and the multimodal items in each block.
+
+    `is_root` says that the first block starts a prompt.
 
     vLLM's `extra_keys` are what besides tokens went into a block's hash, untagged and in a list per block. In order:
     the LoRA name, `[mm_identifier, offset]` for each multimodal item, the cache salt (in the first block of a prompt
@@ -255,7 +249,7 @@ def _read_extra_keys(
             else:
                 cache_salt = meaning
         mm_hashes.append(items)
-    return _ChainKeys(num_hashable_blocks, cache_salt, mm_hashes if any(mm_hashes) else None)
+    return num_hashable_blocks, cache_salt, mm_hashes if any(mm_hashes) else None
 
 
 def _meaning_of_key(key: Any, *, is_prompt_start: bool) -> int | str | None:

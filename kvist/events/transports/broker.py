@@ -35,7 +35,6 @@ _VALUES = {
 }
 """The pattern of each option's value, and its description for errors; other options need only have a value."""
 _HEADER = struct.Struct(">QQ")
-_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-~")
 _RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
 
 
@@ -178,8 +177,7 @@ class BrokerUrl:
 
 def escape(name: str | bytes) -> str:
     """Return the name as one token of a subject or topic: all but letters, digits, `_`, `-`, `~` as %XX."""
-    data = name.encode() if isinstance(name, str) else name
-    return "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in data)
+    return quote(name, safe="").replace(".", "%2E")
 
 
 def pack(publication_id: int, message: Message) -> bytes:

@@ -6,8 +6,7 @@
 The pages' bytes, joined, are the messages: three numbers (bytes of the topic, sequence, bytes of the payload), topic,
 payload. Page boundaries may fall within a message, so that a page fits the broker's size limit.
 
-The answer has a subject of its own, made from the question's id: no other subscriber sees it, nobody listens to a late
-one, and no subscriber can choose where the publisher sends, as NATS' and MQTT 5's own request and reply would let it.
+docs/decisions.md says why each page is asked for, and why the answer has a subject that is made from the question's id.
 A lost page ends the answer, as silence does. There is no I/O here: callers pass in the functions that send.
 """
 

@@ -32,16 +32,16 @@ CONSUMER_TIMEOUT_S = 60.0
 
 async def ensure_stream(client: Client, url: BrokerUrl) -> None:
     """Create the URL's stream, or raise InvalidValueError naming the setting and both values if it has others."""
-    name = url.options["jetstream"]
+    name, subjects = url.options["jetstream"], f"{STREAM}.{escape(url.model)}.>"
     limits = {setting: int(url.options[setting]) for setting in ("max_age_s", "max_bytes") if setting in url.options}
     try:
         found = (await client.jsm().stream_info(name)).config
     except nats.js.errors.NotFoundError:
         limits = {"max_age_s": DEFAULT_MAX_AGE_S, "max_bytes": DEFAULT_MAX_BYTES, **limits}
-        found = await _created(client, url, limits)
+        found = await _created(client, name, subjects, limits)
     except nats.js.errors.ServiceUnavailableError as error:
         raise InvalidValueError("jetstream", name, f"a server with JetStream ({error.description})") from None
-    wanted = {"subjects": [_subjects(url)], "retention": "limits", "discard": "old", **limits}
+    wanted = {"subjects": [subjects], "retention": "limits", "discard": "old", **limits}
     for setting, value in wanted.items():
         held = getattr(found, "max_age" if setting == "max_age_s" else setting)
         if held != value:
@@ -49,11 +49,10 @@ async def ensure_stream(client: Client, url: BrokerUrl) -> None:
             raise InvalidValueError(f"jetstream={name}, {setting}", value, expected)
 
 
-async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> api.StreamConfig:
-    name = url.options["jetstream"]
+async def _created(client: Client, name: str, subjects: str, limits: dict[str, int]) -> api.StreamConfig:
     config = api.StreamConfig(
         name=name,
-        subjects=[_subjects(url)],
+        subjects=[subjects],
         retention=api.RetentionPolicy.LIMITS,
         discard=api.DiscardPolicy.OLD,
         storage=api.StorageType.FILE,
@@ -66,10 +65,6 @@ async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> ap
         raise InvalidValueError("jetstream", name, f"a stream that can be created ({error.description})") from None
     _logger.info("stream created stream=%s max_age_s=%d max_bytes=%d", name, limits["max_age_s"], limits["max_bytes"])
     return created
-
-
-def _subjects(url: BrokerUrl) -> str:
-    return f"{STREAM}.{escape(url.model)}.>"
 
 
 async def read_stream(

@@ -1,7 +1,6 @@
 """Streams over NATS: live events on core subjects, replays in pages on subjects of their own, history in JetStream.
 
-docs/transports.md has the subjects. nats-py's own reconnecting is not used: it tries at a fixed pace whatever the
-reason, connects to servers that the server names, and gives up for good when a login is revoked.
+docs/transports.md has the subjects, docs/decisions.md why nats-py's own reconnecting is not used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Keeping indexes in a folder: saved now and then, loaded at start, counted once their streams prove to continue.
 
-The file is a dump. It is written beside the old one and replaces it when it is whole and on disk, so that a process
-that is killed leaves one or the other. It is read twice: to check that it is whole, and piece by piece into the index.
+docs/recovery.md has the rules. The file is a dump, and read twice: to check that it is whole, and then into the index.
 """
 
 from __future__ import annotations

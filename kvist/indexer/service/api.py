@@ -1,8 +1,7 @@
 """The endpoints, straight on `kvist.http`: a query is read, matched and answered in one step of the event loop.
 
-docs/index-service.md has them. Registering makes the service dial an endpoint, so only administrators (`--admin-key`,
-or loopback) may register, unregister, and dump a whole index. Queries and the list of workers need the API key or the
-administrators' key if `--api-key` is set; health, readiness and metrics are open.
+docs/index-service.md has them, and who may use which. Registering makes the service dial an endpoint, so that is for
+administrators.
 
 This module needs compiled code, so `service` imports it late.
 """

@@ -1,7 +1,6 @@
 """Starting from a peer, or from saved state: subscribe to the same streams, load the blocks, resume the streams.
 
-The order makes it exact: what happens after the dump's moment waits in our subscriptions, or a replay brings it. A
-stream that cannot be proven to continue from there is cleared, as after any other gap.
+docs/index-service.md says what makes it exact ("Starting from a peer").
 """
 
 from __future__ import annotations

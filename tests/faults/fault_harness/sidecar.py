@@ -128,5 +128,5 @@ class SidecarWorker(Worker):
 
     def _note(self, publisher: SteppedPublisher) -> None:
         for rank, stream in publisher.streams.items():
-            digest = stream.num_blocks, stream.residency.digest
+            digest = stream.residency.num_blocks, stream.residency.digest
             self.account.note(rank, publisher.epoch, stream.next_sequence, None, digest)

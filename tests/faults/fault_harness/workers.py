@@ -156,7 +156,7 @@ class EmbeddedWorker(Worker):
             if self.account.digest(engine.rank, publisher.epoch, stream.next_sequence) is None:
                 held = engine.held
                 digest = digest_of(held)
-                assert (stream.num_blocks, stream.residency.digest) == digest, (
+                assert (stream.residency.num_blocks, stream.residency.digest) == digest, (
                     "the publisher holds what its engine does"
                 )
                 self.account.note(engine.rank, publisher.epoch, stream.next_sequence, held, digest)
