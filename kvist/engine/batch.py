@@ -1,8 +1,4 @@
-"""One step's input to the model: every sequence's new tokens, and where each layer stores their keys and values.
-
-`group_pages` turns block tables into what kernels index: pages, offsets and write slots. `to_device` turns a step's
-arrays into tensors.
-"""
+"""One step's input to the model: every sequence's new tokens, and where each layer stores their keys and values."""
 
 from __future__ import annotations
 

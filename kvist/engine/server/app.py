@@ -1,11 +1,4 @@
-"""The engine's routes, as a Starlette application.
-
-POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
-POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
-POST /v1/messages           POST /v1/responses
-POST /tokenize              POST /detokenize   GET /v1/models/{name}
-POST /v1/messages/count_tokens
-"""
+"""The engine's routes and metrics, as a Starlette application."""
 
 from __future__ import annotations
 
