@@ -45,6 +45,8 @@ class Responder:
         self._head = self._render(status, [*headers, *self.own_headers] if self.own_headers else headers)
         self.has_started = True
         self.status = status
+        del self._request  # with its body: a long answer needs no memory for it
+        self._connection.on_response_start()
 
     def flush(self) -> None:
         """Sends the head if it was not sent with a piece of the body."""

@@ -241,6 +241,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._transport.is_closing():
             raise ClientDisconnectedError("the client closed the connection")
 
+    def on_response_start(self) -> None:
+        """Counts the request's body no more: who still needs it has it."""
+        self._count_body(0)
+
     def on_response_end(self) -> None:
         """Continues with the next request, if the response was a producer's: other handlers first have to return."""
         if self._producer is not None:

@@ -144,7 +144,7 @@ class Exchange:
 
     method: str
     message: bytes
-    """The whole request as it goes over the wire."""
+    """The whole request as it goes over the wire, until it is sent."""
     receiver: ResponseReceiver | None
     connection: "UpstreamConnection | None" = None
     is_paused: bool = False
@@ -243,7 +243,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport.is_closing():  # asyncio closes it at once when the first send of a write fails
             return False
         self._parser = ResponseParser(self._limits, exchange.method)
-        self._exchange, exchange.connection = exchange, self
+        self._exchange, exchange.connection, exchange.message = exchange, self, b""
         if exchange.is_paused:
             self.pause()
         else:

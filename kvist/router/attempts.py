@@ -430,6 +430,7 @@ class AnswerAttempt(_Attempt):
                 router.metrics.observe(owner.handover.transfer_s, "transfer_seconds")
         headers = [field for field in self.headers if not field[0].startswith(_ROUTER_HEADERS)]
         owner.responder.start(self.status, headers + owner.client_headers(decision))
+        owner.forget_body()
         if owner.is_client_slow:
             self.exchange.pause()
 

@@ -499,6 +499,10 @@ class Forwarding:
                     partial(read_now, part.request.request.body) if single is None else lambda: single
                 )
 
+    def forget_body(self) -> None:
+        """Let go of what only another attempt would need, as the answer has begun and may take long."""
+        self.body, self.request = b"", msgspec.structs.replace(self.request, body=b"")
+
     def headers_for(self, worker: str) -> Headers:
         """Return the headers that this worker is sent."""
         return forwarded_headers(self.request, self.router.config, worker, self.request_id)

@@ -474,3 +474,21 @@ async def test_bodies_held_by_all_connections_are_bounded_and_given_back(
     release.set()
     assert (await first.answer()).status == 200
     await until(lambda: server.statistics().num_body_bytes_held == 0)
+
+
+async def test_a_body_is_not_held_while_a_long_answer_is_sent(serve: Serve, connect: Connect) -> None:
+    may_end = asyncio.Event()
+
+    async def handler(_: Request, responder: Responder) -> None:
+        responder.start(200, [])
+        await responder.write(b"begun")
+        await may_end.wait()
+        responder.end()
+
+    server = await serve(handler, max_buffered_body_bytes=150)
+    clients = [await connect(server) for _ in range(3)]
+    for client in clients:
+        client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
+        await client.reader.readuntil(b"begun")
+        assert server.statistics().num_body_bytes_held == 0
+    may_end.set()

@@ -24,6 +24,9 @@ class Wire:
     def cut(self) -> None:
         self.sent.append(None)
 
+    def on_response_start(self) -> None:
+        """There is no body to count."""
+
     def on_response_end(self) -> None:
         """A coroutine's response; the connection learns of its end by the task's."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from random import Random
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist.router.forward import Forwarding
 from kvist.router.policy.work import CONTEXT, QUEUED, RECENT
 
 
@@ -40,6 +42,26 @@ async def test_the_request_reaches_the_worker_byte_for_byte_with_its_query(worke
         seen = one.completions[0]
         assert (seen.target, seen.body, seen.headers["x-tenant"]) == ("/v1/completions?trace=1", body, "blue")
         assert seen.headers["x-forwarded-for"] == "127.0.0.1"
+
+
+async def test_a_long_answer_keeps_no_copy_of_what_was_asked(worker, router, http_bytes, until) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(events("a")[0]))
+        begun.set()
+        await may_end.wait()
+        writer.write(http_bytes.chunk(b""))
+
+    async with worker() as one, router(one.url) as front:
+        one.answer = answer
+        asked = asyncio.create_task(front.complete("x" * 5000, stream=True))
+        await begun.wait()
+        (forwarding,) = [each for each in gc.get_objects() if type(each) is Forwarding]
+        await until(lambda: forwarding.attempt is not None and forwarding.attempt.first_byte_s is not None)
+        assert (forwarding.request.body, forwarding.body, forwarding.attempt.exchange.message) == (b"", b"", b"")
+        may_end.set()
+        assert (await asked).status_code == 200
 
 
 async def test_request_ids_are_passed_on_or_made_and_returned(worker, router) -> None:
