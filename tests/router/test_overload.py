@@ -161,13 +161,18 @@ class Stopping:
         return Stoppable
 
 
-async def test_what_nobody_else_can_answer_is_left_to_a_silent_worker(worker, router, until, monkeypatch) -> None:
+async def test_what_nobody_else_can_answer_is_left_to_a_silent_worker(
+    worker, router, until, monkeypatch, logged
+) -> None:
     monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     async with Stopping(worker)() as one, router(one.url, silence_timeout_s=0.1) as front:
         asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(3)]
         await until(lambda: len(one.completions) == 3)
         one.health_gate.clear()
         await front.until_state(one.url, "unhealthy")
+        await until(lambda: front.service.fleet.get(one.url).num_given_up >= 3)
+        told = [line for line in logged("kvist.router.fleet.membership") if "does not respond" in line]
+        assert len(told) == 1
         one.go()
         assert [(await each).status_code for each in asked] == [200] * 3
         assert len(one.completions) == 3

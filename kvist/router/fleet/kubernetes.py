@@ -281,7 +281,7 @@ def _make_client() -> httpx2.AsyncClient:
         config = KubeConfig.from_env().get()
         assert config is not None  # `get` raises if there is none
         return AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
-    except (ConfigError, yaml.YAMLError, httpx2.InvalidURL, KeyError, TypeError, ValueError) as error:
+    except (ConfigError, yaml.YAMLError, httpx2.InvalidURL, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise SourceError(f"no configuration of a cluster: {error}") from None
 
 

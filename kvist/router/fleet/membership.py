@@ -269,7 +269,8 @@ class Membership(ComposedContext):
 
     def _give_up(self, worker: Worker, silent_s: float) -> None:
         """Set a silent worker unhealthy, and let other workers have the requests that it has not begun to answer."""
-        logger.warning("worker does not respond url=%s silent_s=%g", worker.url, silent_s)
+        if worker.health.is_healthy:  # and not each time while an answer hangs that it has begun
+            logger.warning("worker does not respond url=%s silent_s=%g", worker.url, silent_s)
         worker.health.set_unhealthy()
         worker.last_failure = f"sent no byte for {silent_s:g} s, not even its /metrics"
         worker.give_up(silent_s)

@@ -321,11 +321,11 @@ async def test_what_the_api_has_forgotten_is_listed_anew_page_by_page(use) -> No
 
 
 async def test_without_a_configuration_the_source_says_so(monkeypatch, tmp_path: Path) -> None:
-    for text in (None, "clusters: [", "{}", json.dumps({"clusters": [], "contexts": [], "current-context": "c"})):
+    for text in (None, "", "clusters: [", "{}", json.dumps({"clusters": [], "contexts": [], "current-context": "c"})):
         path = tmp_path / "kubeconfig"
         if text is not None:
             path.write_text(text)
-        monkeypatch.setenv("KUBECONFIG", str(path))
+        monkeypatch.setenv("KUBECONFIG", str(path) if text != "" else "~nobody-of-this-name/config")  # no home
         async with following(SERVICE) as heard:
             await heard.until(lambda: bool(heard.failures))
             assert "no configuration of a cluster" in heard.failures[0]
