@@ -226,8 +226,8 @@ class EngineResidency:
         return [(name, place - GROUPS, number) for name, place, number in rows if GROUPS <= place < ALIASES]
 
     def restore_group_counts(self, counts: Iterable[tuple[int, int, int]]) -> None:
-        for name, group, number in counts:
-            self._add_count(name, GROUPS + group, number)
+        rows = [(name, GROUPS + group, number) for name, group, number in counts]
+        self._set_counts(np.array(rows, np.uint64).reshape(-1, 3))
 
     def engine_hashes(self, tier: Tier = Tier.GPU) -> list[int]:
         return [name for names in self._held_names(tier) for name in names.engine_hashes.tolist()]
@@ -259,9 +259,9 @@ class EngineResidency:
 
     def load_copies(self, copies: bytes) -> None:
         """Load the counts of another process's `dump_copies`; `load_names` comes after."""
-        for name, place, number in np.frombuffer(copies[: len(copies) // 24 * 24], "<u8").reshape(-1, 3).tolist():
-            if place < ALIASES:
-                self._add_count(name, place, min(number, _MAX_COPIES))
+        rows = np.frombuffer(copies[: len(copies) // 24 * 24], "<u8").astype(np.uint64).reshape(-1, 3)
+        rows[:, 2] = np.minimum(rows[:, 2], _MAX_COPIES)
+        self._set_counts(rows[rows[:, 1] < ALIASES])
 
     def load_names(self, names: Names) -> None:
         """Load names of blocks that the index holds already, put there by `RadixIndex.restore`."""
@@ -299,11 +299,11 @@ class EngineResidency:
             else:
                 del self._scopes[block_hash]
 
-    def _add_count(self, name: int, place: int, number: int) -> None:
-        key = _key(name, place)
-        number += self.counts.get(key) >> PLACE_BITS
-        value = number << PLACE_BITS | place if number else 0
-        self.counts.put(np.array([key], np.uint64), np.array([value], np.uint64))
+    def _set_counts(self, rows: NDArray[np.uint64]) -> None:
+        """Set counts, `[num_rows, 3]`: name, place, number; 0 removes a count."""
+        names, places, numbers = rows.T
+        values = np.where(numbers, numbers << np.uint64(PLACE_BITS) | places, np.uint64(0))
+        self.counts.put(names ^ places * np.uint64(compiled.STEP), values)
 
     def _count_rows(self) -> NDArray[np.uint64]:
         """Return all counts as `[num_rows, 3]`: name, place, number."""
@@ -313,9 +313,9 @@ class EngineResidency:
         return np.stack((keys ^ places * np.uint64(compiled.STEP), places, values >> np.uint64(PLACE_BITS)), axis=1)
 
     def _remove_counts(self, is_gone: NDArray[np.bool_]) -> None:
-        names, places, _ = self._count_rows()[is_gone].T
-        keys = names ^ places * np.uint64(compiled.STEP)
-        self.counts.put(keys, np.zeros_like(keys))
+        rows = self._count_rows()[is_gone]
+        rows[:, 2] = 0
+        self._set_counts(rows)
 
     def _held_names(self, tier: Tier) -> Iterator[Names]:
         """Yield the names of the blocks that are held in a tier, some at a time."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Self, TypeAlias
 
 from kvist.events import EngineCleared
-from kvist.events.dialects import trtllm
+from kvist.events.dialects.trtllm import TrtllmDecoder
 from kvist.publisher.publisher import KvEventPublisher
 
 _logger = logging.getLogger(__name__)
@@ -51,8 +51,7 @@ class AsyncTrtllmPoller:
         """Poll from `async with` on; `poll` returns an iterator of events, or of lists of them."""
         self._poll = poll
         self._publisher = publisher
-        self._block_size = block_size
-        self._tracker = trtllm.EventIdTracker()
+        self._decoder = TrtllmDecoder(block_size)
         self._ranks: set[int] = set()
         self._has_waited = False
         self._is_closing = asyncio.Event()
@@ -62,7 +61,7 @@ class AsyncTrtllmPoller:
     @property
     def num_gaps(self) -> int:
         """Return how many events did not have the number after the one before."""
-        return self._tracker.num_gaps
+        return self._decoder.num_gaps
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self.run(), name="kvist-trtllm")
@@ -129,7 +128,7 @@ class AsyncTrtllmPoller:
         return num_events
 
     def _report(self, raw: Sequence[_Raw]) -> int:
-        batch = trtllm.decode(raw, self._block_size, self._tracker)
+        batch = self._decoder.decode(raw)
         for event in batch.events:
             self._ranks.add(event.rank)
             self._publisher.report(event)

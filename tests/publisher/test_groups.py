@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.events import FULL, EngineCleared, EngineRemoved, EngineStored, Tier, WorkerRank
-from kvist.events.dialects.trtllm import decode
+from kvist.events.dialects.trtllm import TrtllmDecoder
 from kvist.events.engine_events import STATE
 from kvist.events.hashing import block_hashes
 from kvist.events.types import GroupRule
@@ -238,7 +238,7 @@ def test_groups_that_are_known_by_their_windows_alone_are_told_apart_as_tensorrt
     ]
     hashes = block_hashes([name * 10 + idx for name in (1, 2, 3) for idx in range(SIZE)], SIZE)
     for num_told, num_hit in ((1, 3), (2, 3), (3, 2)):
-        for each in decode(events[num_told - 1 : num_told], SIZE).events:
+        for each in TrtllmDecoder(SIZE).decode(events[num_told - 1 : num_told]).events:
             stream.admit(each)
         for source, each in ((SOURCE, stream), (SOURCE.companion, stream.companion)):
             for batch in each.close_batches(0.0):

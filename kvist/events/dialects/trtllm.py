@@ -77,56 +77,48 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
 _KNOWN_TYPES = {"created", "stored", "removed", "updated"}
 
 
-class EventIdTracker:
-    """Checks that each rank's event ids count up by one."""
+class TrtllmDecoder:
+    """Turns one engine's polled events into engine events, and clears a rank whose event ids do not count up by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._last_event_id_by_rank: dict[int, int] = {}
         self.num_gaps = 0
         """How many ids did not follow the one before them: events were lost, repeated or reordered between them."""
 
-    def opens_gap(self, event_id: int, rank: int = 0) -> bool:
-        """Return whether this id does not follow its rank's last one, which is also counted and logged."""
-        last_event_id = self._last_event_id_by_rank.get(rank)
+    def decode(self, events: Iterable[Mapping[str, Any]]) -> DecodedEngineBatch:
+        """Return the next events, never raising."""
+        decoded: list[EngineEvent] = []
+        num_ignored = num_malformed = 0
+        for raw in events:
+            decoded += self._clear_after_gap(raw)
+            try:
+                event = msgspec.convert(raw, _Event)
+                engine_events = _engine_events(event, self._block_size)
+            except DECODE_ERRORS:
+                if _is_unknown_type(raw):
+                    num_ignored += 1
+                else:
+                    num_malformed += 1
+                continue
+            num_ignored += isinstance(event.data, _Updated)
+            decoded += engine_events
+        return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed)
+
+    def _clear_after_gap(self, raw: object) -> list[EngineEvent]:
+        """Return the clearing of a rank, counted and logged, if events of it are missing before this one."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("event_id"), int):
+            return []
+        event_id, rank = raw["event_id"], raw.get("attention_dp_rank")
+        rank = rank if isinstance(rank, int) and 0 <= rank < MAX_RANKS else 0
+        last_event_id = self._last_event_id_by_rank.get(rank, event_id - 1)
         self._last_event_id_by_rank[rank] = event_id
-        if last_event_id is None or event_id == last_event_id + 1:
-            return False
+        if event_id == last_event_id + 1:
+            return []
         self.num_gaps += 1
         text = "engine events are not consecutive rank=%d last_event_id=%d event_id=%d"
         _logger.warning(text, rank, last_event_id, event_id)
-        return True
-
-
-def decode(
-    events: Iterable[Mapping[str, Any]], block_size: int, tracker: EventIdTracker | None = None
-) -> DecodedEngineBatch:
-    """Return polled events as engine events, never raising; a gap that the `tracker` finds clears the rank."""
-    decoded: list[EngineEvent] = []
-    num_ignored = num_malformed = 0
-    for raw in events:
-        if tracker is not None:
-            decoded += _clear_after_gap(raw, tracker)
-        try:
-            event = msgspec.convert(raw, _Event)
-            engine_events = _engine_events(event, block_size)
-        except DECODE_ERRORS:
-            if _is_unknown_type(raw):
-                num_ignored += 1
-            else:
-                num_malformed += 1
-            continue
-        num_ignored += isinstance(event.data, _Updated)
-        decoded += engine_events
-    return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed)
-
-
-def _clear_after_gap(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:
-    """Return the clearing of a rank if events of it are missing before this one."""
-    if not isinstance(raw, Mapping) or not isinstance(raw.get("event_id"), int):
-        return []
-    rank = raw.get("attention_dp_rank")
-    rank = rank if isinstance(rank, int) and 0 <= rank < MAX_RANKS else 0
-    return [EngineCleared(rank)] if tracker.opens_gap(raw["event_id"], rank) else []
+        return [EngineCleared(rank)]
 
 
 def _is_unknown_type(raw: object) -> bool:

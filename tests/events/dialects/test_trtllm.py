@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.dialects import trtllm
-from kvist.events.dialects.trtllm import EventIdTracker
+from kvist.events.dialects.trtllm import TrtllmDecoder
 from kvist.events.engine_events import UNKNOWN, EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Removed, Stored, Tier
@@ -17,6 +16,11 @@ from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
 
 B = 4
+
+
+def decode(events):
+    """Decode events that are not numbered."""
+    return TrtllmDecoder(B).decode([{**each, "event_id": None} if isinstance(each, dict) else each for each in events])
 
 
 def event(data: object, event_id: object = 0, **fields: object) -> dict[str, object]:
@@ -43,20 +47,19 @@ def removed(*block_hashes: object, window: int | None = 4096) -> dict[str, objec
 
 
 def decode_one(raw: dict[str, object]):
-    (engine_event,) = trtllm.decode([raw], B).events
+    (engine_event,) = decode([raw]).events
     return engine_event
 
 
 def test_the_four_types_decode():
     updated = event({"type": "updated", "block_hash": 1, "cache_level": {"type": "event_diff", "new_value": 1}})
-    decoded = trtllm.decode(
+    decoded = decode(
         [
             created(4096, layer_group_id=1, attention_dp_rank=2),
             stored(block(11, 1, 2, 3, 4), block(12, 5, 6), parent=10, layer_group_id=1, attention_dp_rank=2),
             updated,
             removed(11),
-        ],
-        B,
+        ]
     )
     assert decoded.events == (
         EngineCreated(4096, 1, 2),
@@ -108,25 +111,25 @@ def test_images_salt_and_adapter_are_read():
     ids=["image without a digest", "extra ids without an image"],
 )
 def test_a_chain_ends_before_a_block_that_cannot_be_hashed(fields):
-    decoded = trtllm.decode([stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8) | fields)], B)
+    decoded = decode([stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8) | fields)])
     assert decoded.events[0].block_hashes == [1, None]
 
 
 def test_blocks_of_two_cache_levels_become_two_chained_events():
     raw = stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8, cache_level=1), block(3, 9, 9, 9, 9, cache_level=1))
-    first, second = trtllm.decode([raw], B).events
+    first, second = decode([raw]).events
     assert (first.block_hashes, first.tier, first.parent_block_hash) == ([1], Tier.GPU, None)
     assert (second.block_hashes, second.tier, second.parent_block_hash) == ([2, 3], Tier.HOST, 1)
 
 
 def test_nothing_is_stored_behind_a_hole_in_another_cache_level():
     raw = stored(block(None, 1, 2, 3, 4), block(2, 5, 6, 7, 8, cache_level=1))
-    assert [e.block_hashes for e in trtllm.decode([raw], B).events] == [[None]]
+    assert [e.block_hashes for e in decode([raw]).events] == [[None]]
 
 
 def test_a_block_is_removed_from_whatever_level_it_was_stored_in():
     normaliser = Normaliser(B)
-    events = trtllm.decode([stored(block(1, 1, 2, 3, 4, cache_level=1)), removed(1)], B).events
+    events = decode([stored(block(1, 1, 2, 3, 4, cache_level=1)), removed(1)]).events
     canonical = block_hashes([1, 2, 3, 4], B).tobytes()
     assert [c for e in events for c in normaliser.normalise(e)] == [
         Stored(canonical, tier=Tier.HOST),
@@ -144,14 +147,14 @@ def test_a_start_up_with_two_windows_publishes_the_larger_one_only():
         removed(1, window=512),
         removed(2, window=32768),
     ]
-    passed = [p for e in trtllm.decode(polled, B).events for p in window_filter.admit(e)]
+    passed = [p for e in decode(polled).events for p in window_filter.admit(e)]
     canonical = block_hashes([1, 2, 3, 4], B).tobytes()
     assert [c for p in passed for c in normaliser.normalise(p)] == [Stored(canonical), Removed(canonical)]
 
 
 def test_full_blocks_before_a_partial_one_are_published():
     normaliser = Normaliser(B)
-    (engine_event,) = trtllm.decode([stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8), block(3, 9, 9, 9))], B).events
+    (engine_event,) = decode([stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8), block(3, 9, 9, 9))]).events
     assert normaliser.normalise(engine_event) == (Stored(block_hashes([*range(1, 9)], B).tobytes()),)
 
 
@@ -159,40 +162,40 @@ def test_full_blocks_before_a_partial_one_are_published():
 
 
 def test_ids_that_do_not_count_up_by_one_are_gaps(caplog, logged):
-    tracker = EventIdTracker()
+    decoder = TrtllmDecoder(B)
     with caplog.at_level(logging.WARNING):
-        gaps = [tracker.opens_gap(event_id) for event_id in (1, 2, 3, 5, 5, 4)]
+        gaps = [len(decoder.decode([removed(1) | {"event_id": idx}]).events) > 1 for idx in (1, 2, 3, 5, 5, 4)]
     assert gaps == [False, False, False, True, True, True]
     said = logged("kvist.events.dialects.trtllm")
-    assert tracker.num_gaps == len(said) == 3
+    assert decoder.num_gaps == len(said) == 3
     assert "last_event_id=3 event_id=5" in said[0]
 
 
 def test_every_event_is_numbered_even_one_that_is_not_decoded():
-    tracker = EventIdTracker()
+    decoder = TrtllmDecoder(B)
     raw = [
         created(512) | {"event_id": 1},
         event({"type": "unheard-of"}, 2),
         event("broken", 3),
         removed(1) | {"event_id": 4},
     ]
-    trtllm.decode(raw, B, tracker)
-    assert tracker.num_gaps == 0
-    trtllm.decode([removed(1) | {"event_id": 6}], B, tracker)
-    assert tracker.num_gaps == 1
+    decoder.decode(raw)
+    assert decoder.num_gaps == 0
+    decoder.decode([removed(1) | {"event_id": 6}])
+    assert decoder.num_gaps == 1
 
 
 def test_a_rank_is_cleared_where_its_events_have_a_gap():
     raw = [removed(number) | {"event_id": number, "attention_dp_rank": 1} for number in (1, 2, 4)]
-    first, second, cleared, last = trtllm.decode(raw, B, EventIdTracker()).events
+    first, second, cleared, last = TrtllmDecoder(B).decode(raw).events
     assert (first.block_hashes, second.block_hashes, last.block_hashes) == ([1], [2], [4])
     assert cleared == EngineCleared(rank=1)
 
 
 def test_ranks_are_numbered_apart():
-    tracker = EventIdTracker()
-    trtllm.decode([removed(1) | {"event_id": 1, "attention_dp_rank": r} for r in (0, 1)], B, tracker)
-    assert tracker.num_gaps == 0
+    decoder = TrtllmDecoder(B)
+    decoder.decode([removed(1) | {"event_id": 1, "attention_dp_rank": r} for r in (0, 1)])
+    assert decoder.num_gaps == 0
 
 
 # One broken event never costs the others.
@@ -221,13 +224,13 @@ def test_ranks_are_numbered_apart():
     ids=repr,
 )
 def test_a_malformed_event_is_counted_and_the_others_are_kept(broken):
-    decoded = trtllm.decode([removed(1), broken, removed(2)], B)
+    decoded = decode([removed(1), broken, removed(2)])
     assert [e.block_hashes for e in decoded.events] == [[1], [2]]
     assert (decoded.num_malformed_events, decoded.num_ignored_events) == (1, 0)
 
 
 def test_an_unknown_type_is_ignored_and_counted():
-    decoded = trtllm.decode([event({"type": "demoted"}), removed(2)], B)
+    decoded = decode([event({"type": "demoted"}), removed(2)])
     assert (len(decoded.events), decoded.num_ignored_events, decoded.num_malformed_events) == (1, 1, 0)
 
 
@@ -247,6 +250,6 @@ keys = st.sampled_from(["block_hash", "tokens", "cache_level", "mm_keys", "cache
 )
 def test_events_of_any_shape_never_raise_on_the_whole_way(polled):
     window_filter, normaliser = WindowFilter(), Normaliser(B)
-    for engine_event in trtllm.decode(polled, B, EventIdTracker()).events:
+    for engine_event in TrtllmDecoder(B).decode(polled).events:
         for passed in window_filter.admit(engine_event):
             normaliser.normalise(passed)
