@@ -354,12 +354,7 @@ class EngineRank:
     """Filters and normalises a rank's events one by one; records verdicts, by which compiled code treats the others."""
 
     def __init__(
-        self,
-        source: WorkerRank,
-        block_size: int,
-        index: RadixIndex,
-        num_ahead: int = 0,
-        has_full_reports: bool = False,
+        self, source: WorkerRank, block_size: int, index: RadixIndex, num_ahead: int = 0, has_full_reports: bool = False
     ) -> None:
         self._num_ahead, self._has_full_reports = num_ahead, has_full_reports
         self._source = source

@@ -20,13 +20,7 @@ from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscripti
 from kvist.events.transports.block import PAYLOAD_START, MessageBlock
 from kvist.indexer.canonical import CanonicalFollower, CanonicalProgress
 from kvist.indexer.engine import EngineFollower, EngineProgress
-from kvist.indexer.statistics import (
-    DEFAULT_NUM_RANKS,
-    SESSION_COUNTERS,
-    RankBound,
-    SourceCounters,
-    SourceStatistics,
-)
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SESSION_COUNTERS, RankBound, SourceCounters, SourceStatistics
 from kvist.publisher.filter import block_size_of
 from kvist.radix import RadixIndex
 

@@ -225,13 +225,7 @@ class Companion(Stream):
 class RankStream(Stream):
     """Filters and normalises one rank's engine events and closes them into batches."""
 
-    def __init__(
-        self,
-        source: WorkerRank,
-        block_size: int,
-        epoch: int,
-        **options: Unpack[StreamOptions],
-    ) -> None:
+    def __init__(self, source: WorkerRank, block_size: int, epoch: int, **options: Unpack[StreamOptions]) -> None:
         super().__init__(source, block_size, epoch)
         self._options = options
         self._has_full_reports = options.get("has_full_reports", False)

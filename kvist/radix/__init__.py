@@ -11,13 +11,4 @@ from kvist.radix.reader import RadixReader
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import ApplyResult, Depths, Match, Residencies, Statistics
 
-__all__ = [
-    "ApplyResult",
-    "Depths",
-    "Match",
-    "RadixIndex",
-    "RadixReader",
-    "Residencies",
-    "Snapshot",
-    "Statistics",
-]
+__all__ = ["ApplyResult", "Depths", "Match", "RadixIndex", "RadixReader", "Residencies", "Snapshot", "Statistics"]

@@ -18,15 +18,7 @@ from kvist.events.types import GroupRule, Holding
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
 from kvist.radix.compiled.layout import Records
-from kvist.radix.memory import (
-    CORE_BYTES,
-    Sweeper,
-    TableMemory,
-    index_bytes,
-    reserved,
-    reserved_array,
-    segment_bits_for,
-)
+from kvist.radix.memory import CORE_BYTES, Sweeper, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import ApplyResult, Match, Residencies, Statistics
 

@@ -43,15 +43,7 @@ from kvist.indexer.service.bodies import (
 )
 from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.metrics import SOURCE_COUNTERS, RequestCounters, collect
-from kvist.indexer.service.registry import (
-    ApiError,
-    EndpointRules,
-    Member,
-    Namespace,
-    Registry,
-    Stream,
-    stream_name,
-)
+from kvist.indexer.service.registry import ApiError, EndpointRules, Member, Namespace, Registry, Stream, stream_name
 from kvist.indexer.service.restore import Registrations, Restorer
 from kvist.metrics_page import MetricsPage
 

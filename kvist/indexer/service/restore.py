@@ -21,14 +21,7 @@ from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
 from kvist.indexer.dumps.dumper import Namespaced
 from kvist.indexer.dumps.format import NamespaceHead, StreamState
 from kvist.indexer.dumps.takeover import Takeover
-from kvist.indexer.service.registry import (
-    ApiError,
-    EndpointRules,
-    Namespace,
-    Registry,
-    Stream,
-    parse_stream_name,
-)
+from kvist.indexer.service.registry import ApiError, EndpointRules, Namespace, Registry, Stream, parse_stream_name
 from kvist.indexer.source import Source
 
 _logger = logging.getLogger(__name__)
