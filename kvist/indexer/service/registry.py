@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ MAX_NAMESPACES = 256
 """Each costs 0.2 MB before its first block."""
 MAX_STREAMS = 8192
 """Over all namespaces; each costs a socket and a task."""
+_parsed = lru_cache(2 * MAX_STREAMS)(Endpoint.parse)  # all streams are looked at when another is registered
 
 
 class ApiError(KvistError):
@@ -123,7 +125,7 @@ class Stream(NamedTuple):
     @property
     def default_replay_address(self) -> str | None:
         """Return the replay address if it is the default one, None if the URL names another or there is none."""
-        endpoint = Endpoint.parse(self.url)
+        endpoint = _parsed(self.url)
         return None if "replay_port=" in self.url or endpoint.broker is not None else endpoint.replay_address
 
     def without_replay(self) -> Stream:
@@ -253,9 +255,9 @@ class Registry:
 
         Streams whose default replay address is the new stream's lose it likewise.
         """
-        address, replay = Endpoint.parse(new.url).address, new.default_replay_address
+        address, replay = _parsed(new.url).address, new.default_replay_address
         for member, instance_id, dp_rank, stream in [*self._streams()]:
-            if replay is not None and replay == Endpoint.parse(stream.url).address:
+            if replay is not None and replay == _parsed(stream.url).address:
                 new, replay = new.without_replay(), None
             name = stream_name(instance_id, dp_rank)
             if address == stream.default_replay_address and not member.indexer.states(name):
