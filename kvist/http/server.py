@@ -530,16 +530,19 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._state = ServerState(self._handler, self._limits, LoopClock(loop))
         self._state.clock.__enter__()
-        self._server = await loop.create_server(
-            lambda: ServerConnection(self._state),
-            self._host,
-            self._port,
-            ssl=self._tls,
-            reuse_port=self._is_shared,
-            backlog=_ACCEPTED_AT_ONCE,
-            ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
-            start_serving=False,
-        )
+        try:
+            self._server = await loop.create_server(
+                lambda: ServerConnection(self._state),
+                self._host,
+                self._port,
+                ssl=self._tls,
+                reuse_port=self._is_shared,
+                backlog=_ACCEPTED_AT_ONCE,
+                ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
+                start_serving=False,
+            )
+        except socket.gaierror as error:
+            raise OSError(error.errno, f"{error.strerror}: {self._host}") from None
         try:
             await self._server.start_serving()
         except BaseException:  # cancelled, with sockets that nobody else would close

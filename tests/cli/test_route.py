@@ -207,11 +207,14 @@ def test_processes_start_where_a_folder_is_named_like_the_package(tmp_path: Path
         assert running.wait(timeout=180) == 0
 
 
-def test_a_port_in_use_is_a_clear_error(capsys) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_address_that_cannot_be_listened_on_is_named(capsys, processes: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["route", "--policy", "random", "--port", str(port)]) == 1
+        assert main(["route", "--policy", "random", "--processes", processes, "--port", str(port)]) == 1
     assert f"{port}" in (error := capsys.readouterr().err)
-    assert "address already in use" in error
+    assert "address already in use" in error.lower()
+    assert main(["route", "--policy", "random", "--processes", processes, "--host", "nobody.invalid"]) == 1
+    assert "nobody.invalid" in capsys.readouterr().err

@@ -246,8 +246,8 @@ def _reserve(host: str, port: int) -> list[socket.socket]:
             name = socket.socket(socket.AF_UNIX)
             sockets.append(name)
             name.bind(f"\0kvist-route {address[0]} {port}")
-    except OSError:
+    except OSError as error:
         for each in sockets:
             each.close()
-        raise
+        raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from None
     return sockets
