@@ -67,7 +67,9 @@ class RankTransfers:
         endpoints, agent = ",".join(transfers.endpoints), self._config.kv_transfer_agent
         logger.info("kv transfers open endpoints=%s agent=%s bounce_mib=%d", endpoints, agent, bounce_bytes >> 20)
         is_fallback_allowed, tokens_per_s = self._config.kv_transfer_fallback, self._config.kv_transfer_tokens_per_s
-        loaded.core.attach(transfers.command, is_fallback_allowed=is_fallback_allowed, tokens_per_s=tokens_per_s)
+        loaded.core.handoffs.attach(
+            transfers.command, is_fallback_allowed=is_fallback_allowed, tokens_per_s=tokens_per_s
+        )
         return transfers
 
     def close(self) -> None:

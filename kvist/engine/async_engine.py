@@ -156,7 +156,7 @@ class AsyncEngine:
 
     async def withdraw(self, remote_request_id: str) -> bool:
         """Stop holding a prompt for another worker; False if it is not held. Raises EngineStoppedError."""
-        return await self._call(partial(self._core.withdraw, remote_request_id))
+        return await self._call(partial(self._core.handoffs.withdraw, remote_request_id))
 
     def submit(self, command: Command) -> None:
         """Queue a call for the engine's thread, which makes it between steps; returns at once, from any thread."""
@@ -193,7 +193,7 @@ class AsyncEngine:
         """Abort a request; if its prompt is held for another worker, also after the request's end, withdraw it."""
         self._core.abort(request_id)
         if times.remote_request_id is not None:
-            self._core.withdraw(times.remote_request_id)
+            self._core.handoffs.withdraw(times.remote_request_id)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:

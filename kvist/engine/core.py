@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
 from kvist.openai.requests import RemoteDecode, RemotePrefill
 from kvist.openai.responses import FinishReason
-from kvist.transfer.commands import Command, FetchCompleted, FetchFailed, FetchReleased, OfferReleased, Report
+from kvist.transfer.commands import FetchCompleted, FetchFailed, FetchReleased, OfferReleased, Report
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +83,15 @@ class EngineCore:
 
     A step that fails ends its requests, with an error each, and releases their blocks; other requests continue.
 
-    After `attach`, a prompt's blocks can be held for another worker, or be fetched from one: the transfer service calls
-    `on_report` between steps. No step that is not computed yet uses blocks that another worker may write, or writes
-    those that it may read.
+    After `handoffs.attach`, a prompt's blocks can be held for another worker, or be fetched from one: the transfer
+    service calls `on_report` between steps. No step that is not computed yet uses blocks that another worker may write,
+    or writes those that it may read.
     """
 
     def __init__(self, limits: ModelLimits, kv_cache: KvCacheManager, scheduler: Scheduler, runner: Runner) -> None:
         self.limits = limits
         self.kv_cache = kv_cache
-        self._handoffs: Handoffs | None = None
+        self.handoffs = Handoffs(kv_cache)
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}
@@ -102,20 +102,6 @@ class EngineCore:
         self._is_stuck = False
         self._num_output_tokens = 0
         self._num_failed_steps = 0
-
-    def attach(
-        self,
-        command: Callable[[Command], None],
-        *,
-        is_fallback_allowed: bool = True,
-        tokens_per_s: float | None = None,
-    ) -> None:
-        """Take part in transfers: send commands to the transfer service by `command`. Called before the first step.
-
-        With `is_fallback_allowed`, a prompt that cannot be fetched is computed here. `tokens_per_s` is a first guess
-        of how fast prompts are fetched, given only if this worker fetches prefixes.
-        """
-        self._handoffs = Handoffs(self.kv_cache, command, is_fallback_allowed, tokens_per_s)
 
     @property
     def has_work(self) -> bool:
@@ -149,7 +135,7 @@ class EngineCore:
         if sequence.swa_scratch and not self.kv_cache.has_scratch:
             raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
         if handoff is not None:
-            if self._handoffs is None:
+            if not self.handoffs.is_attached:
                 expected = "none: this engine was started without --kv-transfer"
                 raise InvalidValueError("kv_transfer_params", handoff, expected)
             if isinstance(handoff, RemoteDecode):
@@ -200,35 +186,29 @@ class EngineCore:
         self._is_stuck = False
         if request in self._unreserved:
             self._unreserved.remove(request)
-        elif self._handoffs is not None and self._handoffs.cancel_fetch(request):
+        elif self.handoffs.cancel_fetch(request):
             self._scheduler.remove_receiving(request)
         else:
             self._scheduler.remove(request)
 
-    def withdraw(self, remote_request_id: str) -> bool:
-        """Stop holding a prompt; its blocks are free once nobody reads them. Return False if it is not held."""
-        return self._handoffs is not None and self._handoffs.withdraw(remote_request_id)
-
     def on_report(self, report: Report) -> None:
         """Apply a report of the transfer service on an offer or a fetch; it may free what `step` was waiting for."""
-        handoffs = self._handoffs
-        assert handoffs is not None, "a report on a transfer in an engine without any"
         self._is_stuck = False
         match report:
             case OfferReleased(remote_request_id, is_fetched):
-                request = handoffs.on_offer_released(remote_request_id, is_fetched)
+                request = self.handoffs.on_offer_released(remote_request_id, is_fetched)
                 if request is not None and request.request_id in self._requests:
                     self._outputs.append(self._end_with_error(request, _NOBODY))
             case FetchReleased(request_id):
-                handoffs.on_fetch_released(request_id)
+                self.handoffs.on_fetch_released(request_id)
             case FetchCompleted(request_id, int(token_id)) if token_id >= self.limits.vocab_size:
                 expected = f"below {self.limits.vocab_size}"
                 self.on_report(FetchFailed(request_id, f"first_token_id: got {token_id}, expected {expected}"))
                 self.on_report(FetchReleased(request_id))
             case FetchCompleted(request_id, token_id):
-                self._start_fetched(handoffs.on_fetch_completed(request_id), token_id)
+                self._start_fetched(self.handoffs.on_fetch_completed(request_id), token_id)
             case FetchFailed(request_id, reason):
-                self._fall_back(handoffs.on_fetch_failed(request_id, reason), reason, handoffs.is_fallback_allowed)
+                self._fall_back(self.handoffs.on_fetch_failed(request_id, reason), reason)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return an output for each request that got a token, or an error.
@@ -258,8 +238,8 @@ class EngineCore:
         num_preemptions = self._scheduler.num_preemptions
         scheduled = self._scheduler.schedule()
         has_preempted = self._scheduler.num_preemptions > num_preemptions
-        if has_preempted and self._handoffs is not None:
-            self._handoffs.withdraw_preempted()
+        if has_preempted:
+            self.handoffs.withdraw_preempted()
         if not scheduled:
             self._is_stuck = not (has_preempted or last)
             return None
@@ -313,7 +293,7 @@ class EngineCore:
             self.kv_cache.statistics(),
             self._num_output_tokens,
             self._num_failed_steps,
-            HandoffStatistics() if self._handoffs is None else self._handoffs.statistics(),
+            self.handoffs.statistics(),
         )
 
     def _offer_next(self) -> list[RequestOutput]:
@@ -328,9 +308,8 @@ class EngineCore:
 
         The first time, return an output with the id to fetch it by; if too many prompts are held, end the request.
         """
-        assert self._handoffs is not None
         is_first = request.times.remote_request_id is None
-        remote_request_id = self._handoffs.offer_computed(request)
+        remote_request_id = self.handoffs.offer_computed(request)
         if remote_request_id is None:
             return [self._end_with_error(request, _TOO_MANY)]
         return [RequestOutput(request.request_id, remote_request_id=remote_request_id)] if is_first else []
@@ -356,8 +335,7 @@ class EngineCore:
 
     def _offer_cached(self, request: Request, max_tokens: int) -> RequestOutput:
         """Hold the cached part of a prompt for another worker, and end the request."""
-        assert self._handoffs is not None
-        num_tokens, remote_request_id = self._handoffs.offer_cached(request, max_tokens)
+        num_tokens, remote_request_id = self.handoffs.offer_cached(request, max_tokens)
         request.num_cached_tokens, request.times.remote_request_id = num_tokens, remote_request_id
         self._record_end(request, "length")
         return RequestOutput(
@@ -367,13 +345,13 @@ class EngineCore:
             remote_request_id=remote_request_id,
         )
 
-    def _fall_back(self, request: Request | None, reason: str, is_fallback_allowed: bool) -> None:
+    def _fall_back(self, request: Request | None, reason: str) -> None:
         """Compute here the prompt of a failed fetch, or end its request with the reason."""
         if request is None:
             return
         request.times.fetch_error = reason
         self._scheduler.remove_receiving(request)
-        if is_fallback_allowed:
+        if self.handoffs.is_fallback_allowed:
             self._scheduler.add(request)
             return
         del self._requests[request.request_id]
@@ -382,9 +360,8 @@ class EngineCore:
     def _fetch_reserved(self) -> None:
         """Start to fetch prompts, once every step that was launched before their blocks were reserved is computed."""
         for request in self._reserved:
-            assert self._handoffs is not None
             request.times.fetching_s = time.monotonic()
-            self._handoffs.fetch(request)
+            self.handoffs.fetch(request)
         self._reserved.clear()
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
@@ -409,8 +386,7 @@ class EngineCore:
             text += request.text.finish()
             self._record_end(request, reason)
             if isinstance(request.handoff, RemoteDecode):
-                assert self._handoffs is not None
-                remote_request_id = self._handoffs.offer_computed(request, token_id)
+                remote_request_id = self.handoffs.offer_computed(request, token_id)
                 if remote_request_id is None:
                     return self._end_with_error(request, _TOO_MANY)
             del self._requests[request.request_id]
@@ -434,7 +410,7 @@ class EngineCore:
         del self._requests[request.request_id]
         self._scheduler.remove(request)
         if request.times.remote_request_id is not None:
-            self.withdraw(request.times.remote_request_id)
+            self.handoffs.withdraw(request.times.remote_request_id)
         return RequestOutput(request.request_id, error=error)
 
     def _record_end(self, request: Request, reason: FinishReason) -> None:

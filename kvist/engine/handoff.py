@@ -82,21 +82,30 @@ class _Held:
 class Handoffs:
     """Keeps every sequence whose blocks another worker may read or write until its transfer has ended."""
 
-    def __init__(
-        self,
-        kv_cache: KvCacheManager,
-        command: Callable[[commands.Command], None],
-        is_fallback_allowed: bool,
-        tokens_per_s: float | None = None,
-    ) -> None:
-        self.is_fallback_allowed = is_fallback_allowed
-        self._speed = None if tokens_per_s is None else FetchSpeed(tokens_per_s)
+    def __init__(self, kv_cache: KvCacheManager) -> None:
+        self.is_attached = self.is_fallback_allowed = False
+        self._command: Callable[[commands.Command], None]
+        self._speed: FetchSpeed | None = None
         self._kv_cache = kv_cache
-        self._command = command
         self._held: dict[str, _Held] = {}
         self._receiving: dict[str, Request] = {}
         self._abandoned: dict[str, SequenceBlocks] = {}
         self._counts = HandoffStatistics()
+
+    def attach(
+        self,
+        command: Callable[[commands.Command], None],
+        *,
+        is_fallback_allowed: bool = True,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        """Take part in transfers: send commands to the transfer service by `command`. Called before the first step.
+
+        With `is_fallback_allowed`, a prompt that cannot be fetched is computed here. `tokens_per_s` is a first guess
+        of how fast prompts are fetched, given only if this worker fetches prefixes.
+        """
+        self.is_attached, self.is_fallback_allowed, self._command = True, is_fallback_allowed, command
+        self._speed = None if tokens_per_s is None else FetchSpeed(tokens_per_s)
 
     def offer_computed(self, request: Request, first_token_id: int | None = None) -> str | None:
         """Hold the computed blocks of a prompt for another worker; return the random, unique id to fetch them by.

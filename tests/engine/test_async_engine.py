@@ -197,7 +197,7 @@ async def test_a_prompt_held_for_a_client_that_left_while_it_was_computed_is_hel
 ) -> None:
     core = make_core("qwen3")
     commands: list[Command] = []
-    core.attach(commands.append)
+    core.handoffs.attach(commands.append)
     async with AsyncEngine(core, max_num_open=3) as engine:
         loop, step = asyncio.get_running_loop(), core.step
 

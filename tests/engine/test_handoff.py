@@ -96,7 +96,7 @@ def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
         defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
         loaded = load_engine(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
         worker = Worker(loaded, Notes())
-        loaded.core.attach(worker.notes.command, is_fallback_allowed=is_fallback_allowed)
+        loaded.core.handoffs.attach(worker.notes.command, is_fallback_allowed=is_fallback_allowed)
         return worker
 
     return make
@@ -115,7 +115,7 @@ def make_late_worker(make_worker: Callable[..., Worker]) -> Iterator[Callable[..
                 device.check(command, B)
                 worker.notes.command(command)
 
-            worker.core.attach(command)
+            worker.core.handoffs.attach(command)
             return worker
 
         yield make
@@ -246,7 +246,7 @@ def test_a_prompt_that_is_computed_elsewhere_can_begin_a_longer_one(make_worker,
 
 def test_prefixes_alone_tell_how_fast_prompts_are_fetched(make_worker, greedy) -> None:
     target = make_worker("llama")
-    target.core.attach(target.notes.command, tokens_per_s=1000.0)
+    target.core.handoffs.attach(target.notes.command, tokens_per_s=1000.0)
     speeds = []
     for num_tokens, first_token_id in ((20, 5), (16, None)):
         remote = RemotePrefill(("tcp://here:1",), "held", num_tokens)
@@ -328,10 +328,10 @@ def test_a_prompt_that_ends_amid_its_chunks_is_withdrawn_and_its_blocks_stay_unt
     source.core.step()
     match end:
         case "withdrawn":
-            assert source.core.withdraw(name)
+            assert source.core.handoffs.withdraw(name)
         case "aborted":
             source.core.abort("0")
-            assert source.core.withdraw(name), "as whoever lets it be aborted does"
+            assert source.core.handoffs.withdraw(name), "as whoever lets it be aborted does"
         case "failed":
             monkeypatch.setattr(source.core._runner, "forward", Mock(side_effect=RuntimeError("lost")))
             assert source.core.step()[-1].error == "the engine failed: lost"
@@ -404,13 +404,13 @@ def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> N
 def test_a_withdrawn_prompt_keeps_its_blocks_until_nobody_reads_them(make_worker, greedy) -> None:
     source = make_worker("gemma3")
     remote = prefill(source, "0", make_prompt(30), greedy(5))
-    assert not source.core.withdraw("another")
-    assert source.core.withdraw(remote.remote_request_id)
+    assert not source.core.handoffs.withdraw("another")
+    assert source.core.handoffs.withdraw(remote.remote_request_id)
     assert source.notes.withdrawn == [remote.remote_request_id]
     assert source.num_used > 0
     source.core.on_report(OfferReleased(remote.remote_request_id, False))
     assert source.num_used == 0
-    assert not source.core.withdraw(remote.remote_request_id)
+    assert not source.core.handoffs.withdraw(remote.remote_request_id)
 
 
 def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,7 +677,7 @@ def test_a_chunk_of_a_prompt_is_offered_once_it_is_computed_unless_its_request_w
         assert worker.outputs["1"][-1].finish_reason == "length"
     else:
         worker.core.abort("1")
-        assert worker.core.withdraw(told.remote_request_id)
+        assert worker.core.handoffs.withdraw(told.remote_request_id)
         worker.core.on_report(OfferReleased(told.remote_request_id, False))
         worker.run()
         assert "1" not in worker.outputs

@@ -121,7 +121,7 @@ class Worker:
         self.bounce = bounce
         self.sender = Sender(ends, ends, hello, LIMITS, self.reports.append, bounce)
         self.receiver = Receiver(ends, hello, LIMITS, self.reports.append, bounce)
-        self.core.attach(self.command, is_fallback_allowed=is_fallback_allowed)
+        self.core.handoffs.attach(self.command, is_fallback_allowed=is_fallback_allowed)
 
     def command(self, command: Command) -> None:
         if self.world.devices is not None:
@@ -206,7 +206,7 @@ class Worker:
             target = self.world.workers.get(peer)
             if target is None or (is_doomed and rng.random() < 0.3):
                 raise WriteFailedError("the peer is gone" if target is None else "doomed")
-            handoffs, theirs = self.core._handoffs, target.core._handoffs
+            handoffs, theirs = self.core.handoffs, target.core.handoffs
             assert handoffs is not None
             assert theirs is not None
             self.check(source, [held.blocks for held in handoffs._held.values()])
@@ -448,7 +448,7 @@ class World:
             part.is_dropped = True
             part.worker.core.abort(part.name)
             if part.times.remote_request_id is not None:
-                part.worker.core.withdraw(part.times.remote_request_id)
+                part.worker.core.handoffs.withdraw(part.times.remote_request_id)
             self.reached["aborted"] += 1
 
     def kill(self) -> None:

@@ -116,7 +116,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
             engine.submit(partial(loaded.core.on_report, report))
 
         service = KvTransferService("tcp://127.0.0.1:*", agent, hello, report, limits, bounce)
-        loaded.core.attach(service.command, is_fallback_allowed=is_fallback_allowed)
+        loaded.core.handoffs.attach(service.command, is_fallback_allowed=is_fallback_allowed)
         async with engine:
             service.start()
             try:
@@ -244,7 +244,7 @@ async def test_the_fetched_bytes_are_those_of_the_sender(way: str, open_worker, 
         taken = bounce.reserve(1 << 20, 2) if options["has_bounce"] and not is_bounced else None
         offers, fetches = [], []
         for notes, worker in ((offers, source), (fetches, target)):
-            handoffs = worker.loaded.core._handoffs
+            handoffs = worker.loaded.core.handoffs
             handoffs._command = lambda each, n=notes, o=handoffs._command: (n.append(each), o(each))
         remote = await source.prefill(prompt, greedy(1))
         before = [pool.clone() for pool in source.loaded.tensors.pools]

@@ -36,16 +36,14 @@ def check_memory(
 
 def check_engine(core: EngineCore) -> None:
     """Raise AssertionError unless requests, scheduler and memory agree."""
-    counts, scheduler, handoffs = core._scheduler.statistics(), core._scheduler, core._handoffs
+    counts, scheduler, handoffs = core._scheduler.statistics(), core._scheduler, core.handoffs
     num_known = counts.num_running + counts.num_waiting + counts.num_receiving + len(core._unreserved)
     assert len(core._requests) == num_known
     assert all(request.blocks is None for request in scheduler._waiting)
     held = [request.blocks for request in scheduler._running]
-    kept = []
-    if handoffs is not None:
-        held += [request.blocks for request in handoffs._receiving.values()]
-        held += handoffs._abandoned.values()
-        kept += [each.blocks for each in handoffs._held.values()]
+    held += [request.blocks for request in handoffs._receiving.values()]
+    held += handoffs._abandoned.values()
+    kept = [each.blocks for each in handoffs._held.values()]
     check_memory(core.kv_cache, [blocks for blocks in held if blocks is not None], kept)
 
 

@@ -66,7 +66,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2)).core
     transfers = Transfers()
-    core.attach(transfers.command)
+    core.handoffs.attach(transfers.command)
     said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)
     model = ServedModel(
         names=("tiny",),

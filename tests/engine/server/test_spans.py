@@ -90,7 +90,7 @@ async def serve(trace_collector: Any) -> Any:
             EngineConfig(model_dir=bundled_model_path(), num_blocks=64, max_model_len=256, max_num_batched_tokens=128)
         ).core
         transfers = Transfers()
-        core.attach(transfers.command)
+        core.handoffs.attach(transfers.command)
         tracing = open_tracing(trace_collector.url, "kvist-worker", "here:1")
         spans = WorkerSpans(tracing, "tiny", asyncio.get_running_loop())
         async with AsyncEngine(core, max_num_open=40) as engine:
