@@ -200,7 +200,7 @@ class _Server:
         body = await read_body(request)
         tokenizer = self._intake.tokenizer
         job = await read_job(body)
-        self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
+        self._engine.check_room(len(job.prompts) * job.params.n)  # first: a short body can ask for millions
         generation = self._engine.generate(job.sequences(tokenizer))
         transfers = self._model.transfers
         endpoints = () if transfers is None else transfers.endpoints

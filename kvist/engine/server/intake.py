@@ -53,10 +53,6 @@ class Job:
     """What a response says otherwise of calls, by the name in the prompt: of tools in a namespace, or of free text."""
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.prompts) * self.params.n
-
-    @property
     def is_output_dropped(self) -> bool:
         """Return whether only the prompt was asked for; one token is generated nevertheless."""
         return self.params.token_limit == 0
