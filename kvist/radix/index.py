@@ -18,7 +18,7 @@ from kvist.events.types import GroupRule, Holding
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
 from kvist.radix.compiled.layout import Records
-from kvist.radix.memory import CORE_BYTES, Sweeper, TableMemory, index_bytes, reserved, reserved_array, segment_bits_for
+from kvist.radix.memory import CORE_BYTES, Sweeper, index_bytes, reserved, reserved_array, segment_bits_for
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import ApplyResult, Match, Residencies, Statistics
 
@@ -93,8 +93,7 @@ class RadixIndex:
         self._core["max_blocks"] = max_blocks or 0
         self._num_rows = self.core["table"]["num_rows"].data
         self._half_full = max_blocks / 2 if max_blocks else math.inf  # until then, what to evict first is open
-        table_memory = TableMemory(self.core["table"], self.segments, memory, CORE_BYTES, advice)
-        self._sweeper = Sweeper(self.core, self.segments, self._slots, table_memory)
+        self._sweeper = Sweeper(self.core, self.segments, self._slots, memory, advice)
         # A process's first call takes Numba 10 ms: not when somebody waits.
         matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64), 0)
 

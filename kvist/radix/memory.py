@@ -41,72 +41,20 @@ def reserved_array(dtype: np.dtype[Any], length: int) -> NDArray[Any]:
     return np.frombuffer(reserved(dtype.itemsize * length), dtype, length)
 
 
-class TableMemory:
-    """Gives memory that the segments of a table do not need back to the system.
-
-    Its `memory` has the segments from `segments_at` on; `advice` is what makes a part of it zeros that take no memory.
-    """
-
-    def __init__(
-        self,
-        head: Records,
-        segments: Records,
-        memory: mmap.mmap,
-        segments_at: int = 0,
-        advice: int = mmap.MADV_DONTNEED,
-    ) -> None:
-        self._head, self._segments, self._segments_at = head, segments, segments_at
-        self._memory, self._advice = memory, advice
-
-    @property
-    def size_bytes(self) -> int:
-        rooms = self._segments["room"]
-        num_rows = int(rooms.sum()) + int(self._segments["num_copied"].sum())
-        return num_rows * ROW.itemsize + int((rooms > 0).sum()) * _ROWS_AT
-
-    def shrinkable(self) -> list[int]:
-        """Return the segments that take far more memory than their rows need."""
-        counts, rooms = self._segments["count"], self._segments["room"]
-        sparse: list[int] = np.flatnonzero((counts * 2 < rooms) & (rooms > 0)).tolist()
-        return [number for number in sparse if self._needed_room(number) * 4 < int(rooms[number]) * 3]
-
-    def shrink(self, number: int) -> int:
-        """Give back what a segment does not need; return how many rows it had room for."""
-        before, room = int(self._segments["room"][number]), self._needed_room(number)
-        table.resize(self._head, self._segments, number, room)
-        start = self._segments_at + number * SEGMENT.itemsize + _ROWS_AT
-        self.give_back(start + room * ROW.itemsize, (before - room) * ROW.itemsize)
-        return before
-
-    def free_copies(self, number: int) -> int:
-        """Give back a segment's copies for a snapshot; return how many rows that is."""
-        num_rows = int(self._segments["num_copied"][number])
-        start = self._segments_at + number * SEGMENT.itemsize + _COPIES_AT
-        self.give_back(start, num_rows * ROW.itemsize + mmap.PAGESIZE)
-        self._segments["num_copied"][number] = 0
-        return num_rows
-
-    def give_back(self, start: int, size_bytes: int) -> None:
-        """Give the whole pages of a part of the memory back to the system."""
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            self._memory.madvise(self._advice, first, last - first)
-
-    def _needed_room(self, number: int) -> int:
-        """Return the room, in whole pages, for an eighth more rows than a segment has; 0 if it has none."""
-        num_rows = int(self._segments["count"][number]) * 9 // 8
-        room = num_rows * 128 // FULLEST_128THS + 2
-        num_pages = -(-(_ROWS_AT + room * ROW.itemsize) // mmap.PAGESIZE)
-        return (num_pages * mmap.PAGESIZE - _ROWS_AT) // ROW.itemsize if num_rows else 0
+def needed_room(num_rows: int) -> int:
+    """Return the room, in whole pages, for an eighth more rows than a segment has; 0 if it has none."""
+    room = num_rows * 9 // 8 * 128 // FULLEST_128THS + 2
+    num_pages = -(-(_ROWS_AT + room * ROW.itemsize) // mmap.PAGESIZE)
+    return (num_pages * mmap.PAGESIZE - _ROWS_AT) // ROW.itemsize if num_rows else 0
 
 
 class Sweeper:
     """Removes what ranks that are gone held, frees what a snapshot kept, and gives memory back; in bounded slices."""
 
-    def __init__(self, core: Records, segments: Records, slots: SlotTable, table_memory: TableMemory) -> None:
+    def __init__(self, core: Records, segments: Records, slots: SlotTable, memory: mmap.mmap, advice: int) -> None:
+        """`advice` makes a part of the index's memory zeros that take none."""
         self._arrays, self._core, self._segments = core, core[0], segments
-        self._slots, self._memory = slots, table_memory
+        self._slots, self._memory, self._advice = slots, memory, advice
         self.retired: list[int] = []  # slots that wait for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._next_segment = 0
@@ -115,10 +63,11 @@ class Sweeper:
 
     @property
     def size_bytes(self) -> int:
-        core = self._core
+        core, rooms = self._core, self._segments["room"]
+        num_rows = int(rooms.sum()) + int(self._segments["num_copied"].sum())
         sets = int(core["end_of_sets"]) * int(core["sets"].itemsize) + int(core["end_of_words"]) * 8
         slots = len(self._slots.ranks) * int(self._slots.table.itemsize)
-        return self._memory.size_bytes + sets + slots
+        return num_rows * ROW.itemsize + int((rooms > 0).sum()) * _ROWS_AT + sets + slots
 
     def sweep(self, max_rows: int) -> bool:
         """Do a slice of about `max_rows` rows; return whether more is left to do."""
@@ -126,8 +75,8 @@ class Sweeper:
         while num_rows < max_rows and (self._sweeping or self.retired):
             num_rows += self._purge_segment()
         if num_rows < max_rows:
-            for number in self._memory.shrinkable():
-                num_rows += 1 + self._memory.shrink(number)
+            for number in self.shrinkable():
+                num_rows += 1 + self._shrink(number)
                 if num_rows >= max_rows:
                     break
         return bool(num_rows >= max_rows or self._sweeping or self.retired)
@@ -145,7 +94,7 @@ class Sweeper:
             housekeeping.free_sets(self._arrays, first, self._next_set)
         num_rows = self._next_set - first
         while num_rows < max_rows and self._copied:
-            num_rows += 1 + self._memory.free_copies(self._copied.pop())
+            num_rows += 1 + self._free_copies(self._copied.pop())
         return num_rows
 
     def _purge_segment(self) -> int:
@@ -161,3 +110,31 @@ class Sweeper:
                 self._slots.free(slot)
             self._sweeping = []
         return num_rows
+
+    def shrinkable(self) -> list[int]:
+        """Return the segments that take far more memory than their rows need."""
+        counts, rooms = self._segments["count"], self._segments["room"]
+        sparse: list[int] = np.flatnonzero((counts * 2 < rooms) & (rooms > 0)).tolist()
+        return [number for number in sparse if needed_room(int(counts[number])) * 4 < int(rooms[number]) * 3]
+
+    def _shrink(self, number: int) -> int:
+        """Give back what a segment does not need; return how many rows it had room for."""
+        before, room = int(self._segments["room"][number]), needed_room(int(self._segments["count"][number]))
+        table.resize(self._arrays["table"], self._segments, number, room)
+        self._give_back(number, _ROWS_AT + room * ROW.itemsize, (before - room) * ROW.itemsize)
+        return before
+
+    def _free_copies(self, number: int) -> int:
+        """Give back a segment's copies for a snapshot; return how many rows that is."""
+        num_rows = int(self._segments["num_copied"][number])
+        self._give_back(number, _COPIES_AT, num_rows * ROW.itemsize + mmap.PAGESIZE)
+        self._segments["num_copied"][number] = 0
+        return num_rows
+
+    def _give_back(self, number: int, start: int, size_bytes: int) -> None:
+        """Give the whole pages of a part of a segment back to the system."""
+        start += CORE_BYTES + number * SEGMENT.itemsize
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._memory.madvise(self._advice, first, last - first)

@@ -294,7 +294,7 @@ def test_housekeeping_comes_to_an_end_whatever_the_index_holds(num_blocks: int) 
     index.store(WorkerRank("a", 0), Tier.GPU, None, hashes)
     while index.sweep():
         pass
-    assert index._sweeper._memory.shrinkable() == []
+    assert index._sweeper.shrinkable() == []
 
 
 def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behind() -> None:

@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 
 from kvist.indexer.compiled.engine_blocks import get, put
-from kvist.radix.compiled.layout import HEAD, SEGMENT
-from kvist.radix.memory import TableMemory, reserved
+from kvist.radix.compiled.layout import HEAD, ROW, SEGMENT
+from kvist.radix.compiled.table import resize
+from kvist.radix.memory import needed_room, reserved_array
 
 
 class Map:
     """A table of numbers, as an engine's names are."""
 
     def __init__(self, bits: int = 4, multiplier: int = 0x9E37_79B9_7F4A_7C15) -> None:
-        memory = reserved(SEGMENT.itemsize << bits)
-        self.segments = np.frombuffer(memory, SEGMENT)
+        self.segments = reserved_array(SEGMENT, 1 << bits)
         self.head = np.zeros(1, HEAD)
         self.head["multiplier"], self.head["bits"] = multiplier, bits
-        self.memory = TableMemory(self.head, self.segments, memory)
 
     def __setitem__(self, key: int, value: int) -> None:
         put(self.head, self.segments, 0, np.array([key], np.uint64), np.array([value], np.uint64))
@@ -34,6 +33,11 @@ class Map:
 
     def __len__(self) -> int:
         return int(self.head["num_rows"][0])
+
+    @property
+    def size_bytes(self) -> int:
+        rooms = self.segments["room"]
+        return int(rooms.sum()) * ROW.itemsize + int((rooms > 0).sum()) * SEGMENT.fields["rows"][1]
 
 
 def random_keys(num_keys: int) -> Any:
@@ -49,13 +53,12 @@ def test_a_table_answers_as_a_dict_while_it_grows_loses_and_shrinks(bits: int) -
         numbers[key] = value
     assert len(numbers) == 20_000
     assert all(numbers[key] == value for value, key in enumerate(keys, 1))
-    full_bytes = numbers.memory.size_bytes
+    full_bytes = numbers.size_bytes
     for key in keys[2_000:]:
         del numbers[key]
-    for number in numbers.memory.shrinkable():
-        numbers.memory.shrink(number)
-    assert numbers.memory.shrinkable() == []
-    assert numbers.memory.size_bytes < full_bytes / 3
+    for number, segment in enumerate(numbers.segments):
+        resize(numbers.head, numbers.segments, number, needed_room(int(segment["count"])))
+    assert numbers.size_bytes < full_bytes / 3
     assert [numbers[key] for key in keys] == [*range(1, 2_001), *[0] * 18_000]
 
 
@@ -82,7 +85,7 @@ def test_a_row_takes_at_most_27_bytes_and_24_on_average_at_every_size() -> None:
         for value, key in enumerate(keys[at:end], 1):
             numbers[key] = value
         at = end
-        sizes.append(numbers.memory.size_bytes / end)
+        sizes.append(numbers.size_bytes / end)
     assert np.mean(sizes) < 24.5
     assert max(sizes) < 27
 
