@@ -175,14 +175,14 @@ def test_copies_are_counted_as_long_as_the_stream_is_complete():
     stored, removed = EngineStored([1], [1, 2, 3, 4], 4), EngineRemoved([1])
     for event, num_blocks in ((stored, 1), (stored, 1), (removed, 1), (stored, 1)):
         stream.admit(event)
-        assert stream.num_blocks == num_blocks
+        assert stream.residency.num_blocks == num_blocks
     stream.set_complete(False)
     stream.admit(removed)
-    assert stream.num_blocks == 0
+    assert stream.residency.num_blocks == 0
     stream.admit(stored)
     stream.admit(stored)
     stream.admit(removed)
-    assert stream.num_blocks == 0
+    assert stream.residency.num_blocks == 0
 
 
 @pytest.mark.parametrize(("options", "is_upper_bound"), [({}, False), ({"num_ahead": 1}, True)])
@@ -218,4 +218,4 @@ def test_what_came_after_a_reset_says_nothing_of_what_was_there_before_once_it_i
     second.resume(first.state())
     second.admit(offloaded[1] if told is None else told)
     assert not second.is_exact
-    assert second.num_blocks == num_held
+    assert second.residency.num_blocks == num_held
