@@ -354,7 +354,7 @@ async def test_who_says_on_and_on_what_is_no_answer_is_left_before_that_takes_me
 
     async def speak(_, writer):
         nonlocal num_said
-        writer.write(wire.greeting() + wire.ready(b"ROUTER"))
+        writer.write(wire.GREETING + wire.ready(b"ROUTER"))
         with suppress(ConnectionError):
             while num_said < 1 << 28:
                 writer.write(said)

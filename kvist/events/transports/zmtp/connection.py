@@ -123,7 +123,7 @@ class Connection:
         return outgoing
 
     def ping(self) -> None:
-        self._outgoing += wire.ping()
+        self._outgoing += wire.PING
 
     def advance(self) -> None:
         """Process the bytes in the inbox, until a message is cut or the table is full; raises PeerError."""

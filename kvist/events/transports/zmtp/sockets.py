@@ -101,7 +101,7 @@ async def shake_hands(sock: socket.socket, own_type: bytes, peer_types: tuple[by
 
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await loop.sock_sendall(sock, wire.greeting())
+            await loop.sock_sendall(sock, wire.GREETING)
             while (minor_version := wire.read_greeting(received)) is None:
                 received += await receive(wire.GREETING_BYTES - len(received))
             await loop.sock_sendall(sock, wire.ready(own_type))

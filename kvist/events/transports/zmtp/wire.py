@@ -19,8 +19,9 @@ MAX_COMMAND_BYTES = 4096
 """A command's body. A PING's is at most 18 bytes; READY carries what properties the peer's application added."""
 
 GREETING_BYTES = 64
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""That of a client that speaks ZMTP 3.1 without security."""
 
-_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _MAX_SIZE = (1 << 63) - 1
 
 
@@ -71,11 +72,6 @@ class FrameHeader(NamedTuple):
         return self.start + self.num_bytes
 
 
-def greeting() -> bytes:
-    """Return the greeting of a client that speaks ZMTP 3.1 without security."""
-    return _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-
-
 def read_greeting(received: bytes) -> int | None:
     """Return the minor version of a ZMTP 3 greeting, None while it is not whole; raises PeerError for another."""
     # The eight bytes within the signature are for the peer's use.
@@ -117,6 +113,10 @@ def command(name: bytes, body: bytes = b"") -> bytes:
     return frame(bytes((len(name),)) + name + body, COMMAND)
 
 
+PING = command(b"PING", bytes(2))
+"""Without context, and without a time after which the peer should give us up."""
+
+
 def read_command(frame_body: bytes) -> tuple[bytes, bytes]:
     """Return a command's name and body; raises PeerError when there is none."""
     name = frame_body[1 : 1 + frame_body[0]] if frame_body else b""
@@ -140,11 +140,6 @@ def read_socket_type(ready_body: bytes) -> bytes:
 def subscribe_to_all(minor_version: int) -> bytes:
     """Return the subscription to every topic: a command since ZMTP 3.1, a message of one byte before."""
     return command(b"SUBSCRIBE") if minor_version >= 1 else b"\x00\x01\x01"
-
-
-def ping() -> bytes:
-    """Return a PING without context, and without a time after which the peer should give us up."""
-    return command(b"PING", bytes(2))
 
 
 def pong(ping_body: bytes) -> bytes:

@@ -75,7 +75,7 @@ class Libzmq:
             peer, _ = self._listener.accept()
             with peer, suppress(OSError):
                 peer.settimeout(60)
-                peer.sendall(wire.greeting() + wire.ready(b"PUB"))
+                peer.sendall(wire.GREETING + wire.ready(b"PUB"))
                 heard = b""
                 while not heard.endswith(b"SUBSCRIBE"):  # before, it takes a message for a fault
                     heard += peer.recv(1 << 16)
