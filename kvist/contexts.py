@@ -10,8 +10,6 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvist.errors import leave_group, only_cause
-
 T = TypeVar("T")
 
 
@@ -35,7 +33,7 @@ class ComposedContext:
 
 
 class BackgroundTasks:
-    """Tasks that are cancelled when the context closes; one that fails ends the block, as with a `TaskGroup`."""
+    """Tasks that are cancelled when the context closes; one that fails ends the block, with its error."""
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
@@ -54,10 +52,15 @@ class BackgroundTasks:
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for task in self._tasks:
             task.cancel()
+        # The group is told of no error but a cancellation, as it would wrap that in an exception group.
+        cancelled = error if isinstance(error, asyncio.CancelledError) else None
         try:
-            await leave_group(self._group, error)
+            await self._group.__aexit__(None if cancelled is None else type(cancelled), cancelled, None)
         except BaseExceptionGroup as group:
-            raise only_cause(group) from None
+            failed: BaseException = group
+            while isinstance(failed, BaseExceptionGroup) and len(failed.exceptions) == 1:
+                failed = failed.exceptions[0]
+            raise failed from None
 
 
 async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:

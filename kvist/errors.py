@@ -5,24 +5,6 @@ Each carries its facts as fields; the message is made from them and names the fi
 
 from __future__ import annotations
 
-import asyncio
-
-
-def only_cause(error: BaseException) -> BaseException:
-    """Return the one error inside exception groups that each have a single error; any other error as it is."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-async def leave_group(group: asyncio.TaskGroup, error: BaseException | None) -> None:
-    """Exit a task group whose body `error` ended: wait for its tasks, or cancel them if it is a cancellation.
-
-    The group is told of no other error, as it would wrap that in an exception group.
-    """
-    cancelled = error if isinstance(error, asyncio.CancelledError) else None
-    await group.__aexit__(None if cancelled is None else type(cancelled), cancelled, None)
-
 
 class KvistError(Exception):
     """The base class of every error that Kvist raises on purpose."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Self
 
-from kvist.errors import InvalidValueError, MissingExtraError, leave_group
+from kvist.contexts import BackgroundTasks
+from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.follow import Turns, follow
 from kvist.events.session import SourceState
@@ -65,7 +66,7 @@ class Indexer:
         self._has_full_reports = has_full_reports
         self._limits: dict[str, int] = {}
         self._clock, self._max_delay_s = clock, max_delay_s
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
         self._sources: dict[str, dict[Source, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._parked: dict[str, list[Source]] = {}
@@ -84,17 +85,13 @@ class Indexer:
         """Start housekeeping; sources can be added from here on."""
         self._reads = Reads(self._max_delay_s)
         await self._tasks.__aenter__()
-        self._sweeping = self._tasks.create_task(self._sweep(), name="kvist-sweep")
+        self._tasks.create_task(self._sweep(), name="kvist-sweep")
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Stop following; the index keeps what it has."""
-        self._sweeping.cancel()
-        for tasks in self._sources.values():
-            for task in tasks.values():
-                task.cancel()
         try:
-            await leave_group(self._tasks, error)
+            await self._tasks.__aexit__(kind, error, trace)
         finally:
             self._reads.close()
 

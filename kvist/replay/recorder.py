@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvist.errors import InvalidValueError, only_cause
+from kvist.contexts import BackgroundTasks
+from kvist.errors import InvalidValueError
 from kvist.events.follow import REPLAY_TIMEOUT_S, Turns
 from kvist.events.transports import Endpoint, Message, Subscription, open_subscription, public_url
 from kvist.replay.reader import RecordingReader
@@ -109,15 +110,12 @@ class Recorder:
 
     async def run(self) -> None:
         """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for stream in self._streams:
-                    tasks.create_task(self._record(stream), name=f"kvist-record-{stream.spec.source.name}")
-                while True:
-                    await asyncio.sleep(_TICK_S)
-                    self._writer.flush_if_due(self._mono_ns() + self._clock_offset_ns)
-        except BaseExceptionGroup as failed:
-            raise only_cause(failed) from failed
+        async with BackgroundTasks() as tasks:
+            for stream in self._streams:
+                tasks.create_task(self._record(stream), name=f"kvist-record-{stream.spec.source.name}")
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._writer.flush_if_due(self._mono_ns() + self._clock_offset_ns)
 
     def reports(self) -> list[SourceReport]:
         return [stream.report() for stream in self._streams]

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvist.errors import InvalidValueError, KvistError, leave_group
+from kvist.contexts import BackgroundTasks
+from kvist.errors import InvalidValueError, KvistError
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
 from kvist.indexer.source import Source
@@ -165,17 +166,15 @@ class Registry:
         """
         self._new_indexer, self._max_blocks, self._is_held = new_indexer, max_blocks, is_held
         self._members: dict[Namespace, Member] = {}
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
         self._registering = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for member in self._members.values():
-            member.closed.set()
-        await leave_group(self._tasks, error)
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())

@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable
 from typing import Self
 
-from kvist.errors import InvalidValueError, leave_group
+from kvist.contexts import BackgroundTasks
+from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
@@ -51,7 +52,7 @@ class ZmtpSubscription:
         self._link: Link | None = None
         self.num_connects = 0
         """How often a publisher was connected so far, and its handshake done."""
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = BackgroundTasks()
 
     @property
     def is_caught_up(self) -> bool:
@@ -66,19 +67,17 @@ class ZmtpSubscription:
         self._listener = listen(self._address) if self._endpoint.is_bound else None
         self._reads = self._shared_reads or Reads()
         await self._tasks.__aenter__()
-        self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
+        self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
         return self
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._connecting.cancel()
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            await leave_group(self._tasks, error)
+            await self._tasks.__aexit__(kind, error, trace)
         finally:
             if self._listener is not None:
                 self._listener.close()
             if self._reads is not self._shared_reads:
                 self._reads.close()
-            del self._connecting  # it refers to this subscription in turn
 
     async def receive(self) -> MessageBlock:
         while self._link is None or self._link.inbox.num_messages == 0:
