@@ -424,6 +424,13 @@ def test_many_messages_are_taken_in_parts_and_others_get_a_turn_between(pair, mo
     assert pair.num_names() == 2 + 1500 + num_blocks // 2
 
 
+def test_a_message_that_is_larger_than_the_scratch_memory_is_applied_all_the_same(monkeypatch):
+    monkeypatch.setattr("kvist.indexer.engine._SCRATCH_BYTES", 1 << 10)
+    pair, hashes, tokens = Pair(), range(1, 501), range(500 * BLOCK_SIZE)
+    pair.take([stored([9001], [1, 1])], [stored(hashes, tokens)], [removed(*hashes[::2])], [removed(9001)])
+    assert pair.num_names() == 250
+
+
 def test_what_turns_out_irregular_in_the_middle_of_a_long_event_is_done_once(pair):
     num_blocks = 1000
     hashes, tokens = list(range(1, num_blocks + 1)), list(range(num_blocks * BLOCK_SIZE))
