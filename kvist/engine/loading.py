@@ -40,7 +40,7 @@ class _Facts:
     """What follows from the checkpoint and the settings."""
 
     model: ModelConfig
-    shard: Part | None
+    shard: Part
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
@@ -96,7 +96,7 @@ def load_engine(
     if open_server is not None and facts.plan.places != facts.whole_plan.places:
         expected = "fewer, or no --kv-transfer: layers that differ in nothing but KV heads would be one group on a rank"
         raise InvalidValueError("tensor_parallel_size", config.tensor_parallel_size, expected)
-    if facts.shard is None:
+    if facts.shard.num_ranks == 1:
         return _load(config, facts, sink, allocate, None)
     followers = Followers(config.tensor_parallel_size, _run_follower, config, open_server)
     try:
@@ -203,8 +203,7 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
     plan, whole_plan = (
         kvcache.plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
     )
-    shard = None if num_ranks == 1 else Part(rank, num_ranks)
-    return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan, whole_plan)
+    return _Facts(model, Part(rank, num_ranks), max_model_len, getattr(torch, name), device, plan, whole_plan)
 
 
 def _is_faster_in_bfloat16(model: ModelConfig) -> bool:

@@ -36,12 +36,12 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
-    shard: Part | None = None,
+    shard: Part = WHOLE,
 ) -> CausalLM:
     """Return the model with every parameter filled from the checkpoint, in `dtype`.
 
-    `config` is that of the whole model; with a `shard`, the result is one rank's model, and only its part of the
-    weights is read. Raises InvalidValueError if weights are missing or unknown, or a shape or dtype is wrong.
+    `config` is that of the whole model; the result is the `shard`'s, and only its part of the weights is read. Raises
+    InvalidValueError if weights are missing or unknown, or a shape or dtype is wrong.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(_opened(path)) for path in weight_files(model_dir)]
@@ -50,10 +50,10 @@ def load_model(
         ]
         stored = _stored_parts(locations, config)
         with device:
-            model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len, dtype)
+            model = CausalLM(rank_config(config, shard.num_ranks), max_model_len, dtype)
         targets = checkpoint_targets(model, stored)
         wholes = targets
-        if shard is not None:
+        if shard.num_ranks > 1:
             with torch.device("meta"):  # shapes without memory
                 wholes = checkpoint_targets(CausalLM(config, 1, torch.float32), stored)
         model.kv_scales = _kv_scales(locations)
@@ -66,7 +66,7 @@ def load_model(
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
     fuse_norms(model.decoder)
-    if shard is not None and model.config.vocab_size < config.vocab_size:
+    if model.config.vocab_size < config.vocab_size:
         split_vocabulary(model.decoder, shard.rank, config.vocab_size)
     if device.type == "cuda":
         pack_projections(model.decoder)
@@ -103,9 +103,7 @@ def _kv_scales(locations: Iterable[Location]) -> dict[int, tuple[float, float]]:
     return {layer: (found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer, _ in found}
 
 
-def _fill(
-    name: str, target: torch.Tensor, shape: list[int], stored: Stored, config: ModelConfig, shard: Part | None
-) -> None:
+def _fill(name: str, target: torch.Tensor, shape: list[int], stored: Stored, config: ModelConfig, shard: Part) -> None:
     """Copy a stored weight, or a rank's part of it, into `target`; `shape` is that of the whole weight."""
     [(file, theirs), *others] = stored.values()
     whole: Any
@@ -118,7 +116,7 @@ def _fill(
         found = whole.get_shape()
     if found != shape:
         raise InvalidValueError(f"shape of {name}", found, f"{shape} by config.json")
-    tensor = whole[rank_slices(shape, target.shape, shard or WHOLE)]
+    tensor = whole[rank_slices(shape, target.shape, shard)]
     if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
         raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
     target.copy_(tensor)

@@ -20,7 +20,7 @@ from kvist.engine.models.config import load_model_config
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvDtype
-from kvist.transfer.heads import Part
+from kvist.transfer.heads import WHOLE, Part
 
 Tensors = dict[str, torch.Tensor]
 Store = Callable[[torch.Tensor, np.random.Generator], tuple[Tensors, torch.Tensor]]
@@ -137,7 +137,7 @@ def quantized(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[...
     return write
 
 
-def load(path: Path, shard: Part | None = None) -> Tensors:
+def load(path: Path, shard: Part = WHOLE) -> Tensors:
     model = load_model(path, load_model_config(path), 64, torch.float32, torch.device("cpu"), shard)
     return model.state_dict()
 
@@ -167,7 +167,7 @@ def test_a_quantised_checkpoint_loads_as_what_was_packed(
     name: str, quantization: dict[str, Any], store: Store, quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
     ours, exact = quantized(name, quantization, store)
-    for shard in [None, Part(1, 2)] if name == "llama" else [None]:
+    for shard in [WHOLE, Part(1, 2)] if name == "llama" else [WHOLE]:
         got, expected = load(ours, shard), load(exact, shard)
         assert got.keys() == expected.keys()
         for key in got:

@@ -21,7 +21,7 @@ from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvDtype, plan_windows
 from kvist.kvcache.tensors import KvTensors
-from kvist.transfer.heads import Part
+from kvist.transfer.heads import WHOLE, Part
 
 NUM_TOKENS, BLOCK_SIZE, MAX_LEN = 30, 4, 64
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE + 1
@@ -44,7 +44,7 @@ class Sum:
         self._barrier.wait()
 
 
-def load(model_dir: Path, shard: Part | None) -> CausalLM:
+def load(model_dir: Path, shard: Part) -> CausalLM:
     return load_model(model_dir, load_model_config(model_dir), MAX_LEN, torch.float32, torch.device("cpu"), shard)
 
 
@@ -90,7 +90,7 @@ def test_ranks_together_give_the_whole_models_logits(
 ) -> None:
     """The checkpoints have four heads and two KV heads: of four ranks, two share each KV head."""
     model_dir = checkpoint(name)
-    whole = logits_of(load(model_dir, None))
+    whole = logits_of(load(model_dir, WHOLE))
     monkeypatch.setattr(transformer.distributed, "all_reduce", Sum(num_ranks))
     ranks = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -110,7 +110,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_whole_on_each(
 
 
 def test_a_whole_model_has_no_linear_that_sums(checkpoint: Callable[[str], Path]) -> None:
-    model = load(checkpoint("llama"), None)
+    model = load(checkpoint("llama"), WHOLE)
     assert not [each for each in model.modules() if isinstance(each, transformer.RowParallelLinear)]
     assert rank_config(model.config, 1) is model.config
 
