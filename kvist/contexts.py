@@ -33,7 +33,10 @@ class ComposedContext:
 
 
 class BackgroundTasks:
-    """Tasks that are cancelled when the context closes; one that fails ends the block, with its error."""
+    """Tasks that are cancelled when the context closes; one that fails ends the block, with its error.
+
+    Of several that fail at once, the first one's error is raised, from the group of all.
+    """
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
@@ -58,9 +61,9 @@ class BackgroundTasks:
             await self._group.__aexit__(None if cancelled is None else type(cancelled), cancelled, None)
         except BaseExceptionGroup as group:
             failed: BaseException = group
-            while isinstance(failed, BaseExceptionGroup) and len(failed.exceptions) == 1:
+            while isinstance(failed, BaseExceptionGroup):
                 failed = failed.exceptions[0]
-            raise failed from None
+            raise failed from group
 
 
 async def run_in_daemon_thread(function: Callable[[], T], name: str) -> T:

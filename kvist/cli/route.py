@@ -16,6 +16,7 @@ import msgspec
 
 from kvist.cli._settings import SEVERAL, add_settings, read_config
 from kvist.cli._terminal import serve
+from kvist.contexts import BackgroundTasks
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.transports import redacted
 from kvist.files import Stamp, file_stamp
@@ -106,10 +107,9 @@ async def reloading(service: _Reloadable, args: argparse.Namespace, stamp: Stamp
     """Run a service that reloads its settings at SIGHUP, and when its file is not the one that had this stamp."""
     requested = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, requested.set)
-    async with service, asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_watch_settings(service, args, stamp, requested), name="kvist-settings")
+    async with service, BackgroundTasks() as tasks:
+        tasks.create_task(_watch_settings(service, args, stamp, requested), name="kvist-settings")
         yield
-        watching.cancel()
 
 
 async def _watch_settings(

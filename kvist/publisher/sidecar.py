@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
 
+from kvist.contexts import BackgroundTasks
 from kvist.events import EngineCleared, EngineStored, Tier
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question, Turns, follow
@@ -285,21 +286,14 @@ class Sidecar:
 
     async def run(self) -> None:
         """Follow every endpoint until cancelled or publishing fails, as `close` raises; raises InvalidValueError."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._follow(feed), name=f"kvist-sidecar-{feed.endpoint.address}")
-                    for feed in self._feeds
-                ]
-                if self._store is not None:
-                    running.append(tasks.create_task(self._save_periodically(self._store), name="kvist-sidecar-state"))
-                # Polled, because the publisher's thread knows nothing of this loop.
-                while self._publisher.failure is None:  # noqa: ASYNC110
-                    await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
-                for task in running:
-                    task.cancel()
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+        async with BackgroundTasks() as tasks:
+            for feed in self._feeds:
+                tasks.create_task(self._follow(feed), name=f"kvist-sidecar-{feed.endpoint.address}")
+            if self._store is not None:
+                tasks.create_task(self._save_periodically(self._store), name="kvist-sidecar-state")
+            # Polled, because the publisher's thread knows nothing of this loop.
+            while self._publisher.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
 
     def statistics(self) -> SidecarStatistics:
         feeds = [feed.feed for feed in self._feeds]
