@@ -70,6 +70,7 @@ def measure_work(
             for side, router in routers.items():
                 share = 1.0 if num_clients == MANY else 0.5
                 samples[side, num_clients].append(measure(router, chats, work, num_clients, share * duration_s))
+                router.fleet.counts()  # when it has computed what it was sent, which would slow the next one down
     figures = {}
     for side in SIDES:
         rates = [sample.num_answers / sample.cpu_s for sample in samples[side, MANY]]
