@@ -1,4 +1,4 @@
-"""Outputs that follow a JSON schema, a regular expression, a choice, a grammar or structural tags, by `llguidance`.
+"""Outputs that follow a JSON schema, a regular expression, a choice or a grammar, by `llguidance`.
 
 Requests ask for them with vLLM's `structured_outputs`, its older `guided_*`, or OpenAI's `response_format`.
 """
@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
 from kvist.engine.request import TokenMatcher
-from kvist.engine.server.structural_tags import structural_tag_grammar
 from kvist.openai.errors import invalid_field
 from kvist.openai.requests import Fields
 from kvist.openai.tokenization import ChatTokenizer
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json_schema", "regex", "choice", "grammar"]
 _KINDS: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The names in `structured_outputs` and after `guided_`, with llguidance's names for them."""
 _EXPECTED: dict[Kind, tuple[Any, str]] = {
     "json_schema": (dict | str, "a JSON schema"),
     "choice": (list, "a list of texts"),
-    "structural_tag": (dict | str, "a structural tag"),
 }
 
 
@@ -57,8 +54,6 @@ def _read_grammars(fields: Fields) -> Iterator[Grammar]:
             yield _grammar(field, "json_schema", _ANY_OBJECT, is_compact)
         elif name in _KINDS and value is not None:
             yield _grammar(field, _KINDS[name], value, is_compact)
-        elif name == "structural_tag" and value is not None:
-            yield _grammar(field, "structural_tag", value)
         elif value:
             raise invalid_field(field, f"got {value!r:.100}, expected it left out")
     for name, kind in _KINDS.items():
@@ -76,10 +71,8 @@ def _read_grammars(fields: Fields) -> Iterator[Grammar]:
                 "json_schema",
                 _object(response_format, "json_schema").get("schema"),
             )
-        case "structural_tag":
-            yield _grammar("response_format", "structural_tag", response_format)
         case kind:
-            expected = "text, json_object, json_schema or structural_tag"
+            expected = "text, json_object or json_schema"
             raise invalid_field("response_format", f"got type {kind!r:.100}, expected {expected}")
 
 
@@ -123,8 +116,6 @@ class GrammarCompiler:
         try:
             if grammar.is_compact and grammar.kind == "json_schema":
                 text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_flexible": False})
-            elif grammar.kind == "structural_tag":
-                text = structural_tag_grammar(grammar.text, self._special_tokens)
             else:
                 text = llguidance.grammar_from(grammar.kind, grammar.text)
             matcher = llguidance.LLMatcher(self._vocabulary, text)
@@ -135,9 +126,3 @@ class GrammarCompiler:
         if reason:
             raise invalid_field(grammar.field, f"got {grammar.text:.100}, {reason:.300}")
         return TokenMatcher(matcher, self._vocab_size)
-
-    @cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        tokenize, is_special = self._vocabulary.tokenize_str, self._vocabulary.is_special_token
-        found = ((text, tokenize(text, parse_special=True)) for text in self._tokenizer.added_tokens)
-        return {text: token_ids[0] for text, token_ids in found if len(token_ids) == 1 and is_special(token_ids[0])}

@@ -339,6 +339,18 @@ def test_the_openai_client_understands_it(served) -> None:
             "part 'image_url', expected text",
         ),
         (CHAT, {"messages": QUESTION, "response_format": {"type": "xml"}}, 400, "response_format: got type 'xml'"),
+        (
+            CHAT,
+            {"messages": QUESTION, "response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            400,
+            "response_format: got type 'structural_tag', expected text, json_object or json_schema",
+        ),
+        (
+            TEXT,
+            {"prompt": "x", "structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
+            400,
+            "structured_outputs.structural_tag: got",
+        ),
         (TEXT, {"prompt": "x", "guided_regex": "(a"}, 400, "guided_regex: got .*unclosed group"),
         (
             TEXT,
