@@ -201,9 +201,6 @@ def _read_all(file: Path, script: Script, apply: Callable[[list[Line]], object])
     with progress_line() as show:
         try:
             for lines in script.lines():
-                if lines is None:
-                    time.sleep(SHOW_INTERVAL_S)
-                    continue
                 apply(lines)
                 if (now_s := time.monotonic()) >= show_at_s:
                     show_at_s = now_s + SHOW_INTERVAL_S

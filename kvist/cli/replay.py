@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speeds.add_argument("--speed", type=float, default=1.0, metavar="N", help="N times as fast as recorded (default 1)")
     speeds.add_argument("--as-fast-as-possible", action="store_true", help="do not wait between messages")
     pace.add_argument("--loop", type=int, default=1, metavar="N", help="play it N times (default 1)")
-    pace.add_argument("--follow", action="store_true", help="continue as long as the recording is being written")
     text = "wait this long for subscribers before the first message (default %(default)s)"
     pace.add_argument("--delay", type=float, default=1.0, metavar="SECONDS", help=text)
     text = "answer replay requests until none has come for this long after the end (default %(default)s)"
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     flags = (("--since", args.since), ("--at" if args.at else "--until", args.at or args.until))
     since, until = (None if text is None else Moment.parse(flag, text) for flag, text in flags)
     selection = Selection(frozenset(args.worker), since, until)
-    script = Script(lambda: RecordingReader(args.file), selection=selection, num_rounds=args.loop, follows=args.follow)
+    script = Script(lambda: RecordingReader(args.file), selection=selection, num_rounds=args.loop)
     if args.diff is not None:
         return actions.compare(args, script)
     asked = {"to": actions.publish, "into_index": actions.index, "at": actions.print_holders, "ui": actions.show_page}

@@ -13,8 +13,6 @@ from kvist.replay.blocks import SentBuffer
 from kvist.replay.recording import RecordedSource
 from kvist.replay.script import Pace, Script
 
-POLL_S = 0.1
-"""How often to look for more while the recording is being written."""
 RETRY_S = 0.002
 REPEAT_S = 1.0
 """How often each stream's last message is repeated once all is played."""
@@ -61,9 +59,6 @@ class Player:
         started_s = self._clock()
         turn_ends_s = started_s + _TURN_S
         for lines in self._script.lines():
-            if lines is None:
-                await self._sleep(POLL_S)
-                continue
             for line in lines:
                 sent, message = self._sent_to(line.record.source), line.record.message
                 if line.is_early:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ _EPOCH_IDX: Final = 3  # in a canonical batch, and in a snapshot part
 _TIMESTAMP_IDX: Final = 0  # in an engine's batch
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 _MAX_U64 = (1 << 64) - 1
-
-_logger = logging.getLogger(__name__)
 
 _decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -128,21 +125,17 @@ class Script:
         *,
         selection: Selection | None = None,
         num_rounds: int = 1,
-        follows: bool = False,
     ) -> None:
-        """Read what `open_reader` opens for each round; with `follows`, for as long as it is being written."""
+        """Read what `open_reader` opens for each round."""
         if num_rounds < 1:
             raise InvalidValueError("loop", num_rounds, "at least 1 round")
         self._open_reader = open_reader
         self.selection = selection or Selection()
         self._num_rounds = num_rounds
-        self._follows = follows
         self._round_idx = 0
         self._reader: RecordingReader | None = None
         self.first_ns: int | None = None
         """When the first message came, selected or not."""
-        self._session: int | None = None
-        self._latest_ns = self._set_back_ns = 0
         self.num_recorded = self.num_selected = 0
         """Messages read, in all rounds, and those of them to be played."""
         self.is_over = False
@@ -159,23 +152,19 @@ class Script:
         size_bytes = self._reader.num_bytes_read + self._reader.num_bytes_left
         return self._round_idx * size_bytes + self._reader.num_bytes_read, self._num_rounds * size_bytes
 
-    def lines(self) -> Iterator[list[Line] | None]:
-        """Yield lines to play, or None while more is yet to be written; raises RecordingError for damage."""
+    def lines(self) -> Iterator[list[Line]]:
+        """Yield lines to play; raises RecordingError for damage."""
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader, self._session = round_idx, reader, None
-                self._latest_ns = 0
-                is_over = False
-                while not is_over:
-                    records = reader.read()
-                    if records is not None:
-                        self.num_recorded += len(records)
-                        lines, is_over = self._select(records)
-                        yield lines
-                    elif self._follows and not reader.is_ended:
-                        yield None
-                    else:
-                        self.torn, self.missing, is_over = reader.torn, reader.missing, True
+                self._round_idx, self._reader = round_idx, reader
+                while (records := reader.read()) is not None:
+                    self.num_recorded += len(records)
+                    lines, is_over = self._select(records)
+                    yield lines
+                    if is_over:
+                        break
+                else:
+                    self.torn, self.missing = reader.torn, reader.missing
         self.is_over = True
 
     def _select(self, records: list[Record]) -> tuple[list[Line], bool]:
@@ -184,7 +173,7 @@ class Script:
             self.first_ns = records[0].time_ns
         since_ns, until_ns = self.selection.times_ns(self.first_ns)
         lines, is_over = list[Line](), False
-        for record in map(self._undo_clock_step, records):
+        for record in records:
             if is_over := record.time_ns >= until_ns + _MAX_WAIT_NS:
                 break
             if record.time_ns < until_ns and self.selection.has_worker(record):
@@ -192,19 +181,6 @@ class Script:
                 lines.append(Line(self._round_idx, renewed, is_early=record.time_ns < since_ns))
         self.num_selected += sum(not line.is_early for line in lines)
         return lines, is_over
-
-    def _undo_clock_step(self, record: Record) -> Record:
-        """Return the record, moved behind the previous session's end if the clock was set back between the two."""
-        if record.session != self._session:
-            self._session = record.session
-            self._set_back_ns = max(0, self._latest_ns - record.time_ns)
-            if self._set_back_ns and self._round_idx == 0:
-                text = "the recorder's clock was set back: from here on times count from the end of what stands before"
-                _logger.warning("%s session=%d back_s=%.3f", text, record.session, self._set_back_ns * 1e-9)
-        if self._set_back_ns:
-            record = record._replace(time_ns=record.time_ns + self._set_back_ns)
-        self._latest_ns = max(self._latest_ns, record.time_ns)
-        return record
 
     def _renew(self, message: Message) -> Message:
         """Return the message, changed from the second round on so that subscribers do not take it for a duplicate.

@@ -225,7 +225,7 @@ class Life:
             since, until = sorted(self.random.choices(moments, k=2))
             selection = Selection(frozenset(workers), Moment(since, False), Moment(until, False))
             script = Script(lambda: RecordingReader(self.parts[first].path), selection=selection)
-            played = [line for lines in script.lines() for line in lines or ()]
+            played = [line for lines in script.lines() for line in lines]
             meant = [record for record in recorded if record.time_ns < begins_ns + int(until * 1e9)]
             meant = [record for record in meant if not workers or self.worker_of(record) in workers]
             assert [line.record for line in played] == meant, self.told

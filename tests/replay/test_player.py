@@ -13,7 +13,7 @@ from kvist.events.transports import Endpoint, ReplayRequest, open_publication, o
 from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
-from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter, player
+from kvist.replay import RecordedSource, RecordingError, RecordingReader, player
 from kvist.replay.player import Player, open_publications
 from kvist.replay.script import Moment, Pace, Script, Selection
 
@@ -118,21 +118,6 @@ async def test_a_damaged_recording_is_played_up_to_the_damage(make, recording):
         await played(make, path, publication=publication)
     assert [message.sequence for message in publication.sent] == list(range(len(publication.sent)))
     assert publication.sent
-
-
-async def test_a_recording_is_played_while_it_is_written(make, tmp_path):
-    path = tmp_path / "r"
-    publication, time = FakePublication(), FakeTime()
-    with RecordingWriter(path, [make.source], rotate_bytes=4096) as writer:
-        player = Player(script_of(path, follows=True), {make.source: publication}, clock=time.clock, sleep=time.sleep)
-        playing = asyncio.create_task(player.play())
-        for record in make.records(*(make.batch(i, make.stored(*range(40))) for i in range(100)), step_ms=300):
-            writer.add(record.source, record.message, record.time_ns)
-            await asyncio.sleep(0)
-        assert not playing.done()
-    async with asyncio.timeout(60):
-        await playing
-    assert [message.sequence for message in publication.sent] == list(range(100))
 
 
 async def test_a_ranks_last_message_is_repeated_until_all_is_over(make, recording, until):

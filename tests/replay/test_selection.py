@@ -7,7 +7,6 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.replay import RecordedSource, RecordingReader
 from kvist.replay.script import Moment, Script, Selection, worker_of
-from kvist.replay.statistics import StatisticsCollector
 
 
 @pytest.mark.parametrize(
@@ -50,38 +49,6 @@ def test_a_worker_is_whom_the_batch_names_else_the_source(make):
 
 def sequences_of(script):
     return [(line.record.message.sequence, line.is_early) for lines in script.lines() for line in lines]
-
-
-@pytest.fixture
-def set_back(make, tmp_path):
-    """Return a script of ten seconds, and ten more of a session whose clock had been set back by an hour."""
-    path = tmp_path / "r"
-    make.write(path, make.records(*(make.batch(i) for i in range(10)), step_ms=1000))
-    later = make.records(*(make.batch(i) for i in range(10, 20)), step_ms=1000)
-    make.write(path, [each._replace(time_ns=each.time_ns - 3_600_000_000_000) for each in later], appends=True)
-    return lambda **options: Script(lambda: RecordingReader(path), **options)
-
-
-@pytest.mark.parametrize(("since", "until"), [(None, 3), (None, 12), (4, 12), (11, None), (12, 15)])
-def test_where_the_clock_was_set_back_times_count_from_what_stands_before(make, set_back, since, until, logged):
-    # The second session's first message is at 9 s, as the last of the first: a message of number 10 + n is at 9 + n.
-    chosen = [(i, i - (i > 9)) for i in range(20) if until is None or i - (i > 9) < until]
-    expected = [(number, since is not None and at_s < since) for number, at_s in chosen]
-    for is_unix in (False, True):
-        first_s = make.time_ns / 1e9 if is_unix else 0
-        moments = [None if at is None else Moment(first_s + at, is_unix) for at in (since, until)]
-        script = set_back(selection=Selection(since=moments[0], until=moments[1]), num_rounds=2)
-        assert sequences_of(script) == 2 * expected
-        assert script.num_selected == 2 * sum(not is_early for _, is_early in expected)
-    assert len(logged("kvist.replay.script")) == 2  # once for each script
-
-
-def test_statistics_go_on_where_the_clock_was_set_back(set_back):
-    collector = StatisticsCollector()
-    for lines in set_back().lines():
-        for line in lines:
-            collector.add(line.record)
-    assert collector.result().duration_s == 18.0
 
 
 def test_a_message_that_was_held_back_for_two_answers_is_not_behind_the_end(make, tmp_path):
