@@ -177,8 +177,8 @@ class Healing:
     def __init__(self, service: IndexService, model: str, rank: int) -> None:
         self._service, self._model, self._rank = service, model, rank
         self.status = RankStatus(TARGET)
-        fleet = SimpleNamespace(get=lambda _worker: SimpleNamespace(engine="vllm"))
-        self._healer = Healer(fleet, SimpleNamespace(ranks=lambda _worker: [self.status]), RouterMetrics())
+        fleet = SimpleNamespace(get=lambda _worker: SimpleNamespace(engine="vllm"), ranks=lambda _worker: [self.status])
+        self._healer = Healer(fleet, RouterMetrics())
 
     def send(self, prompt: Prompt, engine: Engine) -> Prompt:
         """Return the request as it comes to the engine, and learn from what its answer will say was cached."""

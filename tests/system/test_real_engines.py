@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from _engine_files import MISSING, versions
-from _engine_followers import mm_hashes_of
+from _engine_followers import TARGET, Healing, mm_hashes_of
 from _engine_traffic import Engine, Prompt, Traffic
 from _vllm_rule import CountedBlocks
 from verify_engines import SCENARIOS
@@ -29,6 +30,8 @@ from kvist.events.transports import Message
 from kvist.indexer.source import Source
 from kvist.publisher.stream import RankStream, with_companions
 from kvist.radix import RadixIndex
+from kvist.router.healing import NUM_UNCHANGED_IN_A_ROW
+from kvist.router.index import RankStatus
 
 pytestmark = pytest.mark.skipif(not versions(), reason=MISSING)
 
@@ -199,6 +202,16 @@ def test_reports_that_others_ask_for_are_told_from_copies_by_what_a_hit_needs(na
     answers = play(name, has_full_reports=True)
     assert all(said <= held for held, said in answers)
     assert sum(held == said for held, said in answers) >= len(answers) * 0.95
+
+
+def test_prompts_to_a_rank_that_is_known_in_part_ask_for_reports_until_the_judges_router_lacks_nothing():
+    engine = SCENARIOS["full attention, blocks of 16"].start(random.Random(1))
+    healing = Healing(Mock(ask=Mock(return_value={})), "m", 0)
+    prompt = Prompt(tuple(range(100)))
+    assert healing.send(prompt, engine) == prompt
+    healing.status = RankStatus(TARGET, SourceState.PARTIAL)
+    asked = [healing.send(prompt, engine).is_reported for _ in range(NUM_UNCHANGED_IN_A_ROW + 1)]
+    assert asked == [True] * NUM_UNCHANGED_IN_A_ROW + [False]
 
 
 @pytest.mark.parametrize("name", ["full reports", "full + sliding, full reports"])
