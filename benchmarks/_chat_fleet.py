@@ -30,7 +30,7 @@ import msgspec
 import psutil
 import uvloop
 import zmq
-from _chats import MODEL, NUM_EVENTS, Chats
+from _chats import MODEL, NUM_EVENTS, WORKS, Chats
 from _engines import BLOCK_SIZE, ENGINE_HWM, encode_vllm
 
 from kvist.events import FULL, EngineStored
@@ -172,7 +172,7 @@ def _run_engines(pipe: Connection, folder: Path) -> None:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """Answers chats from prepared bytes, a stream's events in a turn of the loop each."""
+    """Answers chats from prepared bytes, a stream's events at its work's pace, in a turn of the loop each."""
 
     def __init__(self, worker_idx: int, engines: zmq.Socket[bytes]) -> None:
         self._worker = bytes([worker_idx])
@@ -204,15 +204,16 @@ class WorkerConnection(asyncio.Protocol):
         chat = _decode_chat(body)
         if chat.stream:
             self._transport.write(STREAM_HEAD + FIRST_EVENT)
-            self._loop.call_soon(self._send_event, NUM_EVENTS - 2)
+            event_s = WORKS[chat.user.partition("/")[0]].event_s
+            self._loop.call_later(event_s, self._send_event, event_s, NUM_EVENTS - 2)
         else:
             self._transport.write(UNARY)
         self._engines.send_multipart([self._worker, chat.user.encode()])
 
-    def _send_event(self, num_left: int) -> None:
+    def _send_event(self, event_s: float, num_left: int) -> None:
         self._transport.write(EVENT if num_left else LAST_EVENTS)
         if num_left:
-            self._loop.call_soon(self._send_event, num_left - 1)
+            self._loop.call_later(event_s, self._send_event, event_s, num_left - 1)
 
 
 async def _answer_chats(pipe: Connection, engines_at: str) -> None:

@@ -40,6 +40,10 @@ class Work:
     """Messages at the beginning that are taken from a pool; the others are no other chat's."""
     pool_size: int = 127  # odd, so that round robin does not bring a prompt to the worker it was at
     is_stream: bool = False
+    event_s: float = 0.0
+    """Between the events of a stream; 0 for as fast as they can be sent."""
+    num_clients: int = 64
+    """That keep a router busy."""
 
 
 WORKS = {
@@ -51,6 +55,7 @@ WORKS = {
         Work("unary, 8,000 tokens, wholly fresh", (1000,) * 8, 0),
         Work("stream, 100 tokens, half shared", (50, 50), 1, is_stream=True),
         Work("stream, 1,000 tokens, half shared", (500, 500), 1, is_stream=True),
+        Work("stream at 50 events a second, 100 tokens", (50, 50), 1, is_stream=True, event_s=0.02, num_clients=256),
         Work("stream, 2.7 kB, half shared", (300, 300), 1, is_stream=True),
     )
 }

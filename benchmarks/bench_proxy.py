@@ -9,9 +9,11 @@ Baseline: smg, the successor of sglang-router, with its default policy cache_awa
 over HTTP it gets no events), which must route the same chats as well, and with round robin; logging off in both.
 
 Each router has its own fleet. They take turns within each kind of work, and medians of the rounds are shown. Latency is
-the time added to the same chats sent directly to a worker. At 64 clients the machine is saturated, and a router's
-latency mostly reflects its share of the cores. `cached`, the share of prompt tokens that the workers had, shows whether
-it routed by prefix, and `chats a connection` how often a connection to a worker was reused.
+the time added to the same chats sent directly to a worker. With many clients, 64, the machine is saturated, and a
+router's latency mostly reflects its share of the cores. Streams at an engine's pace have 256, which leave it idle at
+times: each of their events is read by itself, where streams as fast as they can be sent are read in a few pieces, more
+by a router that keeps up. `cached`, the share of prompt tokens that the workers had, shows whether it routed by prefix,
+and `chats a connection` how often a connection to a worker was reused.
 
     pip install smg py-spy uvloop
     python benchmarks/bench_proxy.py [--quick] [--save] [--profile]
@@ -37,7 +39,8 @@ from _common import report, table
 
 from kvist.openai.tokenization import ChatTokenizer
 
-FEW, MANY = 2, 64
+FEW, MANY = "few", "many"
+NUM_FEW = 2
 BASELINE = "smg cache_aware"
 PROFILED_SIDE = "kvist kv"
 NUM_SHOWN = 25
@@ -63,13 +66,12 @@ def measure_work(
     routers: dict[str, Router], chats: Chats, work: Work, num_rounds: int, duration_s: float
 ) -> dict[str, dict[str, float]]:
     """Return the figures of one work by side."""
-    samples: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     before = {side: router.fleet.counts() for side, router in routers.items()}
     for _ in range(num_rounds):
-        for num_clients in (MANY, FEW):
+        for clients, num_clients, share in ((MANY, work.num_clients, 1.0), (FEW, NUM_FEW, 0.5)):
             for side, router in routers.items():
-                share = 1.0 if num_clients == MANY else 0.5
-                samples[side, num_clients].append(measure(router, chats, work, num_clients, share * duration_s))
+                samples[side, clients].append(measure(router, chats, work, num_clients, share * duration_s))
                 router.fleet.counts()  # when it has computed what it was sent, which would slow the next one down
     figures = {}
     for side in SIDES:
@@ -80,11 +82,11 @@ def measure_work(
         figures[side]["cached"] = cached / sent
         num_chats, num_opened = (counts[name] - before[side][name] for name in ("chats", "opened"))
         figures[side]["chats_a_connection"] = num_chats / max(1, num_opened)
-        for num_clients in (FEW, MANY):
+        for clients in (FEW, MANY):
             for percent in (50, 99):
-                direct_ms = quantile_ms(samples["direct", num_clients], percent)
-                added_ms = quantile_ms(samples[side, num_clients], percent) - direct_ms
-                figures[side][f"p{percent}_added_ms_{num_clients}_clients"] = added_ms
+                direct_ms = quantile_ms(samples["direct", clients], percent)
+                added_ms = quantile_ms(samples[side, clients], percent) - direct_ms
+                figures[side][f"p{percent}_added_ms_{clients}_clients"] = added_ms
     return figures
 
 
@@ -93,12 +95,12 @@ def profile(router: Router, chats: Chats, work: Work, duration_s: float) -> str:
 
     Waiting for the interpreter's lock counts for the function that waits, and a library's time for its caller.
     """
-    sample = measure(router, chats, work, MANY, duration_s)
+    sample = measure(router, chats, work, work.num_clients, duration_s)
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
         options = f"--pid {router.pid} --duration {duration_s:.0f} --rate 250 --format raw --output {file.name}"
         command = [str(Path(sys.executable).with_name("py-spy")), "record", *options.split()]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as spy:
-            measure(router, chats, work, MANY, 1.2 * duration_s)
+            measure(router, chats, work, work.num_clients, 1.2 * duration_s)
             if spy.wait():
                 raise RuntimeError("py-spy could not look into the router: it needs the right to trace processes")
         own: Counter[str] = Counter()
