@@ -18,9 +18,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-SHOWN = re.compile(
-    r"kvist[.](.*worker|.*_tokens|local|reason|bytes|pieces|bounced|fetched)|gen_ai[.]usage|http[.]response"
-)
+SHOWN = re.compile(r"kvist[.](.*worker|.*_tokens|local|reason)|gen_ai[.]usage|http[.]response")
 traces: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)  # of each trace, services and spans
 changed_s: dict[bytes, float] = {}
 

@@ -214,7 +214,6 @@ async def _serve(
     from kvist.cli._worker_metrics import PublisherCollector, TransferCollector
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
-    from kvist.engine.server.spans import WorkerSpans
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(config.model_dir)
@@ -223,11 +222,10 @@ async def _serve(
     collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
     engine = AsyncEngine(loaded.core, config.max_num_seqs + config.max_num_waiting, _ENGINE_CLOSE_S)
     async with AsyncExitStack() as exits:
-        served, spans, followers = None, None, loaded.followers
+        served, followers = None, loaded.followers
         if tracing is not None:
             exits.push_async_callback(asyncio.to_thread, tracing.close, _TRACES_CLOSE_S)
             collectors.append(tracing)
-            spans = WorkerSpans(tracing, config.names[0], asyncio.get_running_loop())
         if followers is not None:
             exits.callback(followers.close)
         if rank_0 is not None:
@@ -240,8 +238,6 @@ async def _serve(
                 agent=config.kv_transfer_agent,
                 is_alive=lambda: transfers.is_alive,
             )
-            if spans is not None:
-                transfers.set_observer(spans.on_transfer)
             transfers.start()
         await exits.enter_async_context(engine)
         num_blocks = max(pool.num_blocks for pool in engine.statistics().kv_cache.pools)
@@ -256,7 +252,7 @@ async def _serve(
             transfers=served,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-        app = create_app(engine, tokenizer, model, collectors=collectors, spans=spans, api_key=config.api_key)
+        app = create_app(engine, tokenizer, model, collectors=collectors, tracing=tracing, api_key=config.api_key)
         server = _make_server(app, engine, ready_line=f"kvist serve: {config.names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)

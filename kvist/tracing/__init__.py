@@ -61,9 +61,8 @@ class Span:
 
     def record(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str | None = None
-    ) -> Span:
-        """Record a nested step that has ended; return it, to nest others in it. This span may have ended before."""
-        return self
+    ) -> None:
+        """Record a nested step that has ended."""
 
     def set(self, describe: Callable[_P, Attributes], *args: _P.args, **kwargs: _P.kwargs) -> None:
         """Add the attributes that `describe` returns; it is not called where nothing is traced."""

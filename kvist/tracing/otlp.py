@@ -134,12 +134,11 @@ class _Recorded(_PassedOn):
 
     def record(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str | None = None
-    ) -> Span:
+    ) -> None:
         child = self._child(name, SpanKind.INTERNAL, attributes, self._wall_ns(began_s))
         if error is not None:
             child.fail(error)
         child._span.end(self._wall_ns(max(began_s, ended_s)))
-        return child
 
     def set(self, describe: Any, *args: Any, **kwargs: Any) -> None:
         self._span.set_attributes(_without_none(describe(*args, **kwargs)))

@@ -1,14 +1,13 @@
-"""The interface between an engine and its transfers: commands, reports of their ends, and times.
+"""The interface between an engine and its transfers: commands, and reports of their ends.
 
 The engine commands which blocks may be fetched and which are to be filled, and gets reports of how that ended. It does
-not reuse a block that another worker may read or write until the report of its release. Times are those of
-`time.monotonic`.
+not reuse a block that another worker may read or write until the report of its release.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -134,50 +133,3 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
         match = _ENDPOINT.fullmatch(endpoint)
         if match is None or not 1 <= int(match[1]) < 1 << 16:
             raise InvalidValueError("remote_endpoints", endpoint, "tcp://host:port")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchTimes:
-    """The times of one fetch by this rank.
-
-    At `arrived_s` all senders had written, None if they had not; bounced bytes were scattered until `ended_s`.
-    """
-
-    request_id: str
-    began_s: float
-    arrived_s: float | None
-    ended_s: float
-    num_bytes: int
-    num_senders: int
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTimes:
-    """The times of one write by this rank into a receiver's memory: in `num_pieces`, or bounced in one."""
-
-    remote_request_id: str
-    began_s: float
-    ended_s: float
-    num_bytes: int
-    num_pieces: int
-    is_bounced: bool
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class HoldTimes:
-    """The times between which this rank held a prompt's blocks, and whether they were fetched."""
-
-    remote_request_id: str
-    began_s: float
-    ended_s: float
-    is_fetched: bool
-
-
-TransferTimes: TypeAlias = FetchTimes | WriteTimes | HoldTimes
-Observer: TypeAlias = Callable[[TransferTimes], None]
-"""Called on the transfer thread when something has ended, before the report; it may neither wait nor raise.
-
-It is called for a write before it is called for the hold that the write was for.
-"""

@@ -160,9 +160,6 @@ class RankedTransfers:
     def is_alive(self) -> bool:
         return self._ranks.is_whole
 
-    def set_observer(self, observer: commands.Observer) -> None:
-        self._service.set_observer(observer)
-
     def start(self) -> None:
         """Start rank 0's service; the followers have started theirs."""
         self._service.start()

@@ -159,15 +159,9 @@ class _Transfer:
     unreported: set[int]
     began_s: float
     deadline_s: float
-    arrived_s: float | None = None
     bounced: list[tuple[int, Int64s]] = field(default_factory=list)
     first_token_id: int | None = None
     has_failed: bool = False
-
-    def times(self, ended_s: float, error: str | None) -> commands.FetchTimes:
-        arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
-        counts = (self.num_bytes, len(self.senders))
-        return commands.FetchTimes(self.fetch.request_id, self.began_s, arrived_s, ended_s, *counts, error)
 
 
 class Receiver:
@@ -194,7 +188,6 @@ class Receiver:
         self.num_malformed = 0
         self.bytes_received = 0
         self.fetch_seconds = 0.0
-        self.observer: commands.Observer = lambda _: None
 
     @property
     def quarantined_bytes(self) -> int:
@@ -323,7 +316,6 @@ class Receiver:
             transfer.has_failed = True
             if self._bounce is not None and transfer.room is not None:
                 self._bounce.quarantine(transfer.room)
-            self.observer(transfer.times(now_s, reason))
             self._report(commands.FetchFailed(transfer.fetch.request_id, reason))
             self._send_cancels(transfer, now_s)
         self._end_if_reported(transfer, now_s)
@@ -340,7 +332,6 @@ class Receiver:
             return
         if transfer.bounced and not transfer.has_failed:
             assert self._bounce is not None, "there is no room without regions"
-            transfer.arrived_s = now_s
             try:
                 now_s += self._bounce.scatter(transfer.bounced)
             except COPY_ERRORS as error:
@@ -355,5 +346,4 @@ class Receiver:
             return
         self.bytes_received += transfer.num_bytes
         self.fetch_seconds += now_s - transfer.began_s
-        self.observer(transfer.times(now_s, None))
         self._report(commands.FetchCompleted(request_id, transfer.first_token_id))

@@ -56,7 +56,6 @@ class _Held:
     request_id: str
     num_tokens: int
     tables: commands.BlockLists
-    began_s: float
     deadline_s: float
     is_whole: bool = False
     first_token_id: int | None = None
@@ -93,8 +92,6 @@ class _Write:
     transfer: _Transfer
     steps: Write
     num_written: int
-    num_bytes: int
-    num_pieces: int
     is_bounced: bool
     began_s: float
 
@@ -129,7 +126,6 @@ class Sender:
         self.num_malformed = 0
         self.num_refused_greetings = 0
         self.write_seconds = 0.0
-        self.observer: commands.Observer = lambda _: None
 
     @property
     def num_writing(self) -> int:
@@ -144,7 +140,7 @@ class Sender:
         """Hold a prompt's blocks until they are fetched, or the time for that is over."""
         name, deadline_s = offer.remote_request_id, now_s + self._limits.hold_timeout_s
         assert name not in {*self._held, *self._freed}, "an id that was held before"
-        self._held[name] = _Held(name, offer.num_tokens, ((),) * len(self._hello.groups), now_s, deadline_s)
+        self._held[name] = _Held(name, offer.num_tokens, ((),) * len(self._hello.groups), deadline_s)
 
     def on_computed(self, computed: commands.Computed, now_s: float) -> None:
         """Write newly computed blocks to waiting receivers; blocks of an offer that has ended are ignored."""
@@ -158,7 +154,7 @@ class Sender:
             transfer.deadline_s = now_s + self._limits.transfer_timeout_s
             self._resume(transfer, now_s)
 
-    def withdraw(self, request_id: str, now_s: float) -> None:
+    def withdraw(self, request_id: str) -> None:
         """End an offer, if it has not ended, and free its blocks once no write reads them."""
         held = self._held.get(request_id)
         if held is None:
@@ -166,7 +162,7 @@ class Sender:
         held.is_withdrawn = True
         for transfer in [each for each in held.transfers if not each.is_writing]:
             self._end_transfer(transfer, ResultStatus.CANCELLED)
-        self._free_if_done(held, now_s)
+        self._free_if_done(held)
 
     def read(self) -> list[list[bytes]]:
         received: list[list[bytes]] = []
@@ -185,7 +181,7 @@ class Sender:
                     case messages.ReceiveRequest() as request:
                         self._handle_request(name, request, now_s)
                     case messages.Cancel() as cancel:
-                        self._handle_cancel(name, cancel, now_s)
+                        self._handle_cancel(name, cancel)
                     case _:
                         raise MalformedMessageError(name, "a message for a receiver")
             except MalformedMessageError as error:
@@ -216,42 +212,38 @@ class Sender:
         """Withdraw offers that nobody fetches in time, or whose transfers take too long."""
         for held in list(self._held.values()):
             if now_s >= min((each.deadline_s for each in held.transfers), default=held.deadline_s):
-                self.withdraw(held.request_id, now_s)
+                self.withdraw(held.request_id)
 
-    def ping(self, now_s: float) -> None:
+    def ping(self) -> None:
         """Disconnect receivers whose connection is gone; those that live will ask again."""
         for name in list(self._receivers):
             if not self._send(name, messages.Ping()):
                 logger.info("receiver gone name=%s", name)
-                self._withdraw_from(name, now_s)
-                self._disconnect(name, now_s)
+                self._withdraw_from(name)
+                self._disconnect(name)
 
     def _on_write_end(self, write: _Write, error: WriteFailedError | None, now_s: float) -> None:
         self._writes.remove(write)
         self.write_seconds += now_s - write.began_s
-        transfer, reason = write.transfer, None if error is None else str(error)
-        times = commands.WriteTimes(
-            transfer.held.request_id, write.began_s, now_s, write.num_bytes, write.num_pieces, write.is_bounced, reason
-        )
-        self.observer(times)
+        transfer = write.transfer
         if error is not None and not error.is_quiescent:
-            self.withdraw(transfer.held.request_id, now_s)  # this transfer never ends: it may still write
+            self.withdraw(transfer.held.request_id)  # this transfer never ends: it may still write
         else:
             done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
             self._on_written(transfer, done if error is None else ResultStatus.FAILED, write.num_written, now_s)
         if error is not None:
             logger.warning("kv write failed receiver=%s reason=%s", transfer.key.receiver, error)
-            self._disconnect(transfer.key.receiver, now_s)
+            self._disconnect(transfer.key.receiver)
 
     def _handle_request(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
-        refusal = messages.check_request(self._hello, request) or self._connect(name, request, now_s)
+        refusal = messages.check_request(self._hello, request) or self._connect(name, request)
         key = _TransferKey(name, request.transfer_id)
         if refusal is not None:
             self.num_refused_greetings += 1
             logger.warning("request refused name=%s reason=%s", name, refusal)
             self._send(name, refusal)
             # A prompt that it will not fetch need not be held.
-            self._handle_cancel(name, messages.Cancel(request.transfer_id, request.request_id), now_s)
+            self._handle_cancel(name, messages.Cancel(request.transfer_id, request.request_id))
         elif key in self._transfers:
             pass  # it is being served already
         elif (reason := self._refusal_reason(key, request)) is not None:
@@ -273,20 +265,20 @@ class Sender:
             return RefusalReason.UNKNOWN_REQUEST
         return RefusalReason.BUSY if held.has_all_receivers or key.receiver in held.receivers else None
 
-    def _handle_cancel(self, name: str, cancel: messages.Cancel, now_s: float) -> None:
+    def _handle_cancel(self, name: str, cancel: messages.Cancel) -> None:
         """Cancel a transfer, known or not, and send a result once no write is under way for it."""
         key = _TransferKey(name, cancel.transfer_id)
         transfer = self._transfers.get(key)
         if transfer is not None:
-            self.withdraw(transfer.held.request_id, now_s)
+            self.withdraw(transfer.held.request_id)
             return
         _remember(self._ended, key, self._limits.max_remembered)
         self._send(name, Result(cancel.transfer_id, ResultStatus.CANCELLED))
         held = self._held.get(cancel.request_id)
         if held is None or not held.has_all_receivers or name in held.receivers:
-            self.withdraw(cancel.request_id, now_s)
+            self.withdraw(cancel.request_id)
 
-    def _connect(self, name: str, request: messages.ReceiveRequest, now_s: float) -> Refusal | None:
+    def _connect(self, name: str, request: messages.ReceiveRequest) -> Refusal | None:
         """Connect to a receiver's memory, unless it is already; return a refusal if it cannot be reached."""
         known = self._receivers.get(name)
         if known is None or known.hello != request.hello:
@@ -295,11 +287,11 @@ class Sender:
             except PeerUnreachableError as error:
                 return Refusal(RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason)
             if known is not None and known.peer != peer:
-                self._disconnect(name, now_s)
+                self._disconnect(name)
             self._receivers[name] = _Receiver(request.hello, peer)
         self._receivers.move_to_end(name)
         for oldest in list(self._receivers)[:-_MAX_RECEIVERS]:
-            self._disconnect(oldest, now_s)
+            self._disconnect(oldest)
         return None
 
     def _resume(self, transfer: _Transfer, now_s: float) -> None:
@@ -326,11 +318,10 @@ class Sender:
             is_miscounted = isinstance(error, BlockCountMismatchError)
             reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
             self._end_transfer(transfer, reason)
-            self.withdraw(held.request_id, now_s)
+            self.withdraw(held.request_id)
         else:
             transfer.is_writing = True
-            counts = (num_computed, int(fragments[:, 2].sum()), len(fragments))
-            self._writes.append(_Write(transfer, write, *counts, bounced is not None, now_s))
+            self._writes.append(_Write(transfer, write, num_computed, bounced is not None, now_s))
 
     def _on_written(self, transfer: _Transfer, status: ResultStatus, num_written: int, now_s: float) -> None:
         """Continue or end a transfer whose write has ended; `num_written` of the prompt's blocks are written."""
@@ -340,14 +331,14 @@ class Sender:
             self._end_transfer(transfer, ResultStatus.CANCELLED)
         elif status is ResultStatus.FAILED:
             self._end_transfer(transfer, status)
-            self.withdraw(held.request_id, now_s)
+            self.withdraw(held.request_id)
         elif not held.is_whole or num_written < held.num_computed:
             self._send(transfer.key.receiver, Progress(transfer.key.transfer_id))
             self._resume(transfer, now_s)
         else:
             held.num_fetched += 1
             self._end_transfer(transfer, status)
-        self._free_if_done(held, now_s)
+        self._free_if_done(held)
 
     def _end_transfer(self, transfer: _Transfer, end: ResultStatus | RefusalReason) -> None:
         """Remove a transfer for which no write is under way, and send the receiver its result."""
@@ -361,28 +352,27 @@ class Sender:
         is_written = end in (ResultStatus.SUCCESS, ResultStatus.BOUNCED)
         self._send(receiver, Result(transfer_id, end, transfer.held.first_token_id if is_written else None))
 
-    def _free_if_done(self, held: _Held, now_s: float) -> None:
+    def _free_if_done(self, held: _Held) -> None:
         is_fetched = held.num_fetched == held.num_receivers
         if held.transfers or not (held.is_withdrawn or is_fetched) or held.request_id not in self._held:
             return
         del self._held[held.request_id]
         _remember(self._freed, held.request_id, self._limits.max_remembered)
-        self.observer(commands.HoldTimes(held.request_id, held.began_s, now_s, is_fetched))
         self._report(commands.OfferReleased(held.request_id, is_fetched))
 
-    def _disconnect(self, name: str, now_s: float) -> None:
+    def _disconnect(self, name: str) -> None:
         """Disconnect a receiver unless a write to it is under way, which NIXL would then report as over."""
         if any(write.transfer.key.receiver == name for write in self._writes):
             return
-        self._withdraw_from(name, now_s)
+        self._withdraw_from(name)
         receiver = self._receivers.pop(name, None)
         if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)
 
-    def _withdraw_from(self, name: str, now_s: float) -> None:
+    def _withdraw_from(self, name: str) -> None:
         """Withdraw all offers that a receiver is fetching."""
         for transfer in [each for each in self._transfers.values() if each.key.receiver == name]:
-            self.withdraw(transfer.held.request_id, now_s)
+            self.withdraw(transfer.held.request_id)
 
     def _send(self, name: str, message: messages.Message) -> bool:
         """Send a message; return False if the receiver is gone.

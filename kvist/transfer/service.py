@@ -134,9 +134,6 @@ class KvTransferService:
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
         self.start = self._thread.start
 
-    def set_observer(self, observer: commands.Observer) -> None:
-        self._receiver.observer = self._sender.observer = observer
-
     def close(self, timeout_s: float = 2.0) -> None:
         """Stop the thread, end the writes under way, and release all memory."""
         self._is_closing = True
@@ -205,7 +202,7 @@ class KvTransferService:
                 self._receiver.tick(now_s)
             if now_s >= next_ping_s:
                 next_ping_s = now_s + _PING_S
-                self._sender.ping(now_s)
+                self._sender.ping()
 
     def _run_commands(self) -> None:
         now_s = time.monotonic()
@@ -220,7 +217,7 @@ class KvTransferService:
                 case commands.CancelFetch(request_id):
                     self._receiver.cancel(request_id, now_s)
                 case commands.WithdrawOffer(remote_request_id):
-                    self._sender.withdraw(remote_request_id, now_s)
+                    self._sender.withdraw(remote_request_id)
 
 
 class FollowerLink:

@@ -123,11 +123,11 @@ def ticks(now_s: float) -> Input:
 
 
 def withdrawn(ends: Ends) -> None:
-    ends.sender.withdraw("r", 1.0)
+    ends.sender.withdraw("r")
 
 
 def gone(ends: Ends) -> None:
-    ends.sender._withdraw_from(D, 1.0)
+    ends.sender._withdraw_from(D)
 
 
 def starts(num_heads: int, name: str = D) -> Any:
@@ -323,7 +323,7 @@ def test_what_ended_long_ago_is_forgotten_and_still_not_served() -> None:
     assert done_by(ends, asks()) == [ENDED]
     for idx in range(3):
         ends.offer(f"later-{idx}")
-        ends.sender.withdraw(f"later-{idx}", 0.0)
+        ends.sender.withdraw(f"later-{idx}")
         cancels(100 + idx, "nobody's")(ends)
     assert done_by(ends, asks()) == [UNKNOWN]
 
@@ -333,7 +333,7 @@ def test_what_is_held_and_written_is_counted() -> None:
     ends.offer("s")
     ends.offer("t")
     asks(9, "t")(ends)
-    ends.sender.withdraw("s", 0.0)
+    ends.sender.withdraw("s")
     asks(10, "s")(ends)
     assert (len(ends.sender._held), ends.sender.num_writing) == (1, 1)
     assert done_by(ends, written())[-1] == OfferReleased("t", True)

@@ -361,7 +361,7 @@ class World:
     def withdraw(self) -> None:
         if held := self.held():
             rank, name = self.rng.choice(held)
-            rank.sender.withdraw(name, self.now_s)
+            rank.sender.withdraw(name)
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.1, 1.0, 5.0))
@@ -381,7 +381,7 @@ class World:
         for rank in self.ranks.values():
             for write in rank.writes:
                 write.pieces.clear()
-            rank.sender.ping(self.now_s)
+            rank.sender.ping()
 
     def notice_the_dead(self) -> None:
         for decode in self.decodes.values():

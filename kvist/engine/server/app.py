@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -29,12 +29,15 @@ from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Intake, Job, read_body
 from kvist.engine.server.other_apis import MessagesShape, ResponsesShape
-from kvist.engine.server.spans import Timings, WorkerSpans, span_of
+from kvist.engine.server.spans import Timings, span_of, trace_requests
 from kvist.engine.server.structured import GrammarCompiler
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.engine_events import FULL
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
+
+if TYPE_CHECKING:
+    from kvist.tracing.otlp import Tracing
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 """Paths that need no API key: they reveal the worker's state alone."""
@@ -128,10 +131,10 @@ def create_app(
     model: ServedModel,
     *,
     collectors: Iterable[Collector] = (),
-    spans: WorkerSpans | None = None,
+    tracing: Tracing | None = None,
     api_key: str | None = None,
 ) -> ASGIApp:
-    """Return the application over a running engine; `collectors` add metrics to /metrics, `spans` trace requests.
+    """Return the application over a running engine; `collectors` add metrics to /metrics, `tracing` traces requests.
 
     With an `api_key`, every path but `OPEN_PATHS` requires it as a bearer token.
     """
@@ -142,7 +145,7 @@ def create_app(
     limits = engine.limits
     grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
     intake = Intake(tokenizer, model.names, model.max_model_len, grammars)
-    server = _Server(engine, intake, model, registry, Timings(registry, spans), int(time.time()))
+    server = _Server(engine, intake, model, registry, Timings(registry), int(time.time()))
     answers: dict[str, tuple[ReadJob, MakeShape, str]] = {
         "/v1/chat/completions": (intake.read_chat, ChatShape, "chatcmpl"),
         "/v1/completions": (intake.read_completion, CompletionShape, "cmpl"),
@@ -167,7 +170,7 @@ def create_app(
     )
     if api_key is not None:
         app.add_middleware(_KeyCheck, key=api_key)
-    return app if spans is None else spans.wrap(app)
+    return app if tracing is None else trace_requests(app, tracing, model.names[0])
 
 
 class _KeyCheck:

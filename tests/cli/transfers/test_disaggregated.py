@@ -77,7 +77,7 @@ def path_of(span: Any, spans: dict[str, Any]) -> str:
         assert span.parent_id == PARENT_ID
         return name
     assert span.start_ns >= parent.start_ns
-    assert span.end_ns <= parent.end_ns or span.name == "hold"  # which goes on behind its request
+    assert span.end_ns <= parent.end_ns
     return f"{path_of(parent, spans)} > {name}"
 
 
@@ -145,7 +145,7 @@ async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_rout
                 texts = re.findall(r'"text":"(.*?)","finish', answer.text)
                 return "".join(texts), [each for each in trace_collector.spans if each.trace_id == trace_id]
 
-            text, spans = await ask(client, "1" * 32, 17)
+            text, spans = await ask(client, "1" * 32, 14)
             alone, _ = await ask(source.client, "2" * 32, 4)
             assert text == alone != ""
             of_router, in_p = "router:completions", "router:completions > router:prefill > prefill:completions"
@@ -155,13 +155,9 @@ async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_rout
                 [of_router, in_p, in_d]
                 + [f"{of_router} > router:{name}" for name in ("read", "match", "prefill", "decode")]
                 + [f"{of_router} > router:choose"] * 2
-                + [f"{in_p} > prefill:{name}" for name in ("queue", "prefill", "hold", "hold > prefill:write")]
+                + [f"{in_p} > prefill:{name}" for name in ("queue", "prefill")]
                 + [f"{in_d} > decode:{name}" for name in ("queue", "fetch", "decode")]
-                + [f"{in_d} > decode:fetch > decode:transfer"]
             )
-            fetch, write = (next(each for each in spans if each.name == name) for name in ("fetch", "write"))
-            assert fetch.attributes["kvist.bytes"] == write.attributes["kvist.bytes"] > 0
-            assert fetch.start_ns <= write.start_ns <= write.end_ns <= fetch.end_ns
 
             await source.kill()
             text, spans = await ask(client, "3" * 32, 13)

@@ -1,11 +1,9 @@
-"""What a worker's traces and histograms tell of requests, and of prompts that it holds or fetches; nothing is moved."""
+"""What a worker's traces and histograms tell of requests, and of prompts that it fetches; nothing is moved."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,20 +17,9 @@ from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, create_app
-from kvist.engine.server.spans import WorkerSpans
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.tracing import open_tracing
-from kvist.transfer.commands import (
-    Command,
-    Fetch,
-    FetchCompleted,
-    FetchFailed,
-    FetchReleased,
-    FetchTimes,
-    HoldTimes,
-    Report,
-    WriteTimes,
-)
+from kvist.transfer.commands import Command, Fetch, FetchCompleted, FetchFailed, FetchReleased, Report
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "x-request-id": "mine"}
@@ -61,18 +48,11 @@ class Served:
     client: httpx.AsyncClient
     engine: AsyncEngine
     transfers: Transfers
-    spans: WorkerSpans
     collector: Any
 
     async def post(self, headers: dict[str, str] = PARENT, **fields: Any) -> httpx.Response:
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields
         return await self.client.post("/v1/completions", json=body, headers=headers)
-
-    def hear(self, times: Any) -> None:
-        """Tell the observer as the transfer thread would."""
-        thread = threading.Thread(target=self.spans.on_transfer, args=(times,))
-        thread.start()
-        thread.join()
 
     def report(self, report: Report) -> None:
         self.engine.submit(lambda: self.engine._core.on_report(report))
@@ -92,7 +72,6 @@ async def serve(trace_collector: Any) -> Any:
         transfers = Transfers()
         core.handoffs.attach(transfers.command)
         tracing = open_tracing(trace_collector.url, "kvist-worker", "here:1")
-        spans = WorkerSpans(tracing, "tiny", asyncio.get_running_loop())
         async with AsyncEngine(core, max_num_open=40) as engine:
             tokenizer = ChatTokenizer.load(bundled_model_path())
             model = ServedModel(
@@ -103,10 +82,10 @@ async def serve(trace_collector: Any) -> Any:
                 max_total_num_tokens=8192,
                 kv_cache_dtype="float32",
             )
-            app = create_app(engine, tokenizer, model, collectors=[tracing], spans=spans)
+            app = create_app(engine, tokenizer, model, collectors=[tracing], tracing=tracing)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-                yield Served(client, engine, transfers, spans, trace_collector)
+                yield Served(client, engine, transfers, trace_collector)
         await asyncio.to_thread(tracing.close, 30)
 
     return running
@@ -181,43 +160,14 @@ async def test_each_choice_has_steps_of_its_own_and_refusals_have_none(
     assert not steps_below(trace_collector.spans, refused)
 
 
-async def test_a_held_prompt_is_told_of_when_it_is_released(serve: Any, trace_collector: Any, until: Any) -> None:
-    async with serve() as served:
-        answer = await served.post(kv_transfer_params={"do_remote_decode": True})
-        name = answer.json()["kv_transfer_params"]["remote_request_id"]
-        now_s = time.monotonic()
-        served.hear(WriteTimes("another", now_s, now_s, 1, 1, False, None))
-        served.hear(WriteTimes(name, now_s, now_s + 0.25, 4096, 2, True, None))
-        served.hear(WriteTimes(name, now_s, now_s + 0.5, 10, 1, False, "timed out"))
-        served.hear(HoldTimes("another", now_s, now_s, True))
-        served.hear(HoldTimes(name, now_s - 1, now_s + 1, False))
-        await until(lambda: trace_collector.named("hold"))
-    (root,), (hold,) = (trace_collector.named(name) for name in ("POST /v1/completions", "hold"))
-    assert [each.name for each in trace_collector.spans if each.parent_id == root.span_id] == [
-        "queue",
-        "prefill",
-        "hold",
-    ]
-    assert root.attributes["kvist.handoff"] == "prefill"
-    assert hold.attributes == {"kvist.remote_request_id": name, "kvist.fetched": False}
-    assert hold.end_ns - hold.start_ns == 2_000_000_000
-    writes = [
-        (each.attributes["kvist.bytes"], each.attributes["kvist.bounced"], each.error)
-        for each in steps_below(trace_collector.spans, hold)
-    ]
-    assert writes == [(4096, True, None), (10, False, "timed out")]
-
-
-async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
+async def test_a_fetch_is_a_step_and_one_that_fails_has_its_reason(
     serve: Any, trace_collector: Any, until: Any
 ) -> None:
     async with serve() as served:
         for reason in (None, "gone"):
             asking = asyncio.create_task(served.post(kv_transfer_params=COME))
             await until(lambda: served.transfers.wanted)
-            request_id, at_s = served.transfers.wanted.pop().request_id, time.monotonic()
-            arrived_s = None if reason else at_s + 2e-6
-            served.hear(FetchTimes(request_id, at_s, arrived_s, at_s + 3e-6, 640, 2, reason))
+            request_id = served.transfers.wanted.pop().request_id
             if reason is None:
                 served.report(FetchCompleted(request_id, 7))
             else:
@@ -230,11 +180,7 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
     steps = {root.span_id: steps_below(trace_collector.spans, root) for root in (came, computed)}
     assert [each.name for each in steps[came.span_id]] == ["queue", "fetch", "decode"]
     assert [each.name for each in steps[computed.span_id]] == ["queue", "fetch", "prefill", "decode"]
-    fetched, failed = steps[came.span_id][1], steps[computed.span_id][1]
-    assert (fetched.attributes, fetched.error) == ({"kvist.bytes": 640, "kvist.senders": 2}, None)
-    assert [each.name for each in steps_below(trace_collector.spans, fetched)] == ["transfer", "scatter"]
-    assert [each.name for each in steps_below(trace_collector.spans, failed)] == ["transfer"]
-    assert failed.error == "gone"
+    assert (steps[came.span_id][1].error, steps[computed.span_id][1].error) == (None, "gone")
 
 
 async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_collector: Any) -> None:
@@ -253,11 +199,3 @@ async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_col
     (root,) = trace_collector.named("POST /v1/completions")
     assert root.error == "ended early"
     assert root.attributes["gen_ai.response.finish_reasons"] == ["abort"]
-
-
-async def test_what_nobody_asks_for_any_more_is_forgotten(serve: Any) -> None:
-    async with serve() as served:
-        for number in range(3000):
-            served.spans.on_transfer(FetchTimes(str(number), 0, 0, 0, 0, 1, None))
-        await asyncio.sleep(0)
-        assert len(served.spans._fetches) == 1024
