@@ -154,9 +154,9 @@ class AsyncEngine:
         """Remove all blocks that no request uses from the prefix cache. Raises EngineStoppedError."""
         await self._call(self._core.kv_cache.flush)
 
-    async def withdraw(self, remote_request_id: str) -> bool:
-        """Stop holding a prompt for another worker; False if it is not held. Raises EngineStoppedError."""
-        return await self._call(partial(self._core.handoffs.withdraw, remote_request_id))
+    async def withdraw(self, remote_request_id: str) -> None:
+        """Stop holding a prompt for another worker, if it is held. Raises EngineStoppedError."""
+        await self._call(partial(self._core.handoffs.withdraw, remote_request_id))
 
     def submit(self, command: Command) -> None:
         """Queue a call for the engine's thread, which makes it between steps; returns at once, from any thread."""

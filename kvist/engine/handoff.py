@@ -156,12 +156,10 @@ class Handoffs:
             if has_blocks and held.request is not None and held.request.blocks is None:
                 self.withdraw(remote_request_id)
 
-    def withdraw(self, remote_request_id: str) -> bool:
-        """Let a held prompt be fetched no more, and have it released; return False if it is not held."""
-        if remote_request_id not in self._held:
-            return False
-        self._command(commands.WithdrawOffer(remote_request_id))
-        return True
+    def withdraw(self, remote_request_id: str) -> None:
+        """Let a prompt be fetched no more, and have it released, if it is held."""
+        if remote_request_id in self._held:
+            self._command(commands.WithdrawOffer(remote_request_id))
 
     def fetch(self, request: Request) -> None:
         """Start to fetch the blocks of a prompt that are reserved and not cached here."""

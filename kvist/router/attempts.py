@@ -199,7 +199,7 @@ class PrefillAttempt(_Attempt):
         now_s = self.owner.router.now_s()
         if self.handover is None:
             self.owner.on_prefilled(self, handoff, now_s - self.sent_s)
-        elif not self.handover.is_fetched:
+        elif self.owner.responder.status is None:  # the decode worker has not begun to answer
             self.handover.prefill_s, self.handover.sent_s = now_s - self.sent_s, now_s
 
     def on_failure(self, error: UpstreamError) -> None:
@@ -423,7 +423,6 @@ class AnswerAttempt(_Attempt):
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:
             owner.handover.transfer_s = now_s - owner.handover.sent_s
-            owner.handover.is_fetched = self.status == OK
             if owner.pull is None:
                 router.metrics.counts["disaggregated",] += 1
                 router.metrics.observe(owner.handover.prefill_s, "prefill_seconds")

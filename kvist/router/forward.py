@@ -58,7 +58,7 @@ from kvist.router.healing import REPORT_MODE, Healer
 from kvist.router.metrics import PREFIX, RouterMetrics, gauge_of
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import FALLBACKS, Handoff, LocalReason
-from kvist.router.prefill.handover import Handover, Plan, Releases
+from kvist.router.prefill.handover import Handover, Plan
 from kvist.router.prefill.split import SplitAttempt, SplitPart, single_answer, split_bodies
 from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptReader, Reading, with_model
 from kvist.router.recording import RequestRecorder
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from kvist.tracing.otlp import Tracing
 
 logger = logging.getLogger(__name__)
-
-_RELEASE_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-request-id"})
 
 _MATCH_RETRY_S, _MAX_MATCH_RETRIES = 0.001, 20
 """How often matching is retried while the index is being written to, before a request is routed by load alone."""
@@ -119,7 +117,6 @@ class Forwarder:
             needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
         )
         self.healer = Healer(fleet, metrics)
-        self.releases = Releases(pool, lambda outcome: metrics.counts.update([("releases", outcome)]))
         self.accounts, self.limits = Accounts(Account), Limits(load.tenants, self.now_s)
 
     def forward(
@@ -216,6 +213,8 @@ class Forwarding:
     """The worker that is asked now."""
     paired_prefill: PrefillAttempt | None = None
     """The prefill worker of a pair that is asked at once; `attempt` is the other."""
+    early_prefill: PrefillAttempt | None = None
+    """The prefill worker that has handed the prompt over, maybe before it is computed."""
     routed: Routed | None = None
     _enter_queue: Callable[..., Place | None] = field(init=False)
     _match_retry: asyncio.TimerHandle | None = None
@@ -275,7 +274,7 @@ class Forwarding:
             self._match_retry.cancel()
         if self.attempt is not None:
             self.attempt.stop(status, error)
-        self._cancel_paired_prefill(error)
+        self._cancel_prefill(error)
 
     # Read.
 
@@ -406,7 +405,7 @@ class Forwarding:
         if self.handover is not None and self.pull is not None:  # the worker that was to fetch the prefix has failed
             self._fall_back(LocalReason.DECODE_FAILED)
         if self.paired_prefill is not None:  # its prompt is of no use to another pair
-            self._cancel_paired_prefill(_PEER_ENDED)
+            self._cancel_prefill(_PEER_ENDED)
             self.handover = None
         try:
             if self.handover is not None:
@@ -530,6 +529,7 @@ class Forwarding:
             else:
                 self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
                 attempt.handover = self.handover
+                self.early_prefill = attempt
             if self.pull is not None and self.router.fleet.get(self.pull.answer.chosen.target.worker) is not None:
                 self._answer_by(self.pull.answer)
             else:
@@ -608,10 +608,12 @@ class Forwarding:
             return peer
         return None
 
-    def _cancel_paired_prefill(self, error: Exception) -> None:
-        paired, self.paired_prefill = self.paired_prefill, None
-        if paired is not None and not paired.is_done:
-            paired.stop(CLIENT_LEFT_STATUS, error)
+    def _cancel_prefill(self, error: Exception) -> None:
+        """Stop the worker that still computes the prompt, as nobody will fetch it."""
+        for prefill in (self.paired_prefill, self.early_prefill):
+            if prefill is not None and not prefill.is_done:
+                prefill.stop(CLIENT_LEFT_STATUS, error)
+        self.paired_prefill = self.early_prefill = None
 
     def _count_retry(self, decision: Decision, reason: str) -> None:
         worker = decision.chosen.target.worker
@@ -620,7 +622,8 @@ class Forwarding:
 
     def _fall_back(self, reason: LocalReason) -> None:
         """Have one worker do all, without what a prefill worker computed or was to compute."""
-        self._release()
+        self._cancel_prefill(_PEER_ENDED)
+        self._release_reserved()
         name = "disaggregation_fallbacks" if self.pull is None else "pulls"
         self.handover, self.pull, self.local_reason = None, None, reason
         self.router.metrics.counts[name, reason] += 1
@@ -655,28 +658,19 @@ class Forwarding:
             self.trace.set(spans.of_answer, self.responder.status or CLIENT_LEFT_STATUS, self.attempt.first_byte_s)
             self.attempt.close()
         if error is not None or self.responder.status != OK:
-            self._cancel_paired_prefill(error or _PEER_ENDED)
+            self._cancel_prefill(error or _PEER_ENDED)
         if self._deadline is not None:
             self._deadline.close()
-        self.attempt = self.paired_prefill = self.place = None  # they refer to this request
+        self.attempt = self.paired_prefill = self.early_prefill = self.place = None  # they refer to this request
         if self.spending is not None:
             self.spending.finish()
-        self._release()
+        self._release_reserved()
         self.trace.end(error)
 
-    def _release(self) -> None:
-        """Tell the prefill worker that nobody will fetch the prompt, unless the decode worker has begun to answer."""
+    def _release_reserved(self) -> None:
         if self.reserved is not None:
             self.reserved.finish(self.router.now_s())
             self.reserved = None
-        handover = self.handover
-        if handover is None or handover.is_fetched or handover.handoff.remote_request_id is None:
-            return
-        worker = self.router.fleet.get(handover.prefill_worker)
-        if worker is not None and worker.identity.engine == "kvist":
-            traced = self.trace.headers(self.headers_for(worker.url))
-            headers = [field for field in traced if field[0] in _RELEASE_HEADERS]
-            self.router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
 
 def forwarded_headers(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:

@@ -59,7 +59,6 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     "disaggregation_fallbacks": ("Prefills or transfers that failed", "reason"),
     "pulls": ("Fetches of a prefix from another worker", "outcome"),
     "pulled_tokens": ("Prompt tokens fetched instead of computed",),
-    "releases": ("Prefilled prompts that were released unfetched, by whether the worker held them", "outcome"),
     "full_reports": (
         "Full reports of cached blocks by partial ranks, by what they showed",
         *("worker", "report"),

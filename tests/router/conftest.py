@@ -49,10 +49,6 @@ class Received:
     headers: dict[str, str]
     body: bytes
 
-    @property
-    def is_release(self) -> bool:
-        return self.method == "DELETE" and self.target.startswith("/kv_transfer/")
-
 
 Answer = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
 
@@ -86,7 +82,6 @@ class ScriptedWorker:
     version: dict[str, Any] | None = None
     event_sources: dict[str, Any] | None = None
     health_status: int = 200
-    release_status: int = 204
     cached_tokens: int | None = None
     answer: Answer | None = None
     received: list[Received] = field(default_factory=list)
@@ -127,11 +122,6 @@ class ScriptedWorker:
     @property
     def completions(self) -> list[Received]:
         return [received for received in self.received if received.method == "POST"]
-
-    @property
-    def released(self) -> list[str]:
-        """The prompts that it was told nobody will fetch."""
-        return [received.target.removeprefix("/kv_transfer/") for received in self.received if received.is_release]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._server is not None and not self._server.is_serving():  # accepted just before it was killed
@@ -187,8 +177,6 @@ class ScriptedWorker:
         elif received.target == "/v1/models":
             known = self.models is not None
             writer.write(response(json.dumps({"data": self.models}).encode(), status=200 if known else 404))
-        elif received.is_release:
-            writer.write(response(b"", status=self.release_status))
         elif self.answer is not None:
             await self.answer(received, writer)
         else:

@@ -162,7 +162,7 @@ class Life:
         self.asked: list[Asked] = []
         self.clients: list[asyncio.Task[None]] = []
         self.workers: list[Any] = []
-        self.held: dict[str, tuple[Asked, Run, Any]] = {}
+        self.held: dict[str, Any] = {}
         self.rooms: dict[str, dict[str, asyncio.Event]] = {}
         self.was_removed: set[str] = set()
         self.was_killed: set[str] = set()
@@ -218,7 +218,7 @@ class Life:
         self.report(worker)
         try:
             assert self.serves(worker, asked)
-            await self.act(asked, run, body, writer)
+            await self.act(run, body, writer)
         except Exception as error:
             if not isinstance(error, ConnectionError):
                 self.failures.append(error)
@@ -234,13 +234,13 @@ class Life:
             worker.metrics = f"vllm:num_requests_running {min(2, number)}\n"
             worker.metrics += f"vllm:num_requests_waiting {max(0, number - 2)}\n"
 
-    async def act(self, asked: Asked, run: Run, body: Any, writer: asyncio.StreamWriter) -> None:
+    async def act(self, run: Run, body: Any, writer: asyncio.StreamWriter) -> None:
         fate = run.fate
         if fate.kind == "hang":
             await self.gate.wait()
         if fate.delay_s:
             await asyncio.sleep(fate.delay_s)
-        said = await self.transfer(asked, run, body)
+        said = await self.transfer(run, body)
         if fate.kind == "refuse" or said == 500:
             status = fate.status if fate.kind == "refuse" else 500
             message = "Not Found" if status == 404 else str(run.number)
@@ -291,7 +291,7 @@ class Life:
             writer.write(self.bytes.chunk(b""))
         run.is_done = True
 
-    async def transfer(self, asked: Asked, run: Run, body: Any) -> dict[str, Any] | int | None:
+    async def transfer(self, run: Run, body: Any) -> dict[str, Any] | int | None:
         """Return what a prefill worker says of the prompt that it holds, 500 if a decode worker cannot fetch it."""
         prompt = body["prompt"]
         if (room := body.get("bootstrap_room")) is not None:
@@ -315,7 +315,7 @@ class Life:
             if run.fate.kind in ("refuse", "reset"):
                 return None
             name = f"held-{run.number}" if "do_remote_decode" in params else str(params["disagg_request_id"])
-            self.held[name] = asked, run, prompt
+            self.held[name] = prompt
             if self.dialect == "tensorrt_llm":
                 return {"choices": [{"text": "a", "finish_reason": "length", "disaggregated_params": params}]}
             assert body["stream"] == (self.dialect == "kvist")
@@ -324,7 +324,7 @@ class Life:
         if not params or run.fate.kind in ("refuse", "reset"):
             return None
         name = str(params.get("remote_request_id") or params.get("disagg_request_id"))
-        return None if self.held.pop(name, (None, None, None))[2] == prompt else 500
+        return None if self.held.pop(name, None) == prompt else 500
 
     # --- What clients do --------------------------------------------------------------------------------------------
 
@@ -597,7 +597,6 @@ class Life:
             self.check_nothing_is_left(service)
         await self.until(lambda: not any(type(each) is Forwarding for each in gc.get_objects()))
         self.check_counts()
-        await self.check_releases()
         await self.settled()
 
     def tried(self) -> list[str]:
@@ -688,7 +687,6 @@ class Life:
             assert not any(cells[8 + rows.Field.RUNNING :: 8])
         for worker in service.fleet.workers:
             assert not worker.on_silence
-        assert service._forwarder.releases._num_waiting == 0 or self.dialect == "kvist"
 
     def check_counts(self) -> None:
         counts = Counter[tuple[str, ...]]()
@@ -730,37 +728,6 @@ class Life:
         assert sum(account.limited for account in accounts) == num_limited
         for account in accounts:
             assert 0 <= account.cached_tokens <= account.prompt_tokens
-
-    async def check_releases(self) -> None:
-        """What a prefill worker holds was fetched, or it was told that nobody will."""
-        if self.dialect != "kvist":
-            return
-
-        def released() -> set[str]:
-            return {name for worker in self.workers for name in worker.released}
-
-        def was_cancelled(asked: Asked) -> bool:
-            """Return whether one answer of several failed: whatever is asked for the others is then given up."""
-            return any(asked.runs.keys() - {""}) and not (
-                asked.got and read_answer(asked.got)[0] == 200 and b'"error"' not in asked.got
-            )
-
-        def left() -> list[str]:
-            return [
-                name
-                for name, (asked, run, _) in self.held.items()
-                if run.is_done
-                and not (run.was_killed or asked.has_left or was_cancelled(asked))
-                and self.options["request_timeout_s"] is None
-                and run.worker.url not in self.was_removed | self.was_killed
-                and name not in released()
-            ]
-
-        try:
-            async with asyncio.timeout(60):
-                await self.until(lambda: not left())
-        except TimeoutError:
-            pytest.fail(f"held for nobody: {left()}")
 
 
 @pytest.mark.parametrize("seed", LIVES)

@@ -164,7 +164,6 @@ def create_app(
             Route("/metrics", server.metrics),
             Route("/server_info", server.server_info),
             Route("/flush_cache", server.flush_cache, methods=["POST"]),
-            Route("/kv_transfer/{remote_request_id}", server.withdraw, methods=["DELETE"]),
         ],
         exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _on_error),
     )
@@ -295,13 +294,6 @@ class _Server:
                 },
             }
         )
-
-    async def withdraw(self, request: Request) -> Response:
-        """Release a prompt that is held for another worker: the client knows that nobody will fetch it."""
-        remote_request_id = request.path_params["remote_request_id"]
-        if not await self._engine.withdraw(remote_request_id):
-            raise RequestError(404, f"remote_request_id: got {remote_request_id!r:.100}, expected a prompt held here")
-        return Response(status_code=204)
 
     async def flush_cache(self, _: Request) -> Response:
         await self._engine.flush_cache()

@@ -63,8 +63,6 @@ class Handoff(msgspec.Struct, frozen=True):
 
     fields: Fields
     """What is set in the decode worker's body."""
-    remote_request_id: str | None = None
-    """The name under which the prefill worker holds the prompt, if it has one."""
     is_merged: bool = False
     """Whether the prompt's log probabilities, in the prefill worker's answer, are merged into the decode worker's."""
     num_tokens: int = 0

@@ -1,31 +1,24 @@
-"""Handing a prompt that one worker has computed over to another: the plan, its state, and releasing the prompt.
+"""Handing a prompt that one worker has computed over to another: the plan and its state.
 
 A prompt that is not worth it, or cannot be handed over, stays local: one worker does all, as if there were no prefill
-workers. Prefill workers are told of prompts that nobody will fetch, so that they need not hold them until a timeout.
-That is tried once, and not at all when too many such messages wait: without it the blocks are freed all the same, only
-later. Bundled workers alone have the endpoint.
+workers.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
-from urllib.parse import quote
 
 import msgspec
 
-from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamPool
+from kvist.http import Headers
 from kvist.openai.requests import Fields
 from kvist.router.policy.decision import Decision, is_worth_handing_over
 from kvist.router.prefill.dialect import Dialect, Handoff, LocalReason
 from kvist.router.prefill.sglang import SglangDialect
 from kvist.router.prefill.trtllm import TrtllmDialect
 from kvist.router.prefill.vllm import KvistDialect, VllmDialect
-
-logger = logging.getLogger(__name__)
 
 KVIST = KvistDialect()
 DIALECTS: Mapping[str, Dialect] = {
@@ -36,13 +29,8 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """By the names that engines give themselves."""
 
-MAX_WAITING = 1024
-"""What a decode worker that dies can leave behind at once; beyond it releases are dropped, and counted."""
-
 MAX_FIRST_EVENTS_BYTES = 65536
 """What is kept of a stream until it shows whether it begins with an error."""
-
-_OUTCOMES = {204: "released", 404: "unknown"}
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
@@ -103,7 +91,6 @@ class Handover:
     """A prompt that one worker computes for another, and how long each part of the request took.
 
     The transfer lasts from when the prompt was computed and the decode worker asked to the first byte of its answer.
-    Once `is_fetched`, the decode worker has the blocks, or tells the prefill worker itself that it does not want them.
     """
 
     handoff: Handoff
@@ -111,7 +98,6 @@ class Handover:
     prefill_s: float = 0.0
     sent_s: float = 0.0
     transfer_s: float = 0.0
-    is_fetched: bool = False
 
     def headers(self) -> Headers:
         """Return the headers that tell an administrator of it."""
@@ -120,50 +106,3 @@ class Handover:
             (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),
             (b"x-kvist-transfer-ms", b"%.1f" % (self.transfer_s * 1000)),
         ]
-
-
-class Releases:
-    """Tells prefill workers which prompts nobody will fetch, each at most once."""
-
-    def __init__(self, pool: UpstreamPool, on_outcome: Callable[[str], None]) -> None:
-        """`on_outcome` is called for each: `released`, `unknown` to its worker, `failed` or `dropped`."""
-        self._pool = pool
-        self._on_outcome = on_outcome
-        self._num_waiting = 0
-
-    def release(self, worker: str, remote_request_id: str, headers: Headers) -> None:
-        """Tell the worker that nobody will fetch the prompt it holds under this name. Never waits."""
-        if self._num_waiting == MAX_WAITING:
-            self._on_outcome("dropped")
-            return
-        self._num_waiting += 1
-        target = "/kv_transfer/" + quote(remote_request_id, safe="")
-        self._pool.send(_Release(partial(self._on_ended, worker)), worker, "DELETE", target, headers)
-
-    def _on_ended(self, worker: str, status: int) -> None:
-        self._num_waiting -= 1
-        outcome = _OUTCOMES.get(status, "failed")
-        if outcome == "failed":
-            logger.info("prompt not released worker=%s status=%d", worker, status)
-        self._on_outcome(outcome)
-
-
-class _Release(ResponseReceiver):
-    """Reports the status of the answer, 0 if there was none."""
-
-    status = 0
-
-    def __init__(self, on_ended: Callable[[int], None]) -> None:
-        self._on_ended = on_ended
-
-    def on_head(self, status: int, _headers: Headers) -> None:
-        self.status = status
-
-    def on_data(self, piece: bytes) -> None:
-        """Ignore the body."""
-
-    def on_end(self) -> None:
-        self._on_ended(self.status)
-
-    def on_failure(self, _: UpstreamError) -> None:
-        self._on_ended(0)

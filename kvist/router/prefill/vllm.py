@@ -24,7 +24,6 @@ _ASKED = {
 
 class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: Literal[True]
-    remote_request_id: str | None = None
     num_tokens: int = 0
 
 
@@ -51,7 +50,7 @@ class VllmDialect(Dialect):
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
             read, fields = msgspec.json.decode(params, type=_Params), {"kv_transfer_params": params}
             is_for_one = not self.checks_fetches
-            return Handoff(fields, read.remote_request_id, num_tokens=read.num_tokens, is_for_one=is_for_one)
+            return Handoff(fields, num_tokens=read.num_tokens, is_for_one=is_for_one)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 

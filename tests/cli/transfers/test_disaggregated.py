@@ -247,11 +247,6 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
     async with serve_tiny("--no-kv-transfer-fallback") as target, serve_tiny() as source:
         prompt = make_prompt(40, 1)
         params = await source.prefill(prompt)
-        withdrawn = await source.client.delete(f"/kv_transfer/{params['remote_request_id']}")
-        assert withdrawn.status_code == 204
-        await source.is_idle()
-        answer = await target.post({"prompt": prompt, "max_tokens": 5, "kv_transfer_params": params})
-        assert answer.json()["error"]["message"] == "kv transfer failed: already_ended"
         params["remote_request_id"] = "nobody's"
         answer = await target.post({"prompt": prompt, "max_tokens": 5, "kv_transfer_params": params})
         assert answer.status_code == 500

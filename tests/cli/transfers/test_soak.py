@@ -36,7 +36,7 @@ class Load:
 SMALL = Load(("--block-size", "8", "--kv-memory-mib", "40", "--max-model-len", "640"), 240, 400, 200)
 # A copy takes as long as computing the prompt, so that most of what happens to a worker happens amid one.
 LARGE = Load(("--block-size", "4", "--num-blocks", "96", "--max-model-len", "128"), 90, 60, 40)
-KINDS = ["fetched"] * 6 + ["streamed", "cancelled", "left", "left", "never fetched", "withdrawn", "twice", "local"]
+KINDS = ["fetched"] * 6 + ["streamed", "cancelled", "left", "left", "never fetched", "twice", "local"]
 REASONS = re.compile(
     r"rank 0 at tcp://[\d.:]+ is gone|no completion within 2 s|rank 0 reports (FAILED|CANCELLED)"
     r"|unknown_request|already_ended|busy|refused by tcp://[\d.:]+: .*"
@@ -110,9 +110,6 @@ class Client:
         params = await source.prefill(prompt)
         if kind == "never fetched":
             return None
-        if kind == "withdrawn":
-            answer = await source.client.delete(f"/kv_transfer/{params['remote_request_id']}")
-            assert answer.status_code in (204, 404), answer.text
         body |= {"kv_transfer_params": params}
         if kind == "streamed":
             return await stream(target, body)

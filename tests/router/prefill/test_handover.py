@@ -13,13 +13,12 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.http import UpstreamPool
 from kvist.openai.requests import with_fields
 from kvist.router.config import RouterConfig
 from kvist.router.policy.baselines import decide
 from kvist.router.policy.decision import Candidate, Load, Prompt, Role
 from kvist.router.prefill.dialect import LocalReason, Side
-from kvist.router.prefill.handover import DIALECTS, MAX_WAITING, Releases, why_local
+from kvist.router.prefill.handover import DIALECTS, why_local
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, ParsedRequest
 
 LONG = list(range(1000, 1400))
@@ -181,7 +180,36 @@ async def test_the_decode_worker_is_asked_while_the_prompt_is_computed(
         assert (text, answer.headers["x-kvist-prefill-worker"]) == ("".join(TOKENS), p.url)
         assert (len(p.completions), len(d.completions)) == (1, 1), "whoever fetches knows what to do without the rest"
         assert total_load(front) == 0
-        assert not p.released
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_a_prompt_that_nobody_will_fetch_is_computed_no_further(
+    worker, router, simulated, http_bytes, until, is_left: bool
+) -> None:
+    async def prefill(received: Any, writer: asyncio.StreamWriter) -> None:
+        if "kv_transfer_params" not in json.loads(received.body):
+            await simulated.decode(received, writer)
+            return
+        said = {"choices": [], "kv_transfer_params": {"do_remote_prefill": True, "remote_request_id": "begun"}}
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(b"data: %b\n\n" % json.dumps(said).encode()))
+
+    async def decode(received: Any, writer: asyncio.StreamWriter) -> None:
+        if not is_left:
+            await drop(received, writer)
+
+    async with (
+        worker(server_info=info("prefill"), answer=prefill) as p,
+        worker(server_info=info("decode"), answer=decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        asking = asyncio.create_task(stream(front))
+        await until(lambda: d.completions)
+        if is_left:
+            asking.cancel()
+        else:
+            assert (await asking)[1] == "".join(TOKENS)
+        await until(lambda: total_load(front) == 0)
+        assert await count(front, f'requests_total{{policy="kv",status="499",worker="{p.url}"}}') == 1
 
 
 @pytest.mark.parametrize(
@@ -234,40 +262,6 @@ async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def test_what_no_decode_worker_took_is_released(worker, router, simulated, http_bytes, until) -> None:
-    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
-        writer.write(http_bytes.response(b'{"error":{"message":"no"}}', status=400))
-
-    for failure, status in ((drop, 200), (refuse, 400)):
-        async with (
-            worker(server_info=info("prefill"), answer=simulated.prefill) as p,
-            worker(server_info=info("decode"), answer=failure) as d,
-            router(p.url, d.url) as front,
-        ):
-            answer = await front.client.post(
-                "/v1/completions", json={"prompt": LONG}, headers={"x-request-id": "mine", "traceparent": "00-1-2-00"}
-            )
-            assert answer.status_code == status
-            await until(lambda: len(p.released) == 1)
-            (release,) = (received for received in p.received if received.is_release)
-            assert p.released == list(simulated.held)
-            assert (release.headers["x-request-id"], release.headers["traceparent"]) == ("mine", "00-1-2-00")
-            assert await count(front, 'releases_total{outcome="released"}') == 1
-        simulated.held.clear()
-
-
-async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router, simulated) -> None:
-    async with (
-        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
-        worker(server_info=info("decode"), answer=simulated.decode) as d,
-        router(p.url, d.url) as front,
-    ):
-        for _ in range(3):
-            assert (await stream(front))[1] == "".join(TOKENS)
-        assert "kvist_router_releases_total" not in str(await front.metrics())
-        assert not p.released
-
-
 @pytest.mark.parametrize(
     ("outcome", "num_asked"),
     [("pulled", 2), ("lost", 2), ("prefill_refused", 2), ("transfer_failed", 3), ("decode_failed", 3), ("removed", 2)],
@@ -318,8 +312,6 @@ async def test_a_prefix_that_cannot_be_fetched_is_computed(
         assert await count(front, "pulled_tokens_total") == (384 if outcome == "pulled" else 0)
         (shown,) = (await front.client.get("/ui/state?view=requests")).json()["requests"]
         assert shown.get("pull") == ({"worker": p.url, "tokens": 384} if outcome in ("pulled", "lost") else None)
-        released = ["held-1"] if outcome in ("transfer_failed", "decode_failed", "removed") else []
-        await until(lambda: p.released == released)
         bodies = [json.loads(each.body) for each in (*p.completions, *d.completions)]
         assert sum(body.get("max_tokens") != 99 for body in bodies) == num_asked
         is_free.set()
@@ -343,41 +335,6 @@ async def test_no_prefix_is_fetched_in_blocks_of_another_kind(
         front.hold(p.url, LONG)
         candidates = (await front.explain(LONG))["candidates"]
         assert {each["worker"]: each["tokens_to_fetch"] for each in candidates} == {p.url: 0, d.url: num_fetched}
-
-
-async def test_only_bundled_workers_are_asked_to_release(worker, router, simulated) -> None:
-    async with (
-        worker(answer=simulated.prefill) as p,
-        worker(answer=drop) as d,
-        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
-    ):
-        assert (await front.complete(LONG)).status_code == 200
-        assert "kvist_router_releases_total" not in str(await front.metrics())
-
-
-async def test_a_release_that_comes_to_nothing_costs_the_client_nothing(worker, router, simulated) -> None:
-    async with (
-        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
-        worker(server_info=info("decode"), answer=drop) as d,
-        router(p.url, d.url, breaker_failures=100) as front,
-    ):
-        for p.release_status, outcome in ((404, "unknown"), (503, "failed")):
-            before = await count(front, f'releases_total{{outcome="{outcome}"}}')
-            assert (await front.complete(LONG)).status_code == 200
-
-            async def is_counted(name: str = f'releases_total{{outcome="{outcome}"}}', before: float = before) -> bool:
-                return await count(front, name) == before + 1
-
-            await front.until(is_counted)
-
-
-async def test_releases_beyond_what_may_wait_are_dropped() -> None:
-    async with UpstreamPool() as pool:
-        outcomes: list[str] = []
-        releases = Releases(pool, outcomes.append)
-        for number in range(MAX_WAITING + 3):
-            releases.release("http://127.0.0.1:9", str(number), [])
-        assert outcomes == ["dropped"] * 3
 
 
 async def test_a_fleet_without_prefill_workers_is_as_before(worker, router, simulated) -> None:
@@ -464,7 +421,7 @@ async def test_where_no_decode_worker_is_left_the_prefill_worker_does_all(worker
         assert await count(front, 'disaggregation_fallbacks_total{reason="decode_failed"}') == 1
 
 
-async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, router, simulated, until) -> None:
+async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, router, simulated) -> None:
     async def forgetful(received: Any, writer: asyncio.StreamWriter) -> None:
         await simulated.prefill(received, writer)
         simulated.held.clear()
@@ -478,7 +435,6 @@ async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, rout
         assert (text, answer.headers["x-kvist-worker"]) == ("".join(TOKENS), d.url)
         assert [b"kv_transfer_params" in each.body for each in d.completions] == [True, False]
         assert await count(front, 'disaggregation_fallbacks_total{reason="transfer_failed"}') == 1
-        await until(lambda: p.released == ["held-1"])
         assert (await front.workers())[d.url]["circuit"] == "closed"
 
 
@@ -523,8 +479,6 @@ async def test_a_client_that_leaves_takes_both_sides_along(
         await until(lambda: total_load(front) == 0)
         status = await count(front, f'requests_total{{policy="kv",status="499",worker="{silent.url}"}}')
         assert status == num_answers
-        held = {"held-1", "held-2"} if num_answers == 2 else {"held-1"}
-        await until(lambda: {*p.released} == (held if (role, dialect) == ("decode", "kvist") else set()))
 
 
 async def test_a_decode_worker_at_its_bound_is_left_out_while_another_has_room(
