@@ -1,6 +1,6 @@
 """Records how long each stage of a request takes: as spans, and for all requests in histograms on /metrics.
 
-Spans and attributes have OpenTelemetry's names if it defines them, else vLLM's:
+Attributes have OpenTelemetry's names if it defines them. The spans:
 
     POST /v1/completions        the request, until its last byte is sent
     ├─ queue                    until its first step, or until its blocks are reserved
@@ -148,9 +148,9 @@ def _request_attributes(scope: Scope, model_name: str) -> Attributes:
 
 
 def _job_attributes(job: Job, times: list[RequestTimes]) -> Attributes:
-    """Return the numbers of tokens of all sequences, and the times of the first one."""
+    """Return the numbers of tokens of all sequences."""
     handoff = {RemoteDecode: "prefill", RemotePrefill: "decode", type(None): None}[type(job.handoff)]
-    first, have_ended = times[0], all(each.ended_s is not None for each in times)
+    have_ended = all(each.ended_s is not None for each in times)
     num_cached_tokens = sum(each.num_cached_tokens for each in times[:: job.params.n])
     return {
         "gen_ai.request.max_tokens": job.params.token_limit,
@@ -160,14 +160,5 @@ def _job_attributes(job: Job, times: list[RequestTimes]) -> Attributes:
         "gen_ai.usage.output_tokens": sum(each.num_output_tokens for each in times) if have_ended else None,
         "gen_ai.usage.cache_read.input_tokens": num_cached_tokens if have_ended else None,
         "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in times],
-        "gen_ai.latency.time_in_queue": _seconds(first.queued_s, first.fetching_s or first.scheduled_s),
-        "gen_ai.latency.time_to_first_token": _seconds(first.queued_s, first.first_token_s),
-        "gen_ai.latency.time_in_model_prefill": _seconds(first.scheduled_s, first.first_token_s),
-        "gen_ai.latency.time_in_model_decode": _seconds(first.first_token_s, first.ended_s),
-        "gen_ai.latency.e2e": _seconds(first.queued_s, first.ended_s),
         "kvist.handoff": handoff,
     }
-
-
-def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
-    return None if began_s is None or ended_s is None else ended_s - began_s

@@ -116,12 +116,8 @@ async def test_a_request_is_queued_prefilled_and_decoded_whole_or_as_a_stream(se
         assert prefill.end_ns == decode.start_ns
         assert prefill.attributes == {"kvist.prompt_tokens": 40, "kvist.cached_tokens": num_cached}
         assert decode.attributes == {"gen_ai.usage.output_tokens": 4}
-        told = root.attributes
-        first_token_s = told["gen_ai.latency.time_in_queue"] + told["gen_ai.latency.time_in_model_prefill"]
-        assert abs(told["gen_ai.latency.time_to_first_token"] - first_token_s) < 1e-6
-        assert told["gen_ai.latency.e2e"] >= first_token_s
         assert (
-            told.items()
+            root.attributes.items()
             >= {
                 "http.request.method": "POST",
                 "url.path": "/v1/completions",
