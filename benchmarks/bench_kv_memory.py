@@ -18,7 +18,6 @@ from _common import report, table
 from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache import (
     BlockHashChain,
-    BudgetPolicy,
     KvCacheManager,
     KvDtype,
     LayerKv,
@@ -30,6 +29,7 @@ from kvist.kvcache import (
     plan_windows,
     split_memory,
 )
+from kvist.kvcache.budget import BudgetPolicy
 
 BLOCK_SIZE, CHUNK, DECODES = 32, 2048, 64
 LENGTHS = (1024, 8192, 32768, 131072)

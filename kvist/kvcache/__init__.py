@@ -6,34 +6,23 @@ done, but stay cached until their slot is needed; those that a step both fills a
 Everything here is plain Python except `tensors`, which is not imported here. See docs/windowed-kv.md.
 """
 
-from kvist.kvcache.budget import (
-    BudgetPolicy,
-    block_bytes,
-    can_resume,
-    check_sequence_fits,
-    peak_num_blocks,
-    split_memory,
-)
+from kvist.kvcache.budget import block_bytes, can_resume, check_sequence_fits, peak_num_blocks, split_memory
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
 from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, SharedKv, WindowPlan, plan_windows
-from kvist.kvcache.pool import BlockPool
-from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy
+from kvist.kvcache.scratch import ScratchPolicy
 from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 __all__ = [
     "ABSENT",
     "BlockHashChain",
-    "BlockPool",
     "BlockTable",
-    "BudgetPolicy",
     "KvCacheManager",
     "KvCacheStatistics",
     "KvDtype",
     "KvGroup",
     "LayerKv",
     "PrefixHit",
-    "ScratchBlocks",
     "ScratchPolicy",
     "SequenceBlocks",
     "SharedKv",

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import (
-    BudgetPolicy,
     KvDtype,
     KvGroup,
     LayerKv,
@@ -21,6 +20,7 @@ from kvist.kvcache import (
     plan_windows,
     split_memory,
 )
+from kvist.kvcache.budget import BudgetPolicy
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 BFLOAT16 = KvDtype.BFLOAT16

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.kvcache import ScratchBlocks, num_blocks_for
+from kvist.kvcache import num_blocks_for
+from kvist.kvcache.scratch import ScratchBlocks
 
 
 def page_of(ordinal: int, layer: int, num_layers: int, scratch: ScratchBlocks) -> int:

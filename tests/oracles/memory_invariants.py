@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvist.kvcache import ABSENT, BlockPool, KvCacheManager, SequenceBlocks, num_blocks_for
+from kvist.kvcache import ABSENT, KvCacheManager, SequenceBlocks, num_blocks_for
+from kvist.kvcache.pool import BlockPool
 
 if TYPE_CHECKING:
     from kvist.engine.core import EngineCore
