@@ -36,7 +36,7 @@ def test_without_arguments_the_defaults_hold() -> None:
 
 def test_flags_are_read_in_their_keys_types() -> None:
     read = config(
-        *("--worker-urls", WORKER, "http://b:2", "--policy", "Random", "--block-size", "32", "--port", "0"),
+        *("--worker-urls", WORKER, "http://b:2", "--policy", "Round-Robin", "--block-size", "32", "--port", "0"),
         *(
             "--tier-credits",
             "1",
@@ -51,7 +51,7 @@ def test_flags_are_read_in_their_keys_types() -> None:
         *("--kv-event-source", f"{WORKER}=tcp://h:3?replay_port=9"),
     )
     assert read.worker_urls == (WORKER, "http://b:2")
-    assert (read.policy, read.block_size, read.port) == ("random", 32, 0)
+    assert (read.policy, read.block_size, read.port) == ("round-robin", 32, 0)
     assert (read.tier_credits, read.queue_timeout_s) == ((1.0, 0.5, 0.25, 0.0), 0.25)
     assert read.kv_event_sources == {WORKER: ("tcp://h:1", "tcp://h:3?replay_port=9")}
 
@@ -64,9 +64,9 @@ def test_a_flag_of_several_values_may_also_be_repeated() -> None:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
-    path.write_text(f'port = 1\npolicy = "random"\nworker_urls = ["{WORKER}"]\n')
+    path.write_text(f'port = 1\npolicy = "round-robin"\nworker_urls = ["{WORKER}"]\n')
     read = config("--config", str(path), "--port", "2")
-    assert (read.port, read.policy, read.worker_urls) == (2, "random", (WORKER,))
+    assert (read.port, read.policy, read.worker_urls) == (2, "round-robin", (WORKER,))
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,23 @@ def test_a_process_of_a_router_that_other_code_started_refuses_to_be_one(capsys,
 def test_processes_start_where_a_folder_is_named_like_the_package(tmp_path: Path) -> None:
     (tmp_path / "kvist").mkdir()
     (tmp_path / "kvist" / "__init__.py").touch()
-    command = [sys.executable, "-P", "-m", "kvist", "route", "--port", "0", "--policy", "random", "--processes", "2"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "kvist",
+        "route",
+        "--port",
+        "0",
+        "--policy",
+        "round-robin",
+        "--processes",
+        "2",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     options = {"stdout": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": environment}
     with subprocess.Popen(command, **options) as running:
-        assert running.stdout.readline().endswith(" policy=random workers=0 processes=2\n")
+        assert running.stdout.readline().endswith(" policy=round-robin workers=0 processes=2\n")
         running.terminate()
         assert running.wait(timeout=180) == 0
 
@@ -213,8 +225,8 @@ def test_an_address_that_cannot_be_listened_on_is_named(capsys, processes: str) 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["route", "--policy", "random", "--processes", processes, "--port", str(port)]) == 1
+        assert main(["route", "--policy", "round-robin", "--processes", processes, "--port", str(port)]) == 1
     assert f"{port}" in (error := capsys.readouterr().err)
     assert "address already in use" in error.lower()
-    assert main(["route", "--policy", "random", "--processes", processes, "--host", "nobody.invalid"]) == 1
+    assert main(["route", "--policy", "round-robin", "--processes", processes, "--host", "nobody.invalid"]) == 1
     assert "nobody.invalid" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_of_a_sample_everything_that_failed_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "no/such/folder/log"])
 async def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, router, path: str) -> None:
     with pytest.raises(InvalidValueError, match="access_log"):
-        async with router(policy="random", access_log=str(tmp_path / path)):
+        async with router(policy="round-robin", access_log=str(tmp_path / path)):
             pass
 
 

@@ -174,7 +174,7 @@ class Life:
         self.has_tenants, self.has_leavers, self.num_fronts = choose([False, True]), choose([False, True]), 1
         self.has_reports = choose([False, True])
         self.options: dict[str, Any] = {
-            "policy": choose(["kv", "kv", "kv", "least-loaded", "round-robin", "power-of-two", "random"]),
+            "policy": choose(["kv", "kv", "kv", "least-loaded", "least-loaded", "round-robin"]),
             "max_worker_requests": choose([None, 1, 2, 4]),
             "max_fleet_requests": choose([None, None, None, 5]),
             "max_worker_prefill_tokens": choose([None, None, 500]),

@@ -293,7 +293,7 @@ async def test_a_policy_that_looks_at_no_prompt_is_recorded_like_others(worker, 
     prompts = [list(range(40)), list(range(100))]
     async with (
         worker() as one,
-        router(one.url, policy="random", block_size=16, record_requests=str(tmp_path)) as front,
+        router(one.url, policy="round-robin", block_size=16, record_requests=str(tmp_path)) as front,
     ):
         for prompt in prompts:
             await front.complete(prompt)

@@ -67,7 +67,7 @@ async def test_a_worker_takes_another_role_and_another_stream_from_settings(work
 
 
 async def test_policy_keys_and_bounds_change_and_what_cannot_is_named(worker, router, logged) -> None:
-    async with worker() as one, router(one.url, policy="random") as front:
+    async with worker() as one, router(one.url, policy="round-robin") as front:
         front.service.reload(given(front, policy="round-robin", admin_key="a", port=1, state_interval_s=1.0))
         assert (await front.client.get("/workers")).status_code == 401
         front.client.headers["authorization"] = "Bearer a"
@@ -86,7 +86,7 @@ async def test_whatever_a_worker_is_asked_has_the_new_key(worker, router, until,
     async def wait(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    async with worker(answer=wait) as one, router(one.url, worker_api_key="old", policy="random") as front:
+    async with worker(answer=wait) as one, router(one.url, worker_api_key="old", policy="round-robin") as front:
         running = asyncio.create_task(front.complete())  # busy workers are asked for their metrics
         await until(lambda: one.completions)
         front.service.reload(given(front, worker_api_key="new"))
@@ -117,7 +117,7 @@ async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are
         return ssl.DER_cert_to_PEM_cert(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
 
     install(first, first)
-    config = RouterConfig(port=0, policy="random", tls_certificate=str(chain), tls_key=str(key))
+    config = RouterConfig(port=0, policy="round-robin", tls_certificate=str(chain), tls_key=str(key))
     async with door(config) as service:
         port = service.port if isinstance(service, Picker) else int(service.url.rpartition(":")[2])
         assert await shown() == first.cert_chain_pems[0].bytes().decode()

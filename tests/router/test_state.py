@@ -80,5 +80,5 @@ async def test_a_folder_has_one_router(worker, router, tmp_path: Path) -> None:
 
 
 def test_only_a_policy_with_an_index_has_a_state() -> None:
-    with pytest.raises(InvalidValueError, match="state_dir: got '/var/lib/kvist', expected none, as policy random"):
-        RouterConfig(policy="random", state_dir="/var/lib/kvist")
+    with pytest.raises(InvalidValueError, match="expected none, as policy round-robin"):
+        RouterConfig(policy="round-robin", state_dir="/var/lib/kvist")

@@ -133,7 +133,9 @@ async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_rout
         serve_tiny("--role", "decode", *tracing, **options) as target,
     ):
         urls = [str(each.client.base_url) for each in (source, target)]
-        config = RouterConfig(worker_urls=(*urls,), port=0, otlp_traces_endpoint=trace_collector.url, policy="random")
+        config = RouterConfig(
+            worker_urls=(*urls,), port=0, otlp_traces_endpoint=trace_collector.url, policy="round-robin"
+        )
         async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
 
             async def ask(who: httpx.AsyncClient, trace_id: str, num_spans: int) -> tuple[str, list[Any]]:

@@ -21,7 +21,7 @@ from kvist.router.doors.service import RouterService
 async def test_clients_are_served_over_https(worker, certificate) -> None:
     async with worker() as one:
         files = {"tls_certificate": str(certificate.chain), "tls_key": str(certificate.chain)}
-        config = RouterConfig(worker_urls=(one.url,), port=0, policy="random", **files)
+        config = RouterConfig(worker_urls=(one.url,), port=0, policy="round-robin", **files)
         trust = ssl.create_default_context(cafile=certificate.authority)
         async with (
             RouterService(config) as service,
@@ -45,7 +45,7 @@ async def test_both_doors_can_ask_for_certificates(certificate) -> None:
     async with HttpServer(answer, tls=door) as worker:
         url = f"https://127.0.0.1:{worker.port}"
         files = {"tls_certificate": chain, "tls_key": chain, "client_ca": authority, "worker_ca": authority}
-        config = RouterConfig(worker_urls=(url,), port=0, policy="random", **files)
+        config = RouterConfig(worker_urls=(url,), port=0, policy="round-robin", **files)
         both = replace(config, worker_certificate=chain, worker_key=chain)
         async with RouterService(both) as service, httpx.AsyncClient(verify=trust, trust_env=False) as stranger:
             with pytest.raises(httpx.TransportError):
@@ -74,7 +74,7 @@ async def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, certif
         {"worker_ca": path},
     ):
         with pytest.raises(InvalidValueError, match=next(iter(names))):
-            async with RouterService(RouterConfig(port=0, policy="random", **names)):
+            async with RouterService(RouterConfig(port=0, policy="round-robin", **names)):
                 pass
 
 
@@ -149,6 +149,6 @@ async def test_a_service_that_is_cancelled_ends(worker) -> None:
 
 async def test_the_first_request_finds_every_worker(worker) -> None:
     async with worker() as one:
-        config = RouterConfig(worker_urls=(one.url, "http://127.0.0.1:9"), port=0, policy="random")
+        config = RouterConfig(worker_urls=(one.url, "http://127.0.0.1:9"), port=0, policy="round-robin")
         async with RouterService(config) as service, httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert (await client.get(service.url + "/readiness")).json()["workers"]["healthy"] == 1

@@ -84,7 +84,7 @@ async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(
 
 async def test_block_sizes_do_not_matter_to_policies_that_look_at_no_cache(worker, router) -> None:
     one = worker(server_info=kvist_engine())
-    async with one, router(one.url, policy="random", block_size=64) as front:
+    async with one, router(one.url, policy="round-robin", block_size=64) as front:
         assert (await front.complete()).status_code == 200
 
 

@@ -243,7 +243,7 @@ def test_what_a_worker_says_of_its_files_is_believed_where_they_are(tmp_path: Pa
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"models": {"a": {"policy": "kv"}}, "policy": "random"}, "models.a.policy"),
+        ({"models": {"a": {"policy": "kv"}}, "policy": "round-robin"}, "models.a.policy"),
         ({"models": {"a": {"poliy": "kv"}}}, "models"),
         ({"models": {"a": {"policy": "no"}}}, "models"),
         ({"aliases": {"a": {}}}, "aliases.a"),

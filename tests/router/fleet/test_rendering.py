@@ -253,7 +253,7 @@ async def test_nobody_waits_for_the_answer(worker, router, http_bytes) -> None:
         await front.until_state(one.url, "gone")
 
 
-@pytest.mark.parametrize("values", [{}, {"policy": "random", "model_path": MODEL}])
+@pytest.mark.parametrize("values", [{}, {"policy": "round-robin", "model_path": MODEL}])
 async def test_a_router_that_matches_no_text_asks_nobody(worker, router, values: dict[str, Any]) -> None:
     async with worker() as one, router(one.url, block_size=16, **values) as front:
         num_checks = len(one.received)

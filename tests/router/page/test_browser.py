@@ -222,18 +222,18 @@ async def test_who_listens_is_led_through_all_of_it_and_not_torn_away_by_what_is
 async def test_it_says_that_the_router_is_away_and_comes_back(worker, router, browsing, free_port) -> None:
     port = free_port()
     async with worker() as one, worker() as two, browsing(faults_expected=True) as page:
-        async with router(one.url, port=port, policy="random") as front:
+        async with router(one.url, port=port, policy="round-robin") as front:
             await page.goto(front.service.url + "/ui")
             await expect(page.locator("tbody tr")).to_have_count(1)
         await expect(page.locator("#connection")).to_contain_text("Connection lost")
-        async with router(two.url, port=port, policy="random"):
+        async with router(two.url, port=port, policy="round-robin"):
             await expect(page.locator("#connection")).to_have_text("Live")
             await expect(page.locator("tbody tr")).to_have_count(1)
             await expect(page.locator("tbody").first).to_contain_text(two.url.removeprefix("http://"))
 
 
 async def test_it_asks_for_the_key_and_again_once_that_has_changed(worker, router, browsing, barriers) -> None:
-    values = {"policy": "random", "admin_key": "first", "ready": False}
+    values = {"policy": "round-robin", "admin_key": "first", "ready": False}
     async with worker() as one, router(one.url, **values) as front, browsing(faults_expected=True) as page:
         await page.goto(front.service.url + "/ui")
         await expect(page.locator("#key")).to_be_visible()
@@ -267,7 +267,7 @@ async def test_256_workers_and_requests_are_sorted_and_found_by_keyboard_on_a_ph
     async with worker() as one:
         urls = [one.url.replace("127.0.0.1", f"127.0.1.{number}") for number in range(1, 256)]
         view = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "reduced_motion": "reduce"}
-        asked = {"policy": "random", "ready": False, "health_interval_s": 60.0}
+        asked = {"policy": "round-robin", "ready": False, "health_interval_s": 60.0}
         async with router(one.url, *urls, **asked) as front, browsing(**view) as page:
             await page.goto(front.service.url + "/ui")
             rows = page.locator("tbody tr")

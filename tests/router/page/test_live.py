@@ -59,7 +59,7 @@ async def events(client: httpx.AsyncClient, **options: Any) -> AsyncIterator[tup
 
 
 async def test_the_page_is_files_that_may_load_nothing_else(worker, router) -> None:
-    async with worker() as one, router(one.url, policy="random", admin_key="admin", ready=False) as front:
+    async with worker() as one, router(one.url, policy="round-robin", admin_key="admin", ready=False) as front:
         for path in ("/ui", "/ui/", *(f"/ui/{file.name}" for file in PAGE.iterdir() if file.suffix in (".js", ".css"))):
             answer = await front.client.get(path)
             assert answer.status_code == 200, path
@@ -81,7 +81,7 @@ async def test_the_page_is_files_that_may_load_nothing_else(worker, router) -> N
 async def test_what_it_shows_is_for_administrators(worker, router) -> None:
     async with (
         worker() as one,
-        router(one.url, policy="random", admin_key="admin", ready=False, api_key="client") as front,
+        router(one.url, policy="round-robin", admin_key="admin", ready=False, api_key="client") as front,
     ):
         for path in ("/ui/state", "/ui/events"):
             for headers in ({}, {"authorization": "Bearer client"}):
@@ -92,12 +92,12 @@ async def test_what_it_shows_is_for_administrators(worker, router) -> None:
 
 
 async def test_a_stream_ends_with_its_key_and_with_the_router(worker, router) -> None:
-    async with worker() as one, router(one.url, policy="random", admin_key="admin", ready=False) as front:
+    async with worker() as one, router(one.url, policy="round-robin", admin_key="admin", ready=False) as front:
         stream = events(front.client, headers=ADMIN)
         assert (await anext(stream))[1]["is_whole"]
         front.service.reload(replace(front.service._config, admin_key="another"))
         assert [name async for name, _ in stream] in ([], ["state"])
-    async with worker() as one, router(one.url, policy="random", shutdown_timeout_s=3600.0) as front:
+    async with worker() as one, router(one.url, policy="round-robin", shutdown_timeout_s=3600.0) as front:
         stream = events(front.client)
         await anext(stream)
         async with asyncio.timeout(180):  # less than what requests have to end in
@@ -143,10 +143,10 @@ async def test_what_is_new_adds_up_to_all_there_is(worker, router, seed: int) ->
 
 async def test_a_router_started_anew_tells_all(worker, router) -> None:
     async with worker() as one:
-        async with router(one.url, policy="random") as front:
+        async with router(one.url, policy="round-robin") as front:
             number = (await state(front.client))["number"]
             assert not (await state(front.client, since=number))["is_whole"]
-        async with router(one.url, policy="random") as front:
+        async with router(one.url, policy="round-robin") as front:
             assert (await state(front.client, since=number))["is_whole"]
 
 
@@ -181,7 +181,7 @@ async def test_a_refused_request_is_shown_with_its_error(worker, router) -> None
 
 async def test_requests_that_come_fast_are_counted_alone(worker, router) -> None:
     number = int(BURST) * 3
-    async with worker() as one, router(one.url, policy="random") as front:
+    async with worker() as one, router(one.url, policy="round-robin") as front:
         began_s = asyncio.get_running_loop().time()
         for _ in range(number):
             await front.complete("hello")

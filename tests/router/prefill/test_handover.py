@@ -554,7 +554,7 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(
 
         return reply
 
-    limits = {"breaker_failures": 1000, "policy": "random", "max_attempts": 5}
+    limits = {"breaker_failures": 1000, "policy": "round-robin", "max_attempts": 5}
     roles = ("prefill", "prefill", "decode", "decode", "both")
     answers = [unreliable(simulated.prefill if role == "prefill" else simulated.decode) for role in roles]
     workers = [worker(**of(dialect, role), answer=answer) for role, answer in zip(roles, answers, strict=True)]
@@ -616,7 +616,7 @@ def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
 def test_what_is_left_to_compute_decides() -> None:
     def decided(num_tokens: int, num_blocks: int) -> LocalReason | None:
         candidate = Candidate(WorkerRank("w", 0), Load(), (num_blocks,))
-        return why_local(decide("random", Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
+        return why_local(decide("round-robin", Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
 
     assert decided(256, 0) is LocalReason.SHORT
     assert decided(257, 0) is None

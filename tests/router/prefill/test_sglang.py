@@ -323,7 +323,7 @@ async def test_as_many_pairs_are_tried_as_there_may_be_attempts(worker, router, 
     async with AsyncExitStack() as exits:
         made = [worker(server_info=info(mode), answer=each) for mode, each in zip(modes, answers, strict=True)]
         urls = [(await exits.enter_async_context(each)).url for each in made]
-        front = await exits.enter_async_context(router(*urls, breaker_failures=1000, policy="random"))
+        front = await exits.enter_async_context(router(*urls, breaker_failures=1000, policy="round-robin"))
         assert [(await front.complete(SHORT)).status_code for _ in range(12)] == [200] * 12
         assert all(each.completions for each in made)
 
@@ -430,7 +430,7 @@ async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, rooms,
         return reply
 
     whole = b"".join([*events({}), b"data: [DONE]\n\n"])
-    limits = {"breaker_failures": 1000, "policy": "random", "max_attempts": 6, "health_failures": 1000}
+    limits = {"breaker_failures": 1000, "policy": "round-robin", "max_attempts": 6, "health_failures": 1000}
     async with AsyncExitStack() as exits:
         modes = ("prefill", "decode") * 3
         made = [worker(server_info=info(mode), answer=unreliable(mode)) for mode in modes]

@@ -67,7 +67,7 @@ def fleet(worker, router, engines):
     return (
         p,
         d,
-        lambda: router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), policy="random", max_attempts=1),
+        lambda: router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), policy="round-robin", max_attempts=1),
     )
 
 
@@ -157,7 +157,7 @@ async def test_the_first_that_fails_is_the_end_of_all(
         load, url = front.service._forwarder.load, d.url
         await until(lambda: load.running_requests(url) == 0)
         counted = await front.metrics()
-        num_left = counted.get(f'kvist_router_requests_total{{policy="random",status="499",worker="{url}"}}', 0)
+        num_left = counted.get(f'kvist_router_requests_total{{policy="round-robin",status="499",worker="{url}"}}', 0)
         assert num_left == [*engines.broken.values()].count("silent")
 
 

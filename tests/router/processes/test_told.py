@@ -27,7 +27,7 @@ from kvist.router.processes.keeper import FrontMetrics, KeeperProcess
 from kvist.router.processes.messages import ToFront, ToKeeper
 from kvist.router.processes.supervisor import Part
 
-CONFIG = RouterConfig(policy="random", port=0, breaker_failures=2, breaker_cooldown_s=1.0)
+CONFIG = RouterConfig(policy="round-robin", port=0, breaker_failures=2, breaker_cooldown_s=1.0)
 URLS = ("http://a", "http://b")
 NUM_FRONTS, NUM_STEPS = 3, 300
 
