@@ -196,7 +196,7 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
 
     def change() -> None:
         for url in URLS:
-            load.begin(WorkerRank(url, 0), Prompt(100, BLOCK_SIZE), 0, monotonic())
+            load.begin(WorkerRank(url, 0), Prompt(100, BLOCK_SIZE), 0)
 
     def ask(view: str) -> None:
         change()

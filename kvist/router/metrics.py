@@ -165,14 +165,14 @@ class RouterMetrics(Collector):
 
 
 def fleet_metrics(
-    fleet: Fleet, load: LoadTracker, index: FleetIndex | None, replicas: Replicas | None, now_s: float
+    fleet: Fleet, load: LoadTracker, index: FleetIndex | None, replicas: Replicas | None
 ) -> Iterator[Metric | None]:
     """Yield the current state of workers: load, states, how well each cache is known, the index.
 
     Yield None where there may be a pause. All is summed up by worker or stream, so that the size of the page does not
     depend on how many ranks a stream names. A state is 1 if it is the worker's, else 0.
     """
-    yield from _worker_gauges(fleet, load, now_s)
+    yield from _worker_gauges(fleet, load)
     if replicas is not None:
         yield GaugeMetricFamily("kvist_router_replicas", "Other routers whose load is known", len(replicas))
     if index is not None:
@@ -187,7 +187,7 @@ def fleet_metrics(
             yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
 
-def _worker_gauges(fleet: Fleet, load: LoadTracker, now_s: float) -> Iterator[Metric | None]:
+def _worker_gauges(fleet: Fleet, load: LoadTracker) -> Iterator[Metric | None]:
     states = gauge_of("worker_state", "1 for the state that a worker is in", "worker", "state")
     circuits = gauge_of("circuit_state", "1 for the state that a worker's circuit is in", "worker", "state")
     text = "1 for how a worker's tokens of chats compare with the router's"
@@ -200,7 +200,7 @@ def _worker_gauges(fleet: Fleet, load: LoadTracker, now_s: float) -> Iterator[Me
             for each in () if state is None else type(state):
                 gauge.add_metric([worker.url, each.value], each is state)
         roles.add_metric([worker.url, worker.role.value], 1)
-        of_ranks = [load.load(rank.target, now_s) for rank in fleet.ranks(worker)]
+        of_ranks = [load.load(rank.target) for rank in fleet.ranks(worker)]
         for name, gauge in loads.items():
             gauge.add_metric([worker.url], sum(getattr(each, name) for each in of_ranks))
         yield None

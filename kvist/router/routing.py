@@ -360,7 +360,7 @@ class Routing:
                 now_s, column, prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
             )
         num_held = decision.overlap_tokens if computes else prompt.num_tokens
-        return self._load.begin(target, prompt, num_held, now_s, priced)
+        return self._load.begin(target, prompt, num_held, priced)
 
     def outcome(
         self, tenant: str, parsed: ParsedRequest, prefix: Prefix, decision: Decision, usage: ReportedUsage | None
@@ -415,7 +415,7 @@ class Routing:
         policy, now_s = settings.policy, self._now_s()
         ranks = self._ranks_of(workers, now_s)
         if not isinstance(policy, PriceSettings):
-            candidates = [_candidate(rank, prefix, self._load.load(rank.target, now_s)) for rank in ranks.statuses]
+            candidates = [_candidate(rank, prefix, self._load.load(rank.target)) for rank in ranks.statuses]
             return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
         pricing = self._pricing.get((policy, block_size))
         if pricing is None:

@@ -70,13 +70,13 @@ def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
     return condition, _UPPER_BOUNDS if is_estimate else _REASONS.get(condition)
 
 
-def explain_plan(plan: Plan, parsed: ParsedRequest, load: LoadTracker, now_s: float) -> dict[str, Any]:
+def explain_plan(plan: Plan, parsed: ParsedRequest, load: LoadTracker) -> dict[str, Any]:
     """Explain which worker answers the request, and which one computes its prompt or gives a prefix of it."""
-    page = explain_decision(plan.answer, parsed, load, now_s)
+    page = explain_decision(plan.answer, parsed, load)
     if plan.pulled_tokens:
         page["pull"] = explain_pull(plan)
     elif plan.prefill is not None:
-        page["prefill"] = explain_decision(plan.prefill, parsed, load, now_s)
+        page["prefill"] = explain_decision(plan.prefill, parsed, load)
     elif plan.local_reason is not None:
         page["local_prefill_reason"] = plan.local_reason.value
     return page
@@ -88,11 +88,11 @@ def explain_pull(plan: Plan) -> dict[str, Any]:
     return {"worker": plan.prefill.chosen.target.worker, "tokens": plan.pulled_tokens}
 
 
-def explain_decision(decision: Decision, parsed: ParsedRequest, load: LoadTracker, now_s: float) -> dict[str, Any]:
+def explain_decision(decision: Decision, parsed: ParsedRequest, load: LoadTracker) -> dict[str, Any]:
     """Explain which worker was chosen, by which rule, and the cost and load of every candidate."""
     page = explain_choice(decision, parsed)
     for candidate, explained in zip(decision.candidates, page["candidates"], strict=True):
-        explained |= explain_load(candidate.target, load.load(candidate.target, now_s))
+        explained |= explain_load(candidate.target, load.load(candidate.target))
     return page
 
 
@@ -140,8 +140,7 @@ def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, An
 
 def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
     """Return a rank's load under its name."""
-    recent_prefill_tokens = round(load.recent_prefill_tokens, 1)
-    return target._asdict() | msgspec.structs.asdict(load) | {"recent_prefill_tokens": recent_prefill_tokens}
+    return target._asdict() | msgspec.structs.asdict(load)
 
 
 def explain_workers(

@@ -137,7 +137,7 @@ class Keeper(ComposedContext):
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
         measured, discovered = (self.fleet, load, self.index, self.replicas), self.membership.discovery.metrics
-        self._page = MetricsPage(lambda: chain(fleet_metrics(*measured, now_s()), discovered(), gauges()), registry)
+        self._page = MetricsPage(lambda: chain(fleet_metrics(*measured), discovered(), gauges()), registry)
         self._counted, self._started_s = counted or gauges, started_s
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_more)
@@ -267,9 +267,8 @@ class Keeper(ComposedContext):
         return json_answer({"url": worker.url, "state": worker.state}, HTTPStatus.ACCEPTED)
 
     def _loads(self, _: Question) -> Answer:
-        now_s = time.monotonic()
         targets = [rank.target for worker in self.fleet.workers for rank in self.fleet.ranks(worker)]
-        return json_answer({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
+        return json_answer({"loads": [explain_load(target, self.load.load(target)) for target in targets]})
 
     def _regret_of_window(self, question: Question) -> Answer:
         given = parse_qs(question.query).get("window", ["10m"])[-1]

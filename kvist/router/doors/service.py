@@ -323,7 +323,7 @@ class RouterService(ComposedContext):
         parsed = await self._forwarder.reader.read(None, body)
         full = admission.full_workers(parsed.model, ())
         plan = routing.plan(parsed, routing.match(parsed) or Prefix(), full=full)
-        explained = explain_plan(plan, parsed, self.keeper.load, time.monotonic())
+        explained = explain_plan(plan, parsed, self.keeper.load)
         is_queued = admission.would_wait(parsed.model) or plan.answer.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})
 

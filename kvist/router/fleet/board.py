@@ -51,15 +51,13 @@ QUEUES_WORD = TENANTS_WORD - NUM_QUEUES
 
 
 class RankField(IntEnum):
-    """The numbers in a rank's cell: its load by one front (`kvist.router.fleet.load`); floats from RECENT on."""
+    """The numbers in a rank's cell: its load by one front (`kvist.router.fleet.load`); the last is a float."""
 
     RUNNING = 0
     PREFILL = 1
     ENDED = 2
     ANSWERED = 3
-    RECENT = 4
-    RECENT_AT = 5
-    LAST_BYTE_AT = 6
+    LAST_BYTE_AT = 4
 
 
 class FrontField(IntEnum):

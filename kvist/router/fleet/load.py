@@ -3,7 +3,6 @@
     dispatch ──────────── first byte of the answer ──────────────── end, error or disconnect
     running_requests +1                                             −1
     prefill_tokens  +uncached    −uncached                          (−uncached, if no byte came)
-    recent_prefill_tokens +uncached, then halves every half-life: it outlives the request
 
 An event of a stream counts as one token. Answers that are not streamed keep their prefill tokens to the end, for
 nothing shows when prefill ended.
@@ -15,7 +14,6 @@ over all of them.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 
 from kvist.events import WorkerRank
@@ -32,13 +30,13 @@ from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.policy.work import RECENT_HALF_LIFE_S, WorkRows
+from kvist.router.policy.work import WorkRows
 from kvist.router.tenants.rows import TenantRows
 
 _IDLE_INTERVAL_S = 0.05
 _ALIVE_S = 1.0
 """A front that has not updated its queue head for so long may have stopped."""
-_RUNNING, _PREFILL, _ENDED, _ANSWERED, _RECENT, _RECENT_AT, _LAST_BYTE_AT = map(int, RankField)
+_RUNNING, _PREFILL, _ENDED, _ANSWERED, _LAST_BYTE_AT = map(int, RankField)
 
 
 class ActiveRequest:
@@ -106,17 +104,13 @@ class LoadTracker:
         """Is called when a request of this process has ended, or its prefill has."""
 
     def begin(
-        self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float, priced: Dispatched | None = None
+        self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, priced: Dispatched | None = None
     ) -> ActiveRequest:
-        """Count a request, which is dispatched now."""
+        """Count a request as dispatched."""
         cells = self.register(target)
         assert cells is not None, target  # it was registered before it could be chosen
-        cell, floats = cells[self._front], self._floats
-        uncached_tokens = max(0, prompt.num_tokens - overlap_tokens)
-        floats[cell + _RECENT] = self._decayed(cell, now_s) + uncached_tokens
-        floats[cell + _RECENT_AT] = now_s
         self.ints[self.own_row + FrontField.RUNNING] += 1
-        return ActiveRequest(self, cell, uncached_tokens, priced)
+        return ActiveRequest(self, cells[self._front], max(0, prompt.num_tokens - overlap_tokens), priced)
 
     def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
         """Return a policy that prices requests by the load of all processes."""
@@ -142,14 +136,13 @@ class LoadTracker:
             self._workers.setdefault(target.worker, []).append(cells)
         return cells
 
-    def load(self, target: WorkerRank, now_s: float) -> Load:
+    def load(self, target: WorkerRank) -> Load:
         """Return the rank's load now."""
-        ints, running, prefill, recent = self.ints, 0, 0, 0.0
+        ints, running, prefill = self.ints, 0, 0
         for cell in self.register(target) or ():
             running += ints[cell + _RUNNING]
             prefill += ints[cell + _PREFILL]
-            recent += self._decayed(cell, now_s)
-        return Load(running, prefill, recent)
+        return Load(running, prefill)
 
     def running_requests(self, worker: str) -> int:
         """Return how many requests of the worker, over all its ranks, have not ended."""
@@ -258,9 +251,3 @@ class LoadTracker:
     def _sum(self, worker: str, field: int) -> int:
         ints = self.ints
         return sum(ints[cell + field] for cells in self._workers.get(worker, ()) for cell in cells)
-
-    def _decayed(self, cell: int, now_s: float) -> float:
-        recent = self._floats[cell + _RECENT]
-        if recent == 0.0:
-            return 0.0
-        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / RECENT_HALF_LIFE_S)

@@ -35,7 +35,6 @@ from kvist.router.policy.work import (
     DISPATCHED_AT,
     NUM_FIELDS,
     NUM_LEARNT,
-    RECENT_HALF_LIFE_S,
     STARTED_AT,
     Floats,
     merged,
@@ -50,8 +49,8 @@ MAX_REPLICAS = 15
 MAX_RESPONSES = 1000
 """The most that one summary has."""
 
-_NUM_NUMBERS, _RECENT = NUM_FIELDS + len(RankField), NUM_FIELDS + RankField.RECENT
-_TIMES = [DISPATCHED_AT, ANSWERED_AT, BUSY_UNTIL, STARTED_AT, *range(_RECENT + 1, _NUM_NUMBERS)]
+_NUM_NUMBERS, _LAST_BYTE_AT = NUM_FIELDS + len(RankField), NUM_FIELDS + RankField.LAST_BYTE_AT
+_TIMES = [DISPATCHED_AT, ANSWERED_AT, BUSY_UNTIL, STARTED_AT, _LAST_BYTE_AT]
 
 
 class PromptMarks(NamedTuple):
@@ -96,12 +95,9 @@ class SummaryBuilder:
         board, fronts = self._board, slice(self._board.num_fronts)
         columns = np.array([*board.columns.values()], np.intp)
         cells = board.cell_ints[fronts][:, 1 + columns, : len(RankField)]
-        recent, at_s = cells.view(float)[:, :, RankField.RECENT], cells.view(float)[:, :, RankField.RECENT_AT :]
-        since_s = at_s[:, :, 0] - at_s[:, :, 0].max(0)
         work = board.work[:, :, columns]
         numbers = np.concatenate([merged(work[fronts], work[:, NUM_LEARNT].sum(0)), cells.sum(0).T])
-        numbers[_RECENT] = (recent * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
-        numbers[_RECENT + 1 :] = at_s.max(0).T
+        numbers[_LAST_BYTE_AT] = cells.view(float)[:, :, RankField.LAST_BYTE_AT].max(0)
         changed = numbers.any(0) if is_whole else (numbers != self._last[:, columns]).any(0)
         self._last[:, columns] = numbers
         prompts = list(self._prompts(now_s, is_whole=is_whole))
@@ -167,8 +163,8 @@ class ReplicaRows:
             board.work[row][:, gone] = 0.0
             board.cell_ints[row, 1 + gone] = 0
         board.work[row][:, named] = numbers[:NUM_FIELDS]
-        board.cell_ints[row, 1 + named, : RankField.RECENT] = numbers[NUM_FIELDS:_RECENT].T
-        board.cell_floats[row, 1 + named, RankField.RECENT : len(RankField)] = numbers[_RECENT:].T
+        board.cell_ints[row, 1 + named, : RankField.LAST_BYTE_AT] = numbers[NUM_FIELDS:_LAST_BYTE_AT].T
+        board.cell_floats[row, 1 + named, RankField.LAST_BYTE_AT] = numbers[_LAST_BYTE_AT]
         board.ints[board.row_starts[row] + FrontField.RUNNING] = summary.num_running
         for prompt in summary.prompts:
             if 0 <= prompt.rank_idx < len(columns) and (column := int(columns[prompt.rank_idx])) >= 0:

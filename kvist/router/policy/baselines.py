@@ -9,7 +9,6 @@ from typing import TypeAlias
 from kvist.router.policy.decision import (
     Candidate,
     Decision,
-    Load,
     Prompt,
     Weighing,
     draw,
@@ -22,8 +21,9 @@ Baseline: TypeAlias = Callable[[Sequence[Candidate], int], Weighing]
 
 
 def least_loaded(candidates: Sequence[Candidate], _turn: int) -> Weighing:
-    """Fewest running requests wins; ties go to the least queued prefill, then the least recent prefill, then chance."""
-    return Weighing("load", uniform_over_minima([_load_key(candidate.load) for candidate in candidates]))
+    """Fewest running requests wins; ties go to the least queued prefill, then to chance."""
+    loads = [candidate.load for candidate in candidates]
+    return Weighing("load", uniform_over_minima([(load.running_requests, load.prefill_tokens) for load in loads]))
 
 
 def round_robin(candidates: Sequence[Candidate], turn: int) -> Weighing:
@@ -46,7 +46,3 @@ def decide(policy: str, prompt: Prompt, candidates: Sequence[Candidate], turn: i
     chosen = candidates[chosen_idx]
     overlap_tokens = usable_tokens(chosen.overlap_blocks, prompt)
     return Decision(policy, prompt, chosen, chosen_idx, overlap_tokens, lambda: (candidates, weighing))
-
-
-def _load_key(load: Load) -> tuple[int, int, float]:
-    return (load.running_requests, load.prefill_tokens, load.recent_prefill_tokens)

@@ -36,7 +36,6 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
     running_requests: int = 0
     prefill_tokens: int = 0
-    recent_prefill_tokens: float = 0.0
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

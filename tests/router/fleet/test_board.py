@@ -150,7 +150,7 @@ class Life:
         is_streamed, column = self.random.random() < 0.7, tracker.column(target)
         prices = front.policy.weigh(self.now_s, num_tokens, CHAIN[: num_tokens // 16], [0], np.array([column]))
         priced = front.policy.dispatched(self.now_s, column, prices, 0, is_streamed=is_streamed)
-        active = tracker.begin(target, Prompt(num_tokens, 16), overlap, self.now_s, priced)
+        active = tracker.begin(target, Prompt(num_tokens, 16), overlap, priced)
         tenant, num_uncached = self.random.choice(TENANTS), max(0, num_tokens - overlap)
         tracker.tenants.count(tenant, 1)
         front.running.append(Running(active, target, life, tenant, num_uncached, num_tokens, priced.work, is_streamed))
@@ -202,7 +202,7 @@ class Life:
                     continue  # it was not told yet
                 num_running = 0
                 for target in (WorkerRank(worker, rank) for rank in range(NUM_RANKS)):
-                    counts, load = counted.get((life, target), Counter()), tracker.load(target, 0.0)
+                    counts, load = counted.get((life, target), Counter()), tracker.load(target)
                     assert (load.running_requests, load.prefill_tokens) == (counts["running"], counts["prefill"])
                     work = tracker.board.work[:, [QUEUED, CONTEXT, UNSTREAMED], tracker.column(target)].sum(0)
                     assert work.tolist() == [counts["queued"], counts["context"], counts["whole"]]
@@ -232,13 +232,13 @@ def test_columns_are_reused_once_nothing_runs_in_them() -> None:
     for number in range(50):
         target = WorkerRank(f"http://{number}", 0)
         keeper.register(target)
-        request = front.begin(target, Prompt(100, 16), 0, 0.0)
+        request = front.begin(target, Prompt(100, 16), 0)
         keeper.forget(target.worker)
         request.finish(0.0)
         front.forget(target.worker)
     assert keeper.ints[0] == 1
     keeper.register(WorkerRank("http://last", 0))
-    assert front.load(WorkerRank("http://last", 0), 0.0) == Load()
+    assert front.load(WorkerRank("http://last", 0)) == Load()
     assert front.ended_requests("http://last") == 0
 
 

@@ -42,12 +42,11 @@ class Router:
         ranks = [*self.board.columns]
         columns = np.array([self.board.columns[rank] for rank in ranks])
         prices = self.policies[0].weigh(now_s, 4000, hashes, np.zeros(len(ranks), int), columns)
-        loads = [self.fronts[0].load(rank, now_s) for rank in ranks]
+        loads = [self.fronts[0].load(rank) for rank in ranks]
         return {
             rank: (
                 load.running_requests,
                 load.prefill_tokens,
-                round(load.recent_prefill_tokens, 4),
                 round(float(prices.cost_s[idx]), 6),
                 int(prices.cached_tokens[idx]),
             )
@@ -74,7 +73,7 @@ class Client:
             columns = np.array([tracker.column(each) for each in RANKS])
             prices = policy.weigh(now_s, num_tokens, hashes, np.zeros(len(RANKS), int), columns)
             # What is dispatched must not hang on views that are a tick old, nor speeds on when answers come.
-            load = tracker.begin(rank, Prompt(num_tokens, BLOCK), 0, now_s)
+            load = tracker.begin(rank, Prompt(num_tokens, BLOCK), 0)
             compute = prices.compute.copy()
             compute[:] = 200
             unit_s = prices.load._replace(unit_s=np.full(len(RANKS), 40e-6))
@@ -122,15 +121,13 @@ def test_all_know_what_one_router_that_does_all_knows(seed: int, num_fronts: int
         )
         for rank, (*counts, cost_s, cached) in router.view(now_s, last).items():
             *true_counts, true_cost_s, true_cached = truth[rank]
-            assert counts[:2] == true_counts[:2]
-            assert cached == true_cached
-            assert math.isclose(counts[2], true_counts[2], rel_tol=1e-6, abs_tol=1e-3)
+            assert (counts, cached) == (true_counts, true_cached)
             assert math.isclose(cost_s, true_cost_s, rel_tol=0.05, abs_tol=0.02)
 
 
 def test_clocks_of_machines_may_differ() -> None:
     ours, theirs = Router(), Router()
-    load = theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 5e6)
+    load = theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0)
     hashes = np.arange(1, 63, dtype=np.uint64)
     columns = np.arange(len(RANKS))
     prices = theirs.policies[0].weigh(5e6, 1000, hashes, np.zeros(len(RANKS), int), columns)
@@ -142,7 +139,7 @@ def test_clocks_of_machines_may_differ() -> None:
 
 def test_what_is_done_at_the_very_moment_of_a_summary_is_told() -> None:
     ours, theirs, hashes = Router(), Router(), np.arange(1, 63, dtype=np.uint64)
-    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 7.0)
+    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0)
     prices = theirs.policies[0].weigh(7.0, 1000, hashes, np.zeros(len(RANKS), int), np.arange(len(RANKS)))
     theirs.policies[0].dispatched(7.0, 0, prices, 0)
     ours.rows.apply("other", theirs.builder.build(7.0, is_whole=False), 51.0)
@@ -174,7 +171,7 @@ def test_the_time_of_one_step_is_not_taken_for_that_of_each_routers_prompt_in_it
 
 def test_who_is_silent_counts_no_more_and_gives_its_row_to_another() -> None:
     ours, theirs = Router(num_replicas=1), Router()
-    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0, 1.0)
+    theirs.fronts[0].begin(RANKS[0], Prompt(1000, BLOCK), 0)
     summary = theirs.builder.build(1.0, is_whole=True)
     assert ours.rows.apply("a", summary, 1.0)
     assert not ours.rows.apply("b", summary, 1.0)
@@ -189,12 +186,12 @@ def test_who_is_silent_counts_no_more_and_gives_its_row_to_another() -> None:
 
 def test_what_is_said_of_others_workers_and_what_is_no_summary_changes_nothing() -> None:
     ours, theirs = Router(), Router(ranks=[WorkerRank("http://elsewhere", 0), RANKS[1]])
-    theirs.fronts[0].begin(WorkerRank("http://elsewhere", 0), Prompt(1000, BLOCK), 0, 1.0)
-    theirs.fronts[0].begin(RANKS[1], Prompt(1000, BLOCK), 0, 1.0)
+    theirs.fronts[0].begin(WorkerRank("http://elsewhere", 0), Prompt(1000, BLOCK), 0)
+    theirs.fronts[0].begin(RANKS[1], Prompt(1000, BLOCK), 0)
     summary = theirs.builder.build(1.0, is_whole=True)
     ours.rows.apply("a", summary, 1.0)
     assert WorkerRank("http://elsewhere", 0) not in ours.board.columns
-    assert ours.fronts[0].load(RANKS[1], 1.0).running_requests == 1
+    assert ours.fronts[0].load(RANKS[1]).running_requests == 1
     with pytest.raises(ValueError, match="bytes of numbers for 2 ranks"):
         ours.rows.apply("a", msgspec.structs.replace(summary, numbers=summary.numbers[8:]), 1.0)
     assert ours.board.cell_ints[1, 1 + ours.board.columns[RANKS[1]], RankField.RUNNING] == 1

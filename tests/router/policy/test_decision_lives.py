@@ -256,10 +256,7 @@ class Life:
             assert any(order[each] == order[chosen] for each in targets)
             sent_work, sent_unit_s, sent_window_s = round(work[chosen]), unit_s[chosen], window_s[chosen]
         else:
-            keys = {
-                target: (each.running, each.prefill, round(each.recent, 6))
-                for target, each in zip(targets, known, strict=True)
-            }
+            keys = {target: (each.running, each.prefill) for target, each in zip(targets, known, strict=True)}
             assert keys[chosen] == min(keys.values())
             sent_work = sent_unit_s = sent_window_s = 0
         active = self.routing.begin(self.now_s, plan.answer, is_streamed=is_streamed)
@@ -345,8 +342,7 @@ class Life:
                     known.running += 1
                     known.prefill += sent.uncached
                     known.context += sent.num_tokens
-                    work = sent.work if self.policy == "kv" else sent.uncached
-                    known.recent += work * 2 ** (-(self.now_s - at_s) / 60.0)
+                    known.recent += sent.work * 2 ** (-(self.now_s - at_s) / 60.0)
                     known.started_s = known.started_s or at_s
                     if self.policy == "kv":
                         decay = math.exp(-(at_s - known.given_s) / sent.window_s) if known.given_s else 0.0

@@ -25,14 +25,14 @@ def test_a_prompt_that_ends_on_a_block_boundary_loses_its_last_block() -> None:
     assert usable_blocks(10, Prompt(0, 16)) == 0
 
 
-def test_least_loaded_breaks_ties_by_queued_then_recent_prefill() -> None:
+def test_least_loaded_breaks_ties_by_queued_prefill_then_chance() -> None:
     fleet = [
-        candidate("a", running_requests=1, prefill_tokens=5, recent_prefill_tokens=9.0),
-        candidate("b", running_requests=1, prefill_tokens=5, recent_prefill_tokens=3.0),
+        candidate("a", running_requests=1, prefill_tokens=5),
+        candidate("b", running_requests=1, prefill_tokens=5),
         candidate("c", running_requests=1, prefill_tokens=6),
         candidate("d", running_requests=2),
     ]
-    assert BASELINES["least-loaded"](fleet, 0).probabilities == [0, 1, 0, 0]
+    assert BASELINES["least-loaded"](fleet, 0).probabilities == [0.5, 0.5, 0, 0]
 
 
 def test_round_robin_counts_with_the_turn_it_is_given() -> None:
@@ -51,7 +51,6 @@ loads = st.builds(
     Load,
     running_requests=st.integers(0, 200),
     prefill_tokens=st.integers(0, 100_000),
-    recent_prefill_tokens=st.floats(0, 1e6),
 )
 overlaps = st.lists(st.integers(0, 64), max_size=4).map(lambda depths: tuple(sorted(depths)))
 candidates = st.builds(

@@ -32,7 +32,7 @@ def known_to(service: RouterService) -> Any:
             rank.target,
             rank.display_state,
             rank.num_blocks,
-            *msgspec.structs.astuple(known.load.load(rank.target, 0))[:-1],  # the last decays
+            *msgspec.structs.astuple(known.load.load(rank.target)),
         )
         for worker in known.fleet.workers
         for rank in known.index.ranks(worker.url)

@@ -41,7 +41,7 @@ class Fronts:
         self.begin()
 
     def begin(self) -> None:
-        self._running = self._load.begin(WorkerRank("http://w", 0), Prompt(1, 16), 0, 1.0)
+        self._running = self._load.begin(WorkerRank("http://w", 0), Prompt(1, 16), 0)
 
     def enter(self, front: int, asked: Asked) -> Place:
         tenant = Tenant(name=asked.tenant, share=float(SHARES[asked.tenant]))
