@@ -140,7 +140,7 @@ class Worker:
                 case CancelFetch(request_id):
                     self.receiver.cancel(request_id, self.world.now_s)
                 case WithdrawOffer(remote_request_id):
-                    self.sender.withdraw(remote_request_id, self.world.now_s)
+                    self.sender.withdraw(remote_request_id)
 
     def hear(self, count: int) -> None:
         """Tell the engine of what has ended, the first reports first."""
@@ -463,7 +463,7 @@ class World:
         for worker in self.workers.values():
             for connection in worker.connections.values():
                 connection.is_dead = connection.endpoint not in self.workers
-            worker.sender.ping(self.now_s)
+            worker.sender.ping()
 
     def settle(self) -> None:
         """Let everything arrive and end: nothing is lost any more, and the dead are known to be."""
