@@ -52,7 +52,6 @@ class TransferCollector(Collector):
             ("bounced_descriptors", "Pieces gathered into a bounce region.", bounce.num_fragments_sent),
             ("received_bytes", "Bytes that other workers wrote here.", now.bytes_received),
             ("write_seconds", "Total time of writes.", now.write_seconds),
-            ("fetch_seconds", "Total time from asking for a prompt to having it.", now.fetch_seconds),
             ("refused_greetings", "Requests refused for another block layout.", now.num_refused_greetings),
             ("malformed", "Malformed messages, which are ignored.", now.num_malformed),
         ):

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,16 +140,11 @@ class Bounce:
         room = self._send_region.allocate(size_bytes)
         return None if room is None else self._gather_and_write(peer, fragments, room, size_bytes, base)
 
-    def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> float:
-        """Copy each address's bytes to pieces `[num_pieces, 2]`, address and bytes; return the seconds it took.
-
-        Raises one of `COPY_ERRORS` if that fails.
-        """
-        began_s = monotonic()
+    def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> None:
+        """Copy each address's bytes to pieces `[num_pieces, 2]`, address and bytes; raises one of `COPY_ERRORS`."""
         for address, pieces in parts:
             targets, sizes = pieces.T
             self._copier.scatter(targets, sizes, self._receive_region.bytes_at(address, int(sizes.sum())))
-        return monotonic() - began_s
 
     def close(self) -> bool:
         """Deregister the regions, once; return False if a write or room still needs them."""

@@ -184,9 +184,8 @@ class RankedTransfers:
         self._ranks.command(command)
 
     def statistics(self) -> TransferStatistics:
-        """Return sums over all ranks, those of followers up to a second old; `fetch_seconds` is rank 0's."""
-        own = self._service.statistics()
-        return replace(_sum([own, *self._followers.values()]), fetch_seconds=own.fetch_seconds)
+        """Return sums over all ranks, those of followers up to a second old."""
+        return _sum([self._service.statistics(), *self._followers.values()])
 
     def _on_report(self, rank: int, report: commands.Report) -> None:
         """Handle a rank's report; may be called on any thread."""

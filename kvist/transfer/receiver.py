@@ -157,7 +157,6 @@ class _Transfer:
     room: int | None
     rooms: list[messages.Extent | None]
     unreported: set[int]
-    began_s: float
     deadline_s: float
     bounced: list[tuple[int, Int64s]] = field(default_factory=list)
     first_token_id: int | None = None
@@ -187,7 +186,6 @@ class Receiver:
         self._ids = itertools.count()
         self.num_malformed = 0
         self.bytes_received = 0
-        self.fetch_seconds = 0.0
 
     @property
     def quarantined_bytes(self) -> int:
@@ -224,7 +222,6 @@ class Receiver:
             room,
             rooms,
             unreported=set(ranks),
-            began_s=now_s,
             deadline_s=now_s + self._limits.transfer_timeout_s,
         )
         self._transfers[transfer.transfer_id] = transfer
@@ -333,7 +330,7 @@ class Receiver:
         if transfer.bounced and not transfer.has_failed:
             assert self._bounce is not None, "there is no room without regions"
             try:
-                now_s += self._bounce.scatter(transfer.bounced)
+                self._bounce.scatter(transfer.bounced)
             except COPY_ERRORS as error:
                 self._fail(transfer, f"scatter: {error}", now_s)
                 return
@@ -345,5 +342,4 @@ class Receiver:
             self._report(commands.FetchReleased(request_id))
             return
         self.bytes_received += transfer.num_bytes
-        self.fetch_seconds += now_s - transfer.began_s
         self._report(commands.FetchCompleted(request_id, transfer.first_token_id))

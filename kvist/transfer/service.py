@@ -41,7 +41,7 @@ Channel: TypeAlias = "Connection[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """A rank's counts since its start, and its transfers under way; seconds are summed over transfers."""
+    """A rank's counts since its start, and its transfers under way; seconds are summed over writes."""
 
     num_writing: int
     num_fragments_written: int
@@ -50,7 +50,6 @@ class TransferStatistics:
     bytes_received: int
     quarantined_bytes: int
     write_seconds: float
-    fetch_seconds: float
     num_refused_greetings: int
     num_malformed: int
 
@@ -159,7 +158,6 @@ class KvTransferService:
             self._receiver.bytes_received,
             self._receiver.quarantined_bytes,
             self._sender.write_seconds,
-            self._receiver.fetch_seconds,
             self._sender.num_refused_greetings,
             self._sender.num_malformed + self._receiver.num_malformed,
         )

@@ -51,7 +51,7 @@ def test_every_reason_of_a_refusal_is_explained() -> None:
 
 
 def test_every_metric_named_is_there() -> None:
-    nothing = TransferStatistics(0, 0, 0, BounceStatistics(), 0, 0, 0.0, 0.0, 0, 0)
+    nothing = TransferStatistics(0, 0, 0, BounceStatistics(), 0, 0, 0.0, 0, 0)
     metrics = TransferCollector(SimpleNamespace(statistics=lambda: nothing)).collect()
     known = {sample.name for metric in metrics for sample in metric.samples}
     source = (ROOT / "kvist" / "engine" / "server" / "app.py").read_text(encoding="utf-8")

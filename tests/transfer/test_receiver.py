@@ -82,11 +82,10 @@ class Ends:
         assert (size_bytes, num_pieces) == (2 * RANK_BYTES, 4)
         return ROOM_AT
 
-    def scatter(self, parts: list[tuple[int, Any]]) -> float:
+    def scatter(self, parts: list[tuple[int, Any]]) -> None:
         self.log.append(("scatter", {(address - ROOM_AT) // RANK_BYTES for address, _ in parts}))
         if self.copy_error is not None:
             raise self.copy_error
-        return 0.5
 
     def quarantine(self, room: int) -> None:
         assert room == ROOM_AT

@@ -161,7 +161,7 @@ class Decode:
         assert room // REGION_BYTES not in self.free_regions, "released twice"
         self.free_regions.append(room // REGION_BYTES)
 
-    def scatter(self, parts: list[tuple[int, Any]]) -> float:
+    def scatter(self, parts: list[tuple[int, Any]]) -> None:
         if self.world.has_fault(0.1):
             raise RuntimeError("bad copy")
         for start, pieces in parts:
@@ -169,7 +169,6 @@ class Decode:
             for target, size in pieces.tolist():
                 self.memory[target : target + size] = self.memory[at : at + size]
                 at += size
-        return 0.0
 
 
 class Rank:
