@@ -203,8 +203,6 @@ class RouterConfig:
     """seconds a health check may take"""
     health_failures: Count = 3
     """failed checks in a row that make a worker unhealthy"""
-    health_successes: Count = 2
-    """passed checks in a row that make it healthy again"""
     breaker_failures: Count = 5
     """failed requests in a row that open a worker's circuit"""
     breaker_cooldown_s: Seconds = 10.0

@@ -516,7 +516,7 @@ class Forwarding:
             headers.append((b"x-kvist-worker", decision.chosen.target.worker.encode()))
             headers.append((b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens))
             if self.handover is not None:
-                headers += self.handover.headers()
+                headers.append((b"x-kvist-prefill-worker", self.handover.prefill_worker.encode()))
         return headers
 
     # What became of an attempt.

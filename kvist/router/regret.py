@@ -43,10 +43,8 @@ DEFAULT_TENANT: Final = "default"
 
 _REPORTED_COUNTS: Final = (
     *("requests", "prompt_tokens", "pooled_cache_tokens", "held_tokens", "routed_tokens"),
-    *("in_flight_tokens", "prompt_tokens_with_report", "predicted_tokens", "reported_tokens"),
+    *("in_flight_tokens", "prompt_tokens_with_report", "predicted_tokens", "reported_tokens", "unpredicted_tokens"),
 )
-_UNPREDICTED: Final = "unpredicted_tokens"
-_UNPREDICTED_INEXACT: Final = "unpredicted_tokens_inexact_cache"
 _FIRST_LIMIT: Final = np.uint64(FIRST_SAMPLING_RATE * (1 << 64))
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that products of hashes are spread evenly."""
@@ -268,7 +266,8 @@ class Regret:
                 row["predicted_tokens"] += routed
                 row["reported_tokens"] += reported
                 row[Cause.ENGINE] += max(0, routed - reported)
-                row[_UNPREDICTED if request.is_exact else _UNPREDICTED_INEXACT] += max(0, reported - routed)
+                if request.is_exact:
+                    row["unpredicted_tokens"] += max(0, reported - routed)
             if request.sampled:
                 self._add_sampled(now_s, request, capacity_blocks, row, bucket)
 
@@ -393,5 +392,4 @@ def quantile(counts: Mapping[str, int], part: float) -> int:
 
 def _row(row: Counter[str]) -> dict[str, Any]:
     lost = {cause.value: row[cause] for cause in Cause if row[cause]}
-    unpredicted = {name: row[name] for name in (_UNPREDICTED, _UNPREDICTED_INEXACT) if row[name]}
-    return {name: max(0, row[name]) for name in _REPORTED_COUNTS} | {"lost_tokens": lost} | unpredicted
+    return {name: max(0, row[name]) for name in _REPORTED_COUNTS} | {"lost_tokens": lost}

@@ -42,8 +42,6 @@ from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
 
 _NO_BLOCKS = (0,) * len(Tier)
-_MAX_EAGLE_MISSES, _EAGLE_PROBE_INTERVAL = 256, 16
-"""After so many prompts in a row of which no engine with EAGLE held any, only each 16th is matched for those."""
 
 
 class FleetView(Protocol):
@@ -89,7 +87,6 @@ class Routing:
         self._pricing: dict[tuple[PriceSettings, int], PricedPolicy] = {}
         self._ranks: dict[tuple[Worker, ...], _Ranks] = {}
         self._ranks_known_at_s = 0.0
-        self._num_eagle_misses = 0
         self._random = random
         self._now_s = now_s
 
@@ -127,11 +124,7 @@ class Routing:
         if overlaps is None:
             return None
         # Engines with EAGLE hash one token more into a block: matching the first block tells whether any holds it.
-        self._num_eagle_misses += 1
-        num_misses = self._num_eagle_misses
-        is_probed = num_misses <= _MAX_EAGLE_MISSES or num_misses % _EAGLE_PROBE_INTERVAL == 0
-        if is_probed and index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
-            self._num_eagle_misses = 0
+        if index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             found = dict(index.match(eagle_hashes) or {})
             if num_usable_tokens + 1 == len(token_ids):  # that is the last token, at which SGLang does not look

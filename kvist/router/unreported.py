@@ -10,7 +10,6 @@ system prompt perhaps, for as long as it keeps that block: so the prompts count 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "expected "
 """Of the names of the ranks that hold in the index what others are expected to hold; no worker's own has a space."""
-_MAX_AGE_S = 0.05
-"""How old what is known of the ranks may be: their events come as late."""
 
 
 class UnreportedPrompts:
@@ -52,8 +49,6 @@ class UnreportedPrompts:
         """By the name that holds them in the index."""
         self._clearings: dict[WorkerRank, int | None] = {}
         """By the same names, the clearing of the rank that is meant when its last prompt was recorded."""
-        self._counted: dict[WorkerRank, tuple[WorkerRank, SourceState | None] | None] = {}
-        self._counted_at: tuple[float, int] = (-math.inf, 0)
 
     def set_room(self, worker: str, num_blocks: int, *, reports_anew: bool = False) -> None:
         """Expect the worker to keep so many blocks of what it is sent; `reports_anew`: it can be asked what it holds.
@@ -85,7 +80,6 @@ class UnreportedPrompts:
             self.radix.clear(*holder)
             self._expected[holder] = ExpectedBlocks(self._capacity(target.worker), self._time_to_live_s)
         self._clearings[holder] = self.radix.clearing_of(target)
-        self._counted.pop(holder, None)
         forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
         self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
         self._remove(holder, forgotten)
@@ -110,24 +104,8 @@ class UnreportedPrompts:
     ) -> list[tuple[WorkerRank, SourceState | None, tuple[int, ...]]]:
         """Remove what is expected from a prompt's overlaps; return the ranks that should hold it, and their states."""
         expected = [(holder, overlaps.pop(holder)) for holder in self._expected.keys() & overlaps.keys()]
-        counted = [(self._find_counted(holder), depths) for holder, depths in expected]
-        return [(*found, depths) for found, depths in counted if found is not None]
-
-    def _find_counted(self, holder: WorkerRank) -> tuple[WorkerRank, SourceState | None] | None:
-        """Return the rank that is expected to hold blocks, and its state, None if they do not count: as of 50 ms ago.
-
-        A match with 64 partial ranks takes 105 us with it, and 250 if each is looked up anew (2026-11-28).
-        """
-        assert self.radix is not None
-        now_s, num_clearings = self._now_s(), self.radix.num_clearings
-        if now_s - self._counted_at[0] > _MAX_AGE_S or num_clearings != self._counted_at[1]:
-            self._counted.clear()
-            self._counted_at = now_s, num_clearings
-        if holder not in self._counted:
-            target = _target_of(holder)
-            state = self._states(target.worker).get(target.rank)
-            self._counted[holder] = (target, state) if self._counts(holder) else None
-        return self._counted[holder]
+        counted = [(_target_of(holder), depths) for holder, depths in expected if self._counts(holder)]
+        return [(target, self._states(target.worker).get(target.rank), depths) for target, depths in counted]
 
     def _counts(self, holder: WorkerRank) -> bool:
         """Return whether what a rank is expected to hold still counts, as it was not cleared since.

@@ -114,7 +114,7 @@ def test_causes_are_told_apart() -> None:
     regret.add(5.0, [routed(num_tokens=900, is_read=False)], 10**6)
     told = total(regret)
     assert told["lost_tokens"][Cause.UNREAD] == 900
-    assert (told["requests"], told["in_flight_tokens"], told["unpredicted_tokens_inexact_cache"]) == (6, 16, size)
+    assert (told["requests"], told["in_flight_tokens"], told["unpredicted_tokens"]) == (6, 16, 0)
     was_evicted, was_told = (
         told["lost_tokens"][Cause.EVICTED],
         sum(regret.report(5.0, 600.0)["retention_needed_s"].values()),
@@ -128,6 +128,8 @@ def test_causes_are_told_apart() -> None:
     assert told["lost_tokens"][Cause.RENDERED] == pytest.approx(size / 2, rel=0.2)
     assert told["lost_tokens"][Cause.EVICTED] - was_evicted == pytest.approx(size / 4, rel=0.3)
     assert 0 < sum(regret.report(7.0, 600.0)["retention_needed_s"].values()) - was_told < 100
+    regret.add(8.0, [routed(prompt, reported_tokens=480)], 10**6)
+    assert total(regret)["unpredicted_tokens"] == 480
     assert told["prompt_tokens_with_report"] == 2 * size + 2
     assert (told["predicted_tokens"], told["reported_tokens"]) == (size - 160, 2 * size - 480)
 

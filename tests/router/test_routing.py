@@ -6,13 +6,11 @@ import asyncio
 from math import gcd
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.events.types import GroupRule
-from kvist.router.prompts import ParsedRequest
 
 TOKENS = list(range(100, 164))  # four blocks of 16, ending on a boundary
 
@@ -65,18 +63,6 @@ async def test_the_block_with_the_last_token_counts_as_the_one_that_an_engine_of
             radix.store(each, Tier.GPU, None, block_hashes(TOKENS, 16))
         for prompt, overlap in ((TOKENS, 48), ([*TOKENS, 1], 48), (TOKENS[:48], 32), (TOKENS[:47], 16)):
             assert (await front.explain(prompt))["overlap_tokens"] == overlap
-
-
-async def test_an_engine_with_eagle_is_soon_found_after_many_prompts_that_none_held(worker, router) -> None:
-    async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
-        routing, ask = front.service._forwarder.routing, ParsedRequest("m", len(TOKENS), np.array(TOKENS, np.uint32))
-        for _ in range(300):
-            assert not routing.match(ask).overlaps
-        eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
-        front.service.keeper.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
-        found = [bool(routing.match(ask).overlaps) for _ in range(32)]
-        assert any(found[:16])
-        assert all(found[16:])
 
 
 async def test_sglang_with_eagle_reuses_no_block_whose_name_covers_the_last_token(worker, router) -> None:

@@ -48,7 +48,7 @@ async def test_conversations_stay_where_they_are_until_their_worker_restarts(unt
         children = {worker.url: worker for worker in workers}
         router = await group.start(
             *("router", "route", "--worker-urls", *children, "--model-path", MODEL, "--port", "0"),
-            *("--health-interval-s", "0.2", "--health-failures", "1", "--health-successes", "1"),
+            *("--health-interval-s", "0.2", "--health-failures", "1"),
         )
         chats, explain = f"{router.url}/v1/chat/completions", f"{router.url}/route"
 

@@ -63,7 +63,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         urls = [worker.url for worker in workers]
         router = await group.start(
             *("router", "route", "--worker-urls", *urls, "--model-path", MODEL, "--port", "0"),
-            *("--health-interval-s", "0.5", "--health-failures", "1", "--health-successes", "1"),
+            *("--health-interval-s", "0.5", "--health-failures", "1"),
         )
         async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
             yield Fleet(group, router, dict(zip(urls, workers, strict=True)), client)

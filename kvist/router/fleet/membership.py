@@ -177,7 +177,7 @@ class Membership(ComposedContext):
         worker = Worker(
             url,
             wanted.kv_event_sources,
-            HealthGauge(config.health_failures, config.health_successes),
+            HealthGauge(config.health_failures),
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
             capacity=Capacity(config.max_worker_requests),
         )

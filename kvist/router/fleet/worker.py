@@ -130,13 +130,12 @@ class Capacity:
 
 @dataclass(slots=True)
 class HealthGauge:
-    """A verdict on a worker's health, which `num_failures` or `num_successes` checks in a row change.
+    """A verdict on a worker's health, which `num_failures` failed or two passed checks in a row change.
 
     `is_healthy` is None before the first verdict; a single passed check is enough for that one.
     """
 
     num_failures: int = 3
-    num_successes: int = 2
     is_healthy: bool | None = None
     _streak: int = 0
     """Checks in a row that contradict the verdict."""
@@ -147,7 +146,7 @@ class HealthGauge:
             self._streak = 0
             return False
         self._streak += 1
-        needed = self.num_successes if passed else self.num_failures
+        needed = 2 if passed else self.num_failures
         if self._streak < needed and not (passed and self.is_healthy is None):
             return False
         self.is_healthy, self._streak = passed, 0

@@ -12,7 +12,6 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvist.http import Headers
 from kvist.openai.requests import Fields
 from kvist.router.policy.decision import Decision, is_worth_handing_over
 from kvist.router.prefill.dialect import Dialect, Handoff, LocalReason
@@ -98,11 +97,3 @@ class Handover:
     prefill_s: float = 0.0
     sent_s: float = 0.0
     transfer_s: float = 0.0
-
-    def headers(self) -> Headers:
-        """Return the headers that tell an administrator of it."""
-        return [
-            (b"x-kvist-prefill-worker", self.prefill_worker.encode()),
-            (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),
-            (b"x-kvist-transfer-ms", b"%.1f" % (self.transfer_s * 1000)),
-        ]

@@ -9,14 +9,14 @@ from kvist.router.fleet.worker import CircuitBreaker, CircuitState, HealthGauge
 
 
 def test_a_new_worker_is_healthy_after_one_passed_check() -> None:
-    gauge = HealthGauge(num_failures=3, num_successes=2)
+    gauge = HealthGauge(num_failures=3)
     assert gauge.is_healthy is None
     assert gauge.record(True)
     assert gauge.is_healthy
 
 
 def test_failures_must_come_in_a_row() -> None:
-    gauge = HealthGauge(num_failures=3, num_successes=2)
+    gauge = HealthGauge(num_failures=3)
     gauge.record(True)
     verdicts = []
     for passed in (False, False, True, False, False, False):
@@ -25,8 +25,8 @@ def test_failures_must_come_in_a_row() -> None:
     assert verdicts == [True, True, True, True, True, False]
 
 
-def test_an_unhealthy_worker_needs_several_passed_checks() -> None:
-    gauge = HealthGauge(num_failures=1, num_successes=2)
+def test_an_unhealthy_worker_needs_two_passed_checks() -> None:
+    gauge = HealthGauge(num_failures=1)
     gauge.record(False)
     assert gauge.is_healthy is False
     assert [gauge.record(passed) for passed in (True, False, True, True)] == [False, False, False, True]
@@ -34,7 +34,7 @@ def test_an_unhealthy_worker_needs_several_passed_checks() -> None:
 
 
 def test_a_worker_that_never_passed_becomes_unhealthy_too() -> None:
-    gauge = HealthGauge(num_failures=2, num_successes=2)
+    gauge = HealthGauge(num_failures=2)
     assert [gauge.record(False), gauge.record(False)] == [False, True]
     assert gauge.is_healthy is False
 

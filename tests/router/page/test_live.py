@@ -241,7 +241,7 @@ async def test_fronts_share_what_is_shown(worker, fronts_of) -> None:
 
 
 async def test_what_is_wrong_is_told_until_it_is_mended(worker, router) -> None:
-    fast = {"health_failures": 1, "health_successes": 1, "policy": "least-loaded"}
+    fast = {"health_failures": 1, "policy": "least-loaded"}
     async with worker() as one, router(one.url, **fast) as front:
 
         async def problems(*, is_over: bool) -> dict[str, Any]:

@@ -131,8 +131,6 @@ async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(w
         assert answer.content == b"".join([*simulated.events(), b"data: [DONE]\n\n"])
         assert answer.headers["x-kvist-worker"] == d.url
         assert answer.headers["x-kvist-prefill-worker"] == p.url
-        assert float(answer.headers["x-kvist-prefill-ms"]) >= 0
-        assert float(answer.headers["x-kvist-transfer-ms"]) >= 0
         sent, front_sent = d.completions[0].body, answer.request.content
         params = json.loads(sent)["kv_transfer_params"]
         assert json.loads(sent) == json.loads(front_sent) | {"kv_transfer_params": params}
