@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for report in recorder.reports():
         print(
             f"kvist record: {report.name}: {report.num_messages} messages, {report.num_connects} connections, "
-            f"{report.num_gaps} gaps ({report.num_missing} messages missing), {report.num_duplicates} duplicates, "
-            f"{report.num_restarts} restarts, {report.num_malformed} malformed; "
+            f"{report.num_gaps} gaps, {report.num_duplicates} duplicates, {report.num_restarts} restarts, "
+            f"{report.num_malformed} malformed; "
             f"{report.num_snapshots} snapshots and {report.num_recovered} messages asked for and recorded"
             + (f"; partial: {_abbreviate(report.partial)}" if report.partial else "")
             + (f"; not received: {report.problem}" if report.problem else "")

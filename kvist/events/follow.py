@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import NamedTuple, Protocol
 
@@ -47,8 +47,11 @@ class Follower(Protocol):
     def on_departure(self) -> None:
         """Record that the peer is known to be gone; called again if something still came from it."""
 
-    def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now, the same until an answer or something else arrives; called in every round."""
+    def questions(self, now_s: float) -> Iterable[Question]:
+        """Return what to ask now, the same until an answer or something else arrives; called in every round.
+
+        The next question is taken once the one before is asked and its answer applied.
+        """
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Apply the answer, None for silence; yields wherever others may have a turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -11,10 +11,15 @@ from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, RawBatch, is_canonical, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
+from kvist.events.session import NO_REPLAY, Session, Step
 from kvist.events.transports import Message
-from kvist.events.types import SnapshotPart
+from kvist.events.types import Holding, SnapshotPart
+from kvist.replay.recording import Record
+
+T = TypeVar("T")
 
 _HEARTBEAT_START = b"\xa9heartbeat"
+_EMPTY, _NOT_EMPTY = Holding(0, 0), Holding(1, 0)
 
 
 class CanonicalEnvelope(RawBatch, tag="kvist1", array_like=True, frozen=True, gc=False):
@@ -51,6 +56,47 @@ def read_envelope(payload: bytes) -> Envelope | None:
 def rank_of(envelope: Envelope) -> WorkerRank | None:
     """Return the rank whose sequence numbers a message has; None for an engine, which numbers all ranks together."""
     return None if isinstance(envelope, EngineEnvelope) else envelope.source
+
+
+def believe_heartbeat(session: Session[T], envelope: CanonicalEnvelope, now_s: float) -> list[Step[T]]:
+    """Return a session's steps for a heartbeat. Blocks are not followed: it is believed if nothing is missing.
+
+    One that says that the rank holds nothing is believed in any case.
+    """
+    is_same = session.is_complete or envelope.is_empty_heartbeat
+    published = _EMPTY if is_same else _NOT_EMPTY
+    return session.on_heartbeat(envelope.epoch, envelope.sequence, published, _EMPTY, now_s)
+
+
+class Numbering:
+    """Follows the sequence numbers in a recording of one source, a session a rank; what is missing is lost."""
+
+    def __init__(self) -> None:
+        self.restarts = RestartDetector()
+        self.sessions: dict[WorkerRank | None, Session[None]] = {}
+        """By `rank_of` a message. A stream that is recorded from its middle has not lost what came before."""
+
+    def on_message(self, envelope: Envelope, record: Record) -> list[Step[None]]:
+        """Return what a message means for a copy of its rank: `Restore` for the last part of a snapshot."""
+        (_, sequence, payload), now_s = record.message, record.time_ns * 1e-9
+        if isinstance(envelope, EngineEnvelope):
+            epoch = self.restarts.observe(sequence, payload)
+        else:
+            epoch, sequence = envelope.epoch, envelope.sequence
+        key = rank_of(envelope)
+        if (session := self.sessions.get(key)) is None:
+            session = self.sessions[key] = Session(NO_REPLAY, has_snapshots=key is not None)
+            session.resume(epoch, sequence, is_complete=sequence == 0)
+        if isinstance(envelope, SnapshotPart):
+            is_last = envelope.part_idx == envelope.num_parts - 1  # a recording that was cut off may lack it
+            return session.on_answer(epoch, (), now_s, snapshot_sequence=sequence) if is_last else []
+        if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
+            steps = believe_heartbeat(session, envelope, now_s)
+        else:
+            steps = session.receive(epoch, sequence, None, now_s)
+        if session.question(float("inf")) is not None:
+            steps += session.on_answer(None, None, now_s)
+        return steps
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
-_MAX_WAIT_NS = 25_000_000_000  # a recorder may hold messages back for two answers of 10 s each, and some
 _EPOCH_IDX: Final = 3  # in a canonical batch, and in a snapshot part
 _TIMESTAMP_IDX: Final = 0  # in an engine's batch
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
@@ -174,9 +173,9 @@ class Script:
         since_ns, until_ns = self.selection.times_ns(self.first_ns)
         lines, is_over = list[Line](), False
         for record in records:
-            if is_over := record.time_ns >= until_ns + _MAX_WAIT_NS:
+            if is_over := record.time_ns >= until_ns:
                 break
-            if record.time_ns < until_ns and self.selection.has_worker(record):
+            if self.selection.has_worker(record):
                 renewed = record._replace(message=self._renew(record.message))
                 lines.append(Line(self._round_idx, renewed, is_early=record.time_ns < since_ns))
         self.num_selected += sum(not line.is_early for line in lines)

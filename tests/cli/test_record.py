@@ -75,10 +75,8 @@ def test_an_engine_and_a_publisher_are_recorded_until_signalled(start_vllm, free
         process.send_signal(number)
         output, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
-    assert re.search(
-        r"record: engine: \d+ messages, 1 connections, 1 gaps \(1 messages missing\), 0 duplicates", output
-    )
-    assert re.search(r"record: ours: \d+ messages, 1 connections, 0 gaps \(0 messages missing\), 0 duplicates", output)
+    assert re.search(r"record: engine: \d+ messages, 1 connections, 1 gaps, 0 duplicates", output)
+    assert re.search(r"record: ours: \d+ messages, 1 connections, 0 gaps, 0 duplicates", output)
     recorded = [record.message for record in read(path) if record.source.name == "engine"]
     kept = dict(engine.kept)
     assert all(message.payload == kept[message.sequence] for message in recorded)

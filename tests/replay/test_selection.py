@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.replay import RecordedSource, RecordingReader
-from kvist.replay.script import Moment, Script, Selection, worker_of
+from kvist.replay import RecordedSource
+from kvist.replay.script import Moment, Selection, worker_of
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,3 @@ def test_a_worker_is_whom_the_batch_names_else_the_source(make):
 
 def sequences_of(script):
     return [(line.record.message.sequence, line.is_early) for lines in script.lines() for line in lines]
-
-
-def test_a_message_that_was_held_back_for_two_answers_is_not_behind_the_end(make, tmp_path):
-    records = make.records(*(make.batch(i) for i in range(3)))
-    times_s = (0, 30, 9)  # as the recorder writes what waited for 20 s and more
-    timed = [each._replace(time_ns=make.time_ns + s * 10**9) for each, s in zip(records, times_s, strict=True)]
-    path = make.write(tmp_path / "r", timed)
-    script = Script(lambda: RecordingReader(path), selection=Selection(until=Moment(10, False)))
-    assert sequences_of(script) == [(0, False), (2, False)]
