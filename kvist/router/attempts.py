@@ -16,14 +16,15 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from kvist.http import Deadline, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
+from kvist.http import Deadline, Headers, Request, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import with_fields
 from kvist.router import spans
+from kvist.router.config import RouterConfig
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import MAX_KEPT_BYTES, LocalReason
-from kvist.router.prefill.handover import Handover, Plan, begins_with_failure
+from kvist.router.prefill.handover import Plan, begins_with_failure
 from kvist.router.prefill.sglang import with_input_logprobs
 from kvist.router.prompts import GENERATE_PATH
 from kvist.router.usage import ReportedUsage, UsageReader
@@ -82,7 +83,8 @@ class _Attempt(ResponseReceiver):
         worker.on_silence.add(self.on_silence)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
-        headers = self._call.headers(owner.headers_for(target.worker)) + router.routing.rank_headers(target)
+        forwarded = forwarded_headers(request, router.config, target.worker, owner.request_id)
+        headers = self._call.headers(forwarded) + router.routing.rank_headers(target)
         client = request.client[0] if request.client else None
         self.exchange = router.pool.send(
             self, target.worker, request.method, request.target, headers, body, forwarded_for=client
@@ -158,13 +160,14 @@ class _Attempt(ResponseReceiver):
 
 
 class PrefillAttempt(_Attempt):
-    """Reports to its owner once: by `on_prefilled` or `on_prefill_failed`."""
+    """Reports to its owner by `on_prefilled` or `on_prefill_failed`; by the former again once all is computed."""
 
     def __init__(self, owner: Forwarding, decision: Decision, plan: Plan) -> None:
         self.answer = bytearray()
         self.is_done = False
+        self.is_pair = plan.handoff is not None
+        """Whether the answering worker is asked at the same time."""
         self._dialect = plan.dialect
-        self.handover: Handover | None = None
         self._deadline = Deadline(owner.router.pool.clock, self._on_pull_timeout)
         super().__init__(owner, decision, "prefill", with_fields(owner.body, plan.fields), is_streamed=True)
         if owner.pull is None:
@@ -176,31 +179,27 @@ class PrefillAttempt(_Attempt):
         """Keep the answer, and hand over early if its beginning already names the blocks."""
         self.answer += piece
         self._limit_length(len(self.answer))
-        if self._dialect.hands_over_early and self.handover is None and self.status == OK:
+        if self._dialect.hands_over_early and self.owner.handover is None and self.status == OK:
             handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer))
             if handoff is not None:
-                self.owner.on_prefilled(self, handoff, self.owner.router.now_s() - self.sent_s)
+                self.owner.on_prefilled(self, handoff)
 
     def on_end(self) -> None:
         """Report what was computed, or why nothing was."""
-        if self._dialect.works_alone or self.status != _SERVER_ERROR:
+        if not self.is_pair or self.status != _SERVER_ERROR:
             self._judge_worker()  # else the other of the pair may be at fault
         if self.status == OK:
             self._load.on_first_token(self.owner.router.now_s())
         self._end(self.status)
-        is_ok, is_pair = self.status == OK, not self._dialect.works_alone
-        if self.status >= _SERVER_ERROR or (is_pair and self.status in RETRIED_STATUSES):
+        is_ok = self.status == OK
+        if self.status >= _SERVER_ERROR or (self.is_pair and self.status in RETRIED_STATUSES):
             self.owner.on_prefill_failed(self, f"answered {self.status}")
             return
         handoff = self._dialect.read_handoff(self.owner.parsed, bytes(self.answer)) if is_ok else None
-        if self.owner.pull is None and (handoff is not None or (is_pair and is_ok)):
+        if self.owner.pull is None and (handoff is not None or (self.is_pair and is_ok)):
             self.owner.router.routing.record_computed(self.owner.parsed, self.decision)
             self.owner.router.routing.record_unreported(self.owner.parsed, self.decision)
-        now_s = self.owner.router.now_s()
-        if self.handover is None:
-            self.owner.on_prefilled(self, handoff, now_s - self.sent_s)
-        elif self.owner.responder.status is None:  # the decode worker has not begun to answer
-            self.handover.prefill_s, self.handover.sent_s = now_s - self.sent_s, now_s
+        self.owner.on_prefilled(self, handoff)
 
     def on_failure(self, error: UpstreamError) -> None:
         """Report that the prompt was not computed."""
@@ -288,8 +287,8 @@ class AnswerAttempt(_Attempt):
         """End the client's answer, and learn from the usage that it reported."""
         if self._buffer and not self._is_buffer_complete:
             self._is_buffer_complete = True
-            if self.owner.paired_prefill is not None and self.owner.paired_prefill.is_done:
-                self.on_peer_prefilled(self.owner.paired_prefill)
+            if self.owner.prefill is not None and self.owner.prefill.is_done:
+                self.on_peer_prefilled(self.owner.prefill)
             return
         if not self.has_begun:
             self._begin(is_empty=not self._first_events)
@@ -325,7 +324,7 @@ class AnswerAttempt(_Attempt):
     def _report_failed_transfer(self) -> bool:
         """Have the owner ask another worker, and return whether it may."""
         owner = self.owner
-        may_ask = owner.paired_prefill is None or owner.may_retry()
+        may_ask = not owner.is_pair or owner.may_retry()
         if may_ask:
             self.exchange.close()
             self._end(_SERVER_ERROR)
@@ -439,3 +438,19 @@ def worker_failure(error: UpstreamError) -> RequestError:
     is_timeout = isinstance(error, UpstreamTimeoutError)
     status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
     return RequestError(status, str(error), code="worker_failed")
+
+
+def forwarded_headers(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
+    """Return the request's headers as a worker gets them, under the request's id and with the worker's own key.
+
+    The client's key is passed on only where the router asks for none and has no key for the worker.
+    """
+    authorization = config.authorization(worker)
+    dropped = {b"x-request-id"}
+    if authorization or config.asks_for_keys:
+        dropped |= {b"authorization", b"x-api-key"}
+    elif config.admin_key:
+        given = {b"authorization": request.bearer_token, b"x-api-key": request.header(b"x-api-key")}
+        dropped |= {name for name, key in given.items() if key == config.admin_key.encode()}
+    headers = [field for field in request.headers if field[0] not in dropped]
+    return [*headers, (b"x-request-id", request_id), *authorization]

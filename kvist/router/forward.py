@@ -211,10 +211,9 @@ class Forwarding:
     spending: Spending | None = None
     attempt: PrefillAttempt | AnswerAttempt | SplitAttempt | None = None
     """The worker that is asked now."""
-    paired_prefill: PrefillAttempt | None = None
-    """The prefill worker of a pair that is asked at once; `attempt` is the other."""
-    early_prefill: PrefillAttempt | None = None
-    """The prefill worker that has handed the prompt over, maybe before it is computed."""
+    prefill: PrefillAttempt | None = None
+    """The worker that has handed the prompt over, maybe before it is computed, or the prefill worker of a pair that is
+    asked at once; `attempt` is the other."""
     routed: Routed | None = None
     _enter_queue: Callable[..., Place | None] = field(init=False)
     _match_retry: asyncio.TimerHandle | None = None
@@ -227,6 +226,11 @@ class Forwarding:
     def is_streamed(self) -> bool:
         """Return whether the client asks for a stream."""
         return self.parsed.fields.get("stream") is True
+
+    @property
+    def is_pair(self) -> bool:
+        """Return whether two workers were asked at once: neither is of use without the other."""
+        return self.prefill is not None and self.prefill.is_pair
 
     # What the client does.
 
@@ -404,7 +408,7 @@ class Forwarding:
         self.attempt = None
         if self.handover is not None and self.pull is not None:  # the worker that was to fetch the prefix has failed
             self._fall_back(LocalReason.DECODE_FAILED)
-        if self.paired_prefill is not None:  # its prompt is of no use to another pair
+        if self.is_pair:  # its prompt is of no use to another pair
             self._cancel_prefill(_PEER_ENDED)
             self.handover = None
         try:
@@ -443,7 +447,7 @@ class Forwarding:
                 self.reserved = self.router.routing.begin(now_s, plan.answer, is_streamed=self.is_streamed)
         else:
             self.handover = Handover(plan.handoff, plan.prefill.chosen.target.worker)
-            self.paired_prefill = PrefillAttempt(self, plan.prefill, plan)
+            self.prefill = PrefillAttempt(self, plan.prefill, plan)
             self._answer_by(plan.answer)
 
     def _plan(self) -> tuple[Plan, Mapping[str, float]]:
@@ -502,10 +506,6 @@ class Forwarding:
         """Let go of what only another attempt would need, as the answer has begun and may take long."""
         self.body, self.request = b"", msgspec.structs.replace(self.request, body=b"")
 
-    def headers_for(self, worker: str) -> Headers:
-        """Return the headers that this worker is sent."""
-        return forwarded_headers(self.request, self.router.config, worker, self.request_id)
-
     def client_headers(self, decision: Decision) -> Headers:
         """Return the headers that the router adds for the client.
 
@@ -521,26 +521,26 @@ class Forwarding:
 
     # What became of an attempt.
 
-    def on_prefilled(self, attempt: PrefillAttempt, handoff: Handoff | None, prefill_s: float) -> None:
+    def on_prefilled(self, attempt: PrefillAttempt, handoff: Handoff | None) -> None:
         """Continue with the prompt that a worker has computed, or without it if `handoff` is None."""
+        now_s = self.router.now_s()
         if attempt is self.attempt:
             if handoff is None:
                 self._fall_back(LocalReason.PREFILL_REFUSED)
             else:
-                self.handover = Handover(handoff, attempt.decision.chosen.target.worker, prefill_s)
-                attempt.handover = self.handover
-                self.early_prefill = attempt
+                self.handover = Handover(handoff, attempt.decision.chosen.target.worker, now_s - attempt.sent_s)
+                self.prefill = attempt
             if self.pull is not None and self.router.fleet.get(self.pull.answer.chosen.target.worker) is not None:
                 self._answer_by(self.pull.answer)
             else:
                 self._send_next()
         elif (answer := self._unanswered_peer(attempt)) is not None and self.handover is not None:
-            self.handover.prefill_s, self.handover.sent_s = prefill_s, self.router.now_s()
+            self.handover.prefill_s, self.handover.sent_s = now_s - attempt.sent_s, now_s
             answer.on_peer_prefilled(attempt)
 
     def on_prefill_failed(self, attempt: PrefillAttempt, reason: str) -> None:
         """Have another prefill worker compute the prompt, while attempts are left."""
-        if (answer := self._unanswered_peer(attempt)) is not None:
+        if attempt.is_pair and (answer := self._unanswered_peer(attempt)) is not None:
             self.tried.discard(answer.decision.chosen.target.worker)
             answer.stop(CLIENT_LEFT_STATUS, _PEER_ENDED)
         elif attempt is not self.attempt:
@@ -550,7 +550,7 @@ class Forwarding:
         self.tried.add(worker)
         self._count_retry(attempt.decision, reason)
         # A request can do without a pulled prefix; and the last attempt is for an answer, but a pair's is for both.
-        num_tried = len(self.tried) + (self.paired_prefill is None)
+        num_tried = len(self.tried) + (not attempt.is_pair)
         if self.pull is not None or num_tried >= self.router.config.max_attempts:
             self._fall_back(LocalReason.PREFILL_FAILED)
         self._send_next()
@@ -560,7 +560,7 @@ class Forwarding:
 
         The worker that could not fetch the prompt may be the one: it is not its fault.
         """
-        if self.paired_prefill is None:
+        if not self.is_pair:
             self._fall_back(LocalReason.TRANSFER_FAILED)
             self.tried.discard(decision.chosen.target.worker)
         self.on_answer_failed(decision, "the transfer failed")
@@ -602,18 +602,17 @@ class Forwarding:
         return self.has_alternative() and self.router.admission.may_retry()
 
     def _unanswered_peer(self, attempt: PrefillAttempt) -> AnswerAttempt | None:
-        """Return the answering attempt of this one's pair, if the client was sent nothing of its answer yet."""
+        """Return the answering attempt beside this one, if the client was sent nothing of its answer yet."""
         peer = self.attempt
-        if attempt is self.paired_prefill and isinstance(peer, AnswerAttempt) and not peer.has_begun:
+        if attempt is self.prefill and isinstance(peer, AnswerAttempt) and not peer.has_begun:
             return peer
         return None
 
     def _cancel_prefill(self, error: Exception) -> None:
         """Stop the worker that still computes the prompt, as nobody will fetch it."""
-        for prefill in (self.paired_prefill, self.early_prefill):
-            if prefill is not None and not prefill.is_done:
-                prefill.stop(CLIENT_LEFT_STATUS, error)
-        self.paired_prefill = self.early_prefill = None
+        prefill, self.prefill = self.prefill, None
+        if prefill is not None and not prefill.is_done:
+            prefill.stop(CLIENT_LEFT_STATUS, error)
 
     def _count_retry(self, decision: Decision, reason: str) -> None:
         worker = decision.chosen.target.worker
@@ -661,7 +660,7 @@ class Forwarding:
             self._cancel_prefill(error or _PEER_ENDED)
         if self._deadline is not None:
             self._deadline.close()
-        self.attempt = self.paired_prefill = self.early_prefill = self.place = None  # they refer to this request
+        self.attempt = self.prefill = self.place = None  # they refer to this request
         if self.spending is not None:
             self.spending.finish()
         self._release_reserved()
@@ -671,19 +670,3 @@ class Forwarding:
         if self.reserved is not None:
             self.reserved.finish(self.router.now_s())
             self.reserved = None
-
-
-def forwarded_headers(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
-    """Return the request's headers as a worker gets them, under the request's id and with the worker's own key.
-
-    The client's key is passed on only where the router asks for none and has no key for the worker.
-    """
-    authorization = config.authorization(worker)
-    dropped = {b"x-request-id"}
-    if authorization or config.asks_for_keys:
-        dropped |= {b"authorization", b"x-api-key"}
-    elif config.admin_key:
-        given = {b"authorization": request.bearer_token, b"x-api-key": request.header(b"x-api-key")}
-        dropped |= {name for name, key in given.items() if key == config.admin_key.encode()}
-    headers = [field for field in request.headers if field[0] not in dropped]
-    return [*headers, (b"x-request-id", request_id), *authorization]

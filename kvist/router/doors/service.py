@@ -42,7 +42,7 @@ from kvist.http import (
 from kvist.metrics_page import server_metrics
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.access_log import AccessLog
-from kvist.router.attempts import worker_failure
+from kvist.router.attempts import forwarded_headers, worker_failure
 from kvist.router.config import RouterConfig, log_changes
 from kvist.router.doors.auth import (
     METRICS_PATH,
@@ -62,7 +62,7 @@ from kvist.router.doors.keeper import Answer, FleetKeeper, Keeper, json_answer, 
 from kvist.router.doors.live import STATE_PATH
 from kvist.router.doors.page import EVENTS_PATH, UI_PATH, show_file, stream
 from kvist.router.doors.tls import Certificates
-from kvist.router.forward import Forwarder, forwarded_headers
+from kvist.router.forward import Forwarder
 from kvist.router.metrics import PREFIX, RouterMetrics
 from kvist.router.recording import Beginning, RequestRecorder
 from kvist.router.reserved import check_request_id

@@ -49,8 +49,7 @@ class VllmDialect(Dialect):
         try:
             params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
             read, fields = msgspec.json.decode(params, type=_Params), {"kv_transfer_params": params}
-            is_for_one = not self.checks_fetches
-            return Handoff(fields, num_tokens=read.num_tokens, is_for_one=is_for_one)
+            return Handoff(fields, num_tokens=read.num_tokens, is_for_one=not self.checks_fetches)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
