@@ -216,12 +216,9 @@ def _read_all(file: Path, script: Script, apply: Callable[[list[Line]], object])
 
 
 def _print_warnings(file: Path, script: Script) -> None:
-    """Print on stderr where the recording is torn or may be incomplete, and whether nothing in it was selected."""
+    """Print on stderr where the recording is torn, and whether nothing in it was selected."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
-    if script.missing is not None:
-        text = "may be missing: the part before it does not end as a finished recording does"
-        print(f"kvist replay: {script.missing}: {text}", file=sys.stderr)
     if script.is_over and script.num_selected == 0:
         began = " in it" if script.first_ns is None else f" selected; the first came at {iso_time(script.first_ns)}"
         print(f"kvist replay: {file}: no message{began}", file=sys.stderr)

@@ -22,8 +22,6 @@ VERSION: Final = 2  # 1 was a framing of its own
 PROFILE: Final = "kvist"
 ABOUT: Final = "kvist.recording"
 """The metadata record that begins a part: `About`, as JSON under the key `about`."""
-END: Final = "kvist.end"
-"""The metadata record of a recorder that ended on purpose: no part of its session follows."""
 MAX_CHUNK_BYTES: Final = 4 * MAX_MESSAGE_BYTES
 """The most that a chunk may have, compressed or not, and all channels of a part: it bounds a reader's memory whatever a
 file says. A topic may be as large as a message, and takes twice that in a file."""
@@ -74,16 +72,6 @@ class RecordingError(KvistError):
 def part_path(path: Path, part: int) -> Path:
     """Return the path of a recording's part: fleet.mcap, fleet.1.mcap, fleet.2.mcap."""
     return path if part == 0 else path.with_name(f"{path.stem}.{part}{path.suffix}")
-
-
-def first_part_path(path: Path, part: int) -> tuple[Path, int]:
-    """Return the path of the first part, from a later part's path and number, and that number.
-
-    A file whose name is not that of its part counts as the first part: its own path and 0 are returned.
-    """
-    names = path.stem.removesuffix(f".{part}") + path.suffix, path.name.removesuffix(f".{part}")
-    firsts = (path.with_name(name) for name in names if name)
-    return next(((first, part) for first in firsts if part_path(first, part) == path), (path, 0))
 
 
 def part_numbers(path: Path, action: str) -> list[int]:

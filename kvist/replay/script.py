@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -140,16 +139,14 @@ class Script:
         self.is_over = False
         self.torn: Sequence[Torn] = ()
         """Incomplete records at the ends of parts, known once all is read."""
-        self.missing: Path | None = None
-        """The part that may be missing after the last one, known once all is read."""
 
     @property
     def progress(self) -> tuple[int, int]:
         """Return the number of bytes read and of all bytes, over all rounds."""
         if self._reader is None:
             return 0, 1
-        size_bytes = self._reader.num_bytes_read + self._reader.num_bytes_left
-        return self._round_idx * size_bytes + self._reader.num_bytes_read, self._num_rounds * size_bytes
+        num_bytes = self._reader.num_bytes
+        return self._round_idx * num_bytes + self._reader.num_bytes_read, self._num_rounds * num_bytes
 
     def lines(self) -> Iterator[list[Line]]:
         """Yield lines to play; raises RecordingError for damage."""
@@ -163,7 +160,7 @@ class Script:
                     if is_over:
                         break
                 else:
-                    self.torn, self.missing = reader.torn, reader.missing
+                    self.torn = reader.torn
         self.is_over = True
 
     def _select(self, records: list[Record]) -> tuple[list[Line], bool]:

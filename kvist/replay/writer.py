@@ -62,7 +62,7 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         self.num_payload_bytes = 0
         self.num_parts = 1
         self.earlier: Path | None = None
-        """The recording's first part, if it existed before."""
+        """The recording, if it existed before."""
         self._num_bytes_of_parts_before = 0
         about = recording.About(recording.VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
         numbers = recording.part_numbers(path, "created")
@@ -70,8 +70,8 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
             if numbers and not appends:
                 raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)")
             if numbers:
-                self.earlier, last = recording.part_path(path, numbers[0]), recording.part_path(path, numbers[-1])
-                stack.callback(os.close, _open_locked(last))
+                self.earlier = path
+                stack.callback(os.close, _open_locked(recording.part_path(path, numbers[-1])))
                 about = replace(about, part=numbers[-1] + 1)
                 # A crash may leave parts that say nothing of themselves.
                 abouts = (read_about(recording.part_path(path, number)) for number in reversed(numbers))
@@ -109,8 +109,8 @@ class RecordingWriter(AbstractContextManager["RecordingWriter"]):
         self.close()
 
     def close(self) -> None:
-        """Write everything, unless a write failed before, and mark that the recording ended on purpose."""
-        self._part.finish(is_end=True)
+        """Write everything, unless a write failed before."""
+        self._part.finish()
 
     def _begin(self, about: recording.About) -> _PartWriter:
         chunk_bytes = min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
@@ -175,7 +175,7 @@ class _PartWriter:
         self._mcap.flush()
         self._count_chunk(num_bytes)
 
-    def finish(self, *, is_end: bool = False) -> None:
+    def finish(self) -> None:
         """Write what is left and close the file; after a failed write, only close it."""
         if self._is_finished:
             return
@@ -183,8 +183,6 @@ class _PartWriter:
         try:
             if not self._is_broken:
                 self.write_chunk()
-                if is_end:
-                    self._mcap.add_metadata(recording.END, {})
                 self._mcap.finish()
                 os.fsync(self._fd)  # so that a whole file survives a power failure
         finally:

@@ -82,8 +82,6 @@ def test_an_engine_and_a_publisher_are_recorded_until_signalled(start_vllm, free
     assert all(message.payload == kept[message.sequence] for message in recorded)
     with RecordingReader(path) as reader:
         assert [source.name for source in reader.sources()] == ["engine", "ours"]
-        list(reader)
-        assert reader.is_ended
 
 
 def test_a_recording_goes_on_where_a_killed_recorder_was(start_vllm, free_port, until_true, tmp_path):
@@ -112,7 +110,6 @@ def test_a_recording_goes_on_where_a_killed_recorder_was(start_vllm, free_port, 
     with RecordingReader(path) as reader:
         list(reader)
         assert [torn.num_bytes for torn in reader.torn] == [13]
-        assert reader.is_ended
 
 
 def test_it_ends_by_itself_when_its_time_is_up(tmp_path, free_port):

@@ -97,9 +97,8 @@ def test_statistics_tell_what_they_can(records):
 class Records:
     """A recording of these records."""
 
-    num_bytes_read = num_bytes_left = 0
-    torn, missing = (), None
-    is_ended = True
+    num_bytes = num_bytes_read = 0
+    torn = ()
 
     def __init__(self, records):
         self._records = records or None

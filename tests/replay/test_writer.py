@@ -38,14 +38,15 @@ def parts_of(folder):
 
 
 def test_a_chunk_is_written_once_it_is_a_second_old_or_large(make, tmp_path):
-    with RecordingWriter(tmp_path / "r", [make.source]) as writer, RecordingReader(tmp_path / "r") as reader:
+    path = tmp_path / "r"
+    with RecordingWriter(path, [make.source]) as writer:
         writer.add(make.source, make.batch(0), 0)
         writer.flush_if_due(999_999_999)
-        assert reader.read() is None
+        assert len(make.read(path)) == 0
         writer.flush_if_due(1_000_000_000)
-        assert len(reader.read()) == 1
+        assert len(make.read(path)) == 1
         writer.add(make.source, make.batch(1, make.stored(*range(40_000))), 1)
-        assert len(reader.read()) == 1
+        assert len(make.read(path)) == 2
 
 
 def test_a_set_of_files_is_read_as_one(make, tmp_path):
@@ -127,7 +128,7 @@ def test_appending_goes_on_behind_the_last_part_when_the_first_were_deleted(make
     make.write(tmp_path / "r.mcap", records, appends=True)
     assert parts_of(tmp_path) == sorted([*names, f"r.{len(names)}.mcap"])[: len(names)] or "r.mcap" not in names[1:]
     assert (tmp_path / f"r.{len(names)}.mcap").exists()
-    read = make.read(tmp_path / "r.1.mcap")
+    read = make.read(tmp_path / "r.mcap")
     assert read[-len(records) :] == [record._replace(session=1) for record in records]
 
 
@@ -171,7 +172,6 @@ def test_what_a_recorder_had_written_when_it_was_killed_is_read_and_appended_to(
         os.kill(process.pid, signal.SIGKILL)
     with RecordingReader(path) as reader:
         sequences = [record.message.sequence for record in reader]
-        assert not reader.is_ended
     assert len(sequences) >= 1980
     assert sequences == list(range(len(sequences)))
     with RecordingWriter(path, [make.source], appends=True) as writer:
@@ -216,7 +216,7 @@ def test_other_tools_read_messages_with_their_topics_and_times(make, tmp_path):
         assert reader.get_summary().statistics.message_count == 41
         (engines,) = reader.iter_messages(topics=["pod-1"])
         assert engines[2].publish_time == make.time_ns
-        assert [metadata.name for metadata in reader.iter_metadata()] == ["kvist.recording", "kvist.end"]
+        assert [metadata.name for metadata in reader.iter_metadata()] == ["kvist.recording"]
 
 
 def test_a_topic_as_large_as_a_message_may_be_is_recorded(make, tmp_path, monkeypatch):
