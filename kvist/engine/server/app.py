@@ -244,9 +244,7 @@ class _Server:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._model.names:
-            message = f"model: got {name!r:.100}, expected one of {list(self._model.names)}"
-            raise RequestError(404, message, param="model", code="model_not_found")
+        self._intake.check_model(name)
         return _json(self._model_body(name))
 
     def _model_body(self, name: str) -> dict[str, Any]:

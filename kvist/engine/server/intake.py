@@ -137,18 +137,16 @@ class Intake:
         return await self._read_chat(chat_fields(path, fields), chat)
 
     async def _read_chat(self, fields: api.Fields, request: api.ChatCompletionRequest) -> Job:
-        self._check_model(request.model)
-        _check_chat(fields, request)
         params = api.decode_sampling_params(fields)
         choice = api.convert(fields, ToolChoice)
         tools, grammar = read_tools(choice, request, self.tokenizer.template)
-        prompt = await asyncio.to_thread(lambda: self.tokenizer.tokenize_chat(request).tolist())
+        prompt = await self._tokenize_chat(fields, request)
         return await self._job(fields, request, params, (prompt,), tools, grammar)
 
     async def read_completion(self, body: bytes) -> Job:
         fields = api.read_fields(body)
         request = api.convert(fields, api.CompletionRequest)
-        self._check_model(request.model)
+        self.check_model(request.model)
         params = api.decode_sampling_params(fields)
         if params.token_limit is None:
             params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
@@ -166,13 +164,10 @@ class Intake:
         fields = api.read_fields(body)
         request = api.convert(fields, api.TokenizeRequest)
         if request.messages is not None:
-            chat = api.convert(fields, api.ChatCompletionRequest)
-            self._check_model(chat.model)
-            _check_chat(fields, chat)
-            prompt = await asyncio.to_thread(lambda: self.tokenizer.tokenize_chat(chat).tolist())
+            prompt = await self._tokenize_chat(fields, api.convert(fields, api.ChatCompletionRequest))
         else:
             text = api.convert(fields, api.CompletionRequest)
-            self._check_model(text.model)
+            self.check_model(text.model)
             if not isinstance(text.prompt, str):
                 raise invalid_field("prompt", "expected text")
             prompt = await asyncio.to_thread(self._tokens, text.prompt, text.add_special_tokens)
@@ -180,20 +175,25 @@ class Intake:
 
     async def count_tokens(self, body: bytes) -> int:
         """Return how many tokens the prompt of a request to Anthropic's API has."""
-        chat = chat_of(MESSAGES_PATH, fields := api.read_fields(body), self.tokenizer.template)
-        self._check_model(chat.model)
-        _check_chat(fields, chat)
-        return len(await asyncio.to_thread(self.tokenizer.tokenize_chat, chat))
+        fields = api.read_fields(body)
+        return len(await self._tokenize_chat(fields, chat_of(MESSAGES_PATH, fields, self.tokenizer.template)))
 
     def read_detokenize(self, body: bytes) -> str:
         request = api.convert(api.read_fields(body), api.DetokenizeRequest)
-        self._check_model(request.model)
+        self.check_model(request.model)
         return self.tokenizer.text(request.tokens)
 
-    def _check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
+        """Raise RequestError (404) for another model than the one that is served."""
         if model is not None and model not in self.model_names:
-            message = f"model: got {model!r}, expected one of {list(self.model_names)}"
+            message = f"model: got {model!r:.100}, expected one of {list(self.model_names)}"
             raise RequestError(404, message, param="model", code="model_not_found")
+
+    async def _tokenize_chat(self, fields: api.Fields, request: api.ChatCompletionRequest) -> list[int]:
+        self.check_model(request.model)
+        _check_chat(fields, request)
+        tokens: list[int] = await asyncio.to_thread(lambda: self.tokenizer.tokenize_chat(request).tolist())
+        return tokens
 
     async def _job(
         self,
