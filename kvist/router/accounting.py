@@ -41,8 +41,7 @@ def charged_usage(request: Forwarding) -> ReportedUsage | None:
     if not isinstance(attempt, AnswerAttempt) or computed_by is None:
         return None
     usage = attempt.usage or ReportedUsage(request.parsed.num_tokens, None)
-    is_computed_here = request.handover is None or request.pull is not None
-    reported = usage.cached_tokens if is_computed_here else None  # what was handed over was computed, too
+    reported = usage.cached_tokens if attempt.computes else None  # what was handed over was computed, too
     num_cached_tokens = min(usage.prompt_tokens, computed_by.overlap_tokens if reported is None else reported)
     return ReportedUsage(usage.prompt_tokens, num_cached_tokens, attempt.num_output_tokens)
 

@@ -63,10 +63,10 @@ class _Attempt(ResponseReceiver):
     first_byte_s: float | None = None
     usage: ReportedUsage | None = None
     is_event_stream = False
+    computes = True
+    """Whether this worker computes the prompt, or what is left of it behind a prefix that it fetches."""
 
-    def __init__(
-        self, owner: Forwarding, decision: Decision, step: str, body: bytes, *, is_streamed: bool, computes: bool = True
-    ) -> None:
+    def __init__(self, owner: Forwarding, decision: Decision, step: str, body: bytes, *, is_streamed: bool) -> None:
         router, request, target = owner.router, owner.request, decision.chosen.target
         worker = router.fleet.get(target.worker)
         assert worker is not None
@@ -77,7 +77,7 @@ class _Attempt(ResponseReceiver):
         self._is_trial = worker.breaker.begin()
         self.sent_s = router.now_s()
         self._load = owner.reserved or router.routing.begin(
-            self.sent_s, decision, is_streamed=is_streamed, computes=computes
+            self.sent_s, decision, is_streamed=is_streamed, computes=self.computes
         )
         owner.reserved = None
         worker.on_silence.add(self.on_silence)
@@ -233,15 +233,16 @@ class AnswerAttempt(_Attempt):
         self._is_buffer_complete = False
         self._first_events = b""
         """Kept until they show whether the prompt was fetched."""
-        body, chosen, computes = owner.body, decision.chosen, handover is None or owner.pull is not None
+        self.computes = handover is None or owner.pull is not None
+        body, chosen = owner.body, decision.chosen
         if handover is not None:
             handover.sent_s = router.now_s()
             body = with_fields(owner.body, handover.handoff.fields)
         elif not chosen.is_exact:
             body = router.healer.body_for(chosen.target, owner.parsed, body)
-        step, is_streamed = "generate" if computes else "decode", computes and owner.is_streamed
-        super().__init__(owner, decision, step, body, is_streamed=is_streamed, computes=computes)
-        if computes:
+        step, is_streamed = "generate" if self.computes else "decode", self.computes and owner.is_streamed
+        super().__init__(owner, decision, step, body, is_streamed=is_streamed)
+        if self.computes:
             self._count_tokens()
 
     def on_head(self, status: int, headers: Headers) -> None:
@@ -302,8 +303,6 @@ class AnswerAttempt(_Attempt):
         self._end(self.status)
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
-        if self.status == OK:
-            self._count_output()
         handover = owner.handover
         if handover is None and usage is not None:
             router.metrics.reported(decision, usage)
@@ -311,10 +310,11 @@ class AnswerAttempt(_Attempt):
             block_hashes = partial(router.routing.block_hashes, owner.parsed, decision.chosen.target.worker)
             router.healer.on_answer(decision, usage, block_hashes)
         if self.status == OK:
+            self._count_output()
             router.routing.record_unreported(owner.parsed, decision)
             if handover is not None and owner.pull is not None:
                 self._count_pulled(handover.handoff.num_tokens)
-            known = usage if handover is None or owner.pull is not None else None  # vLLM's reports the prefill worker's
+            known = usage if self.computes else None  # else vLLM's reports what the prefill worker found
             owner.routed = router.routing.outcome(owner.tenant.name, owner.parsed, owner.prefix, decision, known)
             if owner.routed is not None:
                 router.on_routed(owner.routed)

@@ -301,7 +301,7 @@ class Routing:
         return Plan(answer, asked, dialect=KVIST, fields=fields, pulled_tokens=num_fetched)
 
     def decode_decision(
-        self, parsed: ParsedRequest, prefix: Prefix, prefill_worker: str, excluded: Collection[str] = ()
+        self, parsed: ParsedRequest, prefix: Prefix, prefill_worker: str, excluded: Collection[str]
     ) -> Decision | None:
         """Return the worker that generates from what a prefill worker has computed, a decode worker if there is one."""
         worker = self._fleet.get(prefill_worker)
