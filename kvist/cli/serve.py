@@ -225,7 +225,6 @@ async def _serve(
         served, followers = None, loaded.followers
         if tracing is not None:
             exits.push_async_callback(asyncio.to_thread, tracing.close, _TRACES_CLOSE_S)
-            collectors.append(tracing)
         if followers is not None:
             exits.callback(followers.close)
         if rank_0 is not None:

@@ -104,7 +104,6 @@ async def test_the_trace_of_a_request_names_each_choice_and_goes_on_in_both_work
             received = asked.completions[0].headers
             assert received["traceparent"] == f"00-{TRACE_ID}-{call.span_id}-01"
             assert received["tracestate"] == "vendor=1"
-        assert (await front.metrics())["kvist_trace_spans_made_total"] == 7
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,6 @@ async def test_without_tracing_a_clients_trace_is_passed_on_as_it_is(worker, rou
         await post(front)
         for asked in (p, d):
             assert asked.completions[0].headers.items() >= PARENT.items()
-        assert "kvist_trace_spans_made_total" not in await front.metrics()
 
 
 async def test_a_collector_that_is_away_costs_requests_nothing(worker, router, answers, free_port) -> None:
@@ -214,7 +212,6 @@ async def test_a_collector_that_is_away_costs_requests_nothing(worker, router, a
     async with worker(answer=answers["answer"]) as one, router(one.url, otlp_traces_endpoint=url) as front:
         for _ in range(3):
             assert (await post(front)).status_code == 200
-        assert (await front.metrics())["kvist_trace_spans_made_total"] == 15
 
 
 def test_the_collectors_url_is_checked() -> None:

@@ -215,7 +215,6 @@ class RouterService(ComposedContext):
             return None
         tracing = open_tracing(endpoint, "kvist-router", f"{self._config.host}:{self._config.port}")
         exits.push_async_callback(asyncio.to_thread, tracing.close, TRACES_CLOSE_TIMEOUT_S)
-        self._metrics.registry.register(tracing)
         return tracing
 
     def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | Producer | None:
