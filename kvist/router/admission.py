@@ -34,7 +34,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.policy.decision import Role
 from kvist.router.tenants.rows import Field
-from kvist.router.tenants.tenant import DEFAULT, Tenant
+from kvist.router.tenants.tenant import Tenant
 
 TIMEOUT_HEADER = b"x-kvist-queue-timeout"
 """In which a client says how many seconds it would wait, if that is less than the router's own limit."""
@@ -201,20 +201,19 @@ class Admission:
         model: str | None,
         priority: int,
         timeout_s: float,
-        tenant: Tenant = DEFAULT,
-        work: Callable[[], float] = lambda: 0.0,
-        since_s: float | None = None,
+        tenant: Tenant,
+        work: Callable[[], float],
+        since_s: float,
         worker: str | None = None,
     ) -> Place | None:
         """Return the request's place in the queue, or None if it may be sent at once; a `worker` has its own queue.
 
-        `work` counts against the tenant's share; requests without any are served by arrival, now or at `since_s`.
+        `work` counts against the tenant's share; requests without any are served by arrival, which was at `since_s`.
         Raises RequestError (429) if the queue is full of requests that go before it.
         """
         if worker is None and not self.would_wait(model):
             return None
-        queue, now_s = (model, worker), self.now_s()
-        since_s = now_s if since_s is None else since_s
+        queue = model, worker
         self._num_arrived, number = self._num_arrived + 1, _queue_number(queue)
         span = work() / tenant.share
         came_at = self.load.tenants.virtual_time if span else 0.0
@@ -230,7 +229,7 @@ class Admission:
             text = "more urgent requests wait for a worker"
             displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
         place.deadline = Deadline(self.clock, lambda _: self._on_timeout(place, timeout_s))
-        place.deadline.set("queue", since_s + timeout_s - now_s)
+        place.deadline.set("queue", since_s + timeout_s - self.now_s())
         line = self._queues.setdefault(queue, {}).setdefault(tenant.name, Line())
         insort(line.places, place)
         line.span += span

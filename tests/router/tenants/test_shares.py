@@ -45,7 +45,7 @@ class Fronts:
 
     def enter(self, front: int, asked: Asked) -> Place:
         tenant = Tenant(name=asked.tenant, share=float(SHARES[asked.tenant]))
-        place = self.admissions[front].enter(asked, "m", asked.priority, 1e9, tenant, lambda: float(asked.work))
+        place = self.admissions[front].enter(asked, "m", asked.priority, 1e9, tenant, lambda: float(asked.work), 1.0)
         assert place is not None
         return place
 
