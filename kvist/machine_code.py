@@ -1,24 +1,20 @@
 """The cache of the compiled modules' machine code: where it is, and whether it is complete. Imports no Numba.
 
 It is cached per user and per version of its source: a directory's name has a hash of the sources, so stale machine code
-is never loaded, even where a package manager changed the files' times. A stamp beside it lists the files that were
-written when all modules had been compiled, for one version of Python and Numba and one kind of CPU, or for all of an
-architecture where `NUMBA_CPU_NAME` is `generic`. Directories of other versions that were not used for a month are
-removed.
+is never loaded, even where a package manager changed the files' times. An empty file in it, its stamp, says that all
+modules were compiled, for one version of Python and Numba and one kind of CPU, or for all of an architecture where
+`NUMBA_CPU_NAME` is `generic`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,17 +30,6 @@ INDEXER_SOURCES = (_INDEXER, _RADIX, Path(__file__).parent / "events/dialects/bl
 makes its machine code stale, too."""
 ROUTER_SOURCES = (_ROUTER, _ROUTER.parent / "policy")
 
-_MAX_UNUSED_S = 30 * 24 * 3600
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A cache with the machine code of all modules."""
-
-    directory: Path
-    num_files: int
-    size_bytes: int
-
 
 def cache_directory(*sources: Path) -> Path | None:
     """Return a directory for the machine code of `sources`, or None where none can be written.
@@ -57,8 +42,8 @@ def cache_directory(*sources: Path) -> Path | None:
         directory = _directory(*sources)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):  # which also marks the directory as used now
-                _remove_unused(directory)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
         except OSError:
             return directory if directory.is_dir() and find_filled() is not None else None
         return directory
@@ -66,33 +51,22 @@ def cache_directory(*sources: Path) -> Path | None:
         return None
 
 
-def find_filled() -> Filled | None:
-    """Return the cache if it is complete for this Python, Numba and CPU, else None.
+def find_filled() -> Path | None:
+    """Return the directory of all machine code if it is complete for this Python, Numba and CPU, else None.
 
     Raises MissingExtraError without Numba.
     """
     try:
         stamp = _stamp()
-        caches = stamp.parent.parent
-        files = json.loads(stamp.read_bytes())
-        if any((caches / name).stat().st_size != size_bytes for name, size_bytes in files.items()):
-            return None
-    except (OSError, RuntimeError, ValueError):
+        return stamp.parent.parent if stamp.is_file() else None
+    except (OSError, RuntimeError):
         return None
-    return Filled(caches, len(files), sum(files.values()))
 
 
-def mark_filled() -> Filled | None:
-    """Record that every module is compiled, and return the cache; None where it cannot be written."""
-    directories = [cache_directory(*sources) for sources in (RADIX_SOURCES, INDEXER_SOURCES, ROUTER_SOURCES)]
+def mark_filled() -> Path | None:
+    """Record that every module is compiled, and return their directory; None where it cannot be written."""
     try:
-        stamp = _stamp()
-        caches = stamp.parent.parent
-        paths = [path for directory in directories if directory is not None for path in directory.rglob("*.nb[ci]")]
-        with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False) as file:
-            os.fchmod(file.fileno(), 0o644)  # an image is built as one user and run as another
-            json.dump({str(path.relative_to(caches)): path.stat().st_size for path in paths}, file)
-        os.replace(file.name, stamp)
+        _stamp().touch()
     except (OSError, RuntimeError):
         return None
     return find_filled()
@@ -118,7 +92,7 @@ def _directory(*sources: Path) -> Path:
 
 
 def _stamp() -> Path:
-    """Return the file that lists all machine code; its name has a hash of all that Numba keys its cache by."""
+    """Return the file that says that all is compiled; its name has a hash of all that Numba keys its cache by."""
     try:
         from llvmlite import binding
     except ModuleNotFoundError:
@@ -131,12 +105,4 @@ def _stamp() -> Path:
     others = _directory(*ROUTER_SOURCES).name
     key = sys.version, version("numba"), version("llvmlite"), target, settings, others
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    return _directory(*INDEXER_SOURCES) / f"{name}.json"
-
-
-def _remove_unused(directory: Path) -> None:
-    """Remove the directories of other versions of these sources that were last used long ago."""
-    oldest_s = directory.stat().st_mtime - _MAX_UNUSED_S
-    for other in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
-        if other.stat().st_mtime < oldest_s:
-            shutil.rmtree(other, ignore_errors=True)
+    return _directory(*INDEXER_SOURCES) / f"compiled-{name}"

@@ -13,6 +13,7 @@ import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import iter_modules
 
 from kvist.contexts import run_in_daemon_thread
@@ -20,7 +21,6 @@ from kvist.errors import MissingExtraError
 from kvist.machine_code import (
     INDEXER_SOURCES,
     PACKAGES,
-    Filled,
     cache_directory,
     find_filled,
     mark_filled,
@@ -37,8 +37,8 @@ _MAX_LOGGED_BYTES = 2000
 _is_loaded = False
 
 
-def compile_all() -> Filled | None:
-    """Import every compiled module, which compiles what the cache lacks; return the cache if it is complete then.
+def compile_all() -> Path | None:
+    """Import every compiled module, which compiles what the cache lacks; return its directory if it is complete then.
 
     Raises MissingExtraError.
     """
@@ -53,7 +53,7 @@ def compile_all() -> Filled | None:
     return find_filled() or mark_filled()
 
 
-def fill() -> Filled | None:
+def fill() -> Path | None:
     """Compile what the cache lacks, or wait while another process does; return what `compile_all` returns."""
     if (filled := find_filled()) is not None or cache_directory(*INDEXER_SOURCES) is None:
         return filled
