@@ -1,13 +1,9 @@
-"""TensorRT-LLM pushes no events: it is polled, from a thread of its own or from the engine's event loop.
-
-docs/engines.md has examples.
-"""
+"""TensorRT-LLM pushes no events: it is polled from its event loop. docs/engines.md has an example."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeAlias
@@ -64,22 +60,18 @@ class AsyncTrtllmPoller:
         return self._decoder.num_gaps
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self.run(), name="kvist-trtllm")
+        self._task = asyncio.create_task(self._run(), name="kvist-trtllm")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def stop(self) -> None:
-        """Let `run` report the events that the engine still has, and return."""
-        self._is_closing.set()
 
     async def close(self) -> None:
         """Report the events that the engine still has, and stop; raises the error that ended polling, if any."""
         task, self._task = self._task, None
         if task is None:
             return
-        self.stop()
+        self._is_closing.set()
         try:
             await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
         finally:
@@ -88,8 +80,8 @@ class AsyncTrtllmPoller:
         if not task.cancelled():
             task.result()
 
-    async def run(self) -> None:
-        """Poll until stopped; an error that ends polling before clears every rank, and is raised."""
+    async def _run(self) -> None:
+        """Poll until closing begins; an error that ends polling before clears every rank, and is raised."""
         try:
             idle_s = 0.0
             while not self._is_closing.is_set():
@@ -137,51 +129,3 @@ class AsyncTrtllmPoller:
                 _logger.warning("malformed events skipped num_malformed=%d", batch.num_malformed_events)
             self.num_malformed += batch.num_malformed_events
         return len(raw)
-
-
-class TrtllmPoller:
-    """Does what `AsyncTrtllmPoller` does in a thread, for an engine whose poll returns at once."""
-
-    def __init__(self, poll: Callable[[], Iterable[_Raw]], publisher: KvEventPublisher, *, block_size: int) -> None:
-        """Start polling; `poll` returns the events since its last call, without waiting, and raises to end polling."""
-
-        async def events() -> AsyncGenerator[Iterable[_Raw], None]:
-            yield poll()
-
-        self._poller = AsyncTrtllmPoller(events, publisher, block_size=block_size)
-        self._failure: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="kvist-trtllm", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_gaps(self) -> int:
-        return self._poller.num_gaps
-
-    @property
-    def num_malformed(self) -> int:
-        return self._poller.num_malformed
-
-    def close(self) -> None:
-        """Report the events that the engine still has, and stop; raises the error that ended polling, if any."""
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._poller.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._poller.run())
-        except BaseException as error:
-            self._failure = error
-            raise
-        finally:
-            self._loop.close()

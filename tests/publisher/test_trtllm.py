@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+from itertools import count
 
 import pytest
 
 from kvist.events import Cleared, Tier
 from kvist.events.hashing import block_hashes
-from kvist.publisher import AsyncTrtllmPoller, KvEventPublisher, PublisherLimits, TrtllmPoller
+from kvist.publisher import AsyncTrtllmPoller, KvEventPublisher, PublisherLimits
 from kvist.publisher.trtllm import next_idle_s
-
-
-class FakeLlm:
-    """An engine that hands out what it is told to, once, or raises it."""
-
-    def __init__(self) -> None:
-        self._waiting: list[object] = []
-        self._lock = threading.Lock()
-        self._next_event_id = 0
-
-    def happens(self, *data, window: int = 4096) -> None:
-        with self._lock:
-            for each in data:
-                self._waiting.append({"event_id": self._next_event_id, "data": each, "window_size": window})
-                self._next_event_id += 1
-
-    def drops(self) -> None:
-        self._next_event_id += 1
-
-    def breaks(self) -> None:
-        with self._lock:
-            self._waiting.append(RuntimeError("engine is gone"))
-
-    def poll(self):
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            if isinstance(each, Exception):
-                raise each
-        return waiting
-
 
 CREATED = {"type": "created", "num_blocks_per_cache_level": [8, 0]}
 
@@ -58,63 +27,10 @@ def held_blocks(*numbers: int):
 
 
 @pytest.fixture
-def llm():
-    return FakeLlm()
-
-
-@pytest.fixture
 def publisher(publication):
     limits = PublisherLimits(coalesce_s=0)
     with KvEventPublisher(publication, worker="w", block_size=4, limits=limits) as publisher:
         yield publisher
-
-
-def test_the_largest_windows_blocks_are_published_in_order(llm, publisher, publication, until_true):
-    llm.happens(CREATED, window=512)
-    llm.happens(CREATED, window=4096)
-    with TrtllmPoller(llm.poll, publisher, block_size=4) as poller:
-        llm.happens(stored(1), window=512)
-        llm.happens(stored(2), stored(3))
-        until_true(lambda: publication.held() == held_blocks(2, 3))
-        llm.happens({"type": "removed", "block_hashes": [2]})
-        until_true(lambda: publication.held() == held_blocks(3))
-        llm.happens(stored(4))
-    until_true(lambda: publication.held() == held_blocks(3, 4))
-    assert (poller.num_gaps, poller.num_malformed) == (0, 0)
-
-
-def test_events_that_the_engine_dropped_clear_the_rank(llm, publisher, publication, until_true):
-    with TrtllmPoller(llm.poll, publisher, block_size=4) as poller:
-        llm.happens(stored(1))
-        until_true(lambda: publication.held() == held_blocks(1))
-        llm.drops()
-        llm.happens(stored(2))
-        until_true(lambda: publication.held() == held_blocks(2))
-    assert poller.num_gaps == 1
-
-
-def test_malformed_events_are_counted_and_the_others_published(llm, publisher, publication, until_true, caplog):
-    with TrtllmPoller(llm.poll, publisher, block_size=4) as poller:
-        llm.happens("nonsense", {"type": "stored"}, stored(1))
-        until_true(lambda: publication.held() == held_blocks(1))
-        llm.happens("nonsense", stored(2))
-        until_true(lambda: publication.held() == held_blocks(1, 2))
-    assert poller.num_malformed == 3
-    assert caplog.text.count("malformed events skipped") == 1
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_fails_is_published_as_cleared_and_close_raises_its_error(
-    llm, publisher, publication, until_true
-):
-    poller = TrtllmPoller(llm.poll, publisher, block_size=4)
-    llm.happens(stored(1))
-    until_true(lambda: publication.held() == held_blocks(1))
-    llm.breaks()
-    until_true(lambda: Cleared() in publication.events())
-    with pytest.raises(RuntimeError, match="engine is gone"):
-        poller.close()
-    poller.close()
 
 
 def test_the_wait_grows_while_the_engine_is_idle_and_ends_with_data():
@@ -124,23 +40,6 @@ def test_the_wait_grows_while_the_engine_is_idle_and_ends_with_data():
     assert waits_s[1:] == pytest.approx([0.005, 0.0075, 0.01125, 0.016875, 0.02, 0.02, 0.0, 0.005])
 
 
-def test_an_engine_that_has_no_queue_before_its_first_request_is_waited_for(publisher, publication, until_true, caplog):
-    llm = FakeLlm()
-    has_request = threading.Event()
-
-    def poll():
-        assert has_request.is_set(), "KV Event IterationResult is not properly instantiated."
-        return llm.poll()
-
-    caplog.set_level("INFO")
-    with TrtllmPoller(poll, publisher, block_size=4):
-        until_true(lambda: "no events before the engine's first request" in caplog.text)
-        llm.happens(stored(1))
-        has_request.set()
-        until_true(lambda: publication.held() == held_blocks(1))
-    assert caplog.text.count("no events before the engine's first request") == 1
-
-
 class FakeAsyncLlm:
     """The engine's queue in its event loop, and the one iterator over it, which rests while nothing comes."""
 
@@ -148,10 +47,14 @@ class FakeAsyncLlm:
         self.queue: asyncio.Queue[object] = asyncio.Queue()
         self.num_iterators = 0
         self._timeout_s = timeout_s
+        self._event_ids = count()
 
     def hands_out(self, *items: object) -> None:
         for item in items:
             self.queue.put_nowait(item)
+
+    def happens(self, *data: object, window: int = 4096) -> None:
+        self.hands_out(*({"event_id": next(self._event_ids), "data": each, "window_size": window} for each in data))
 
     def events(self):
         self.num_iterators += 1
@@ -199,6 +102,48 @@ async def test_events_are_reported_as_they_come_and_the_iterator_is_asked_for_an
     assert (poller.num_gaps, poller.num_malformed) == (0, 0)
 
 
+async def test_the_largest_windows_blocks_are_published_in_order(publisher, publication, until):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+        llm.happens(CREATED, window=512)
+        llm.happens(CREATED, window=4096)
+        llm.happens(stored(1), window=512)
+        llm.happens(stored(2), stored(3))
+        await until(lambda: publication.held() == held_blocks(2, 3))
+        llm.happens({"type": "removed", "block_hashes": [2]})
+        await until(lambda: publication.held() == held_blocks(3))
+
+
+async def test_malformed_events_are_counted_and_the_others_published(publisher, publication, until, caplog):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4) as poller:
+        llm.happens("nonsense", {"type": "stored"}, stored(1))
+        await until(lambda: publication.held() == held_blocks(1))
+        llm.happens("nonsense", stored(2))
+        await until(lambda: publication.held() == held_blocks(1, 2))
+    assert poller.num_malformed == 3
+    assert caplog.text.count("malformed events skipped") == 1
+
+
+async def test_an_engine_that_has_no_queue_before_its_first_request_is_waited_for(
+    publisher, publication, until, caplog
+):
+    llm = FakeAsyncLlm()
+    has_request = asyncio.Event()
+
+    def events():
+        assert has_request.is_set(), "KV Event IterationResult is not properly instantiated."
+        return llm.events()
+
+    caplog.set_level("INFO")
+    async with AsyncTrtllmPoller(events, publisher, block_size=4):
+        await until(lambda: "no events before the engine's first request" in caplog.text)
+        llm.happens(stored(1))
+        has_request.set()
+        await until(lambda: publication.held() == held_blocks(1))
+    assert caplog.text.count("no events before the engine's first request") == 1
+
+
 async def test_an_iterator_may_bring_lists_of_events(publisher, publication, until):
     llm = FakeAsyncLlm()
     async with AsyncTrtllmPoller(llm.events, publisher, block_size=4):
@@ -206,7 +151,7 @@ async def test_an_iterator_may_bring_lists_of_events(publisher, publication, unt
         await until(lambda: publication.held() == held_blocks(1))
 
 
-async def test_a_gap_in_the_engines_numbers_clears_the_rank_in_either_poller(publisher, publication, until):
+async def test_a_gap_in_the_engines_numbers_clears_the_rank(publisher, publication, until):
     llm = FakeAsyncLlm()
     async with AsyncTrtllmPoller(llm.events, publisher, block_size=4) as poller:
         llm.hands_out(*RECORDED)
@@ -242,9 +187,7 @@ async def test_an_iterator_that_never_ends_does_not_hold_up_closing(publisher, p
     assert Cleared() not in publication.events()
 
 
-async def test_an_async_engine_that_fails_is_published_as_cleared_and_close_raises_its_error(
-    publisher, publication, until
-):
+async def test_an_engine_that_fails_is_published_as_cleared_and_close_raises_its_error(publisher, publication, until):
     llm = FakeAsyncLlm()
     poller = AsyncTrtllmPoller(llm.events, publisher, block_size=4)
     await poller.__aenter__()
