@@ -94,7 +94,7 @@ class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineCleared(msgspec.Struct, frozen=True, gc=False):
-    """The rank dropped its whole cache, or all of one tier and nothing of the others."""
+    """The rank dropped its whole cache, or all of one tier and perhaps the others."""
 
     rank: int = 0
     tier: Tier | None = None

@@ -228,8 +228,7 @@ class EngineFollower:
             self._check_block_size(event)
             rank = self._rank(number)
             rank.admit(event)
-            # An engine that offloads may still hold blocks beside the GPU, of which events were lost.
-            if isinstance(event, EngineCleared) and (event.tier is None or not rank.is_offloading):
+            if isinstance(event, EngineCleared):
                 self._complete_ranks.add(number)
                 self._update_copy_counting()  # for the events that follow
         self._counters.num_unknown_events += batch.num_ignored_events

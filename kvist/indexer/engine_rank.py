@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events import EngineEvent, EngineRemoved, EngineStored, Removed, Tier, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Removed, Tier, WorkerRank
 from kvist.events.engine_events import FULL, STATE, UNKNOWN, EngineHash, UnsizedWindow, fold_hash
 from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_blocks as compiled
@@ -168,21 +168,6 @@ class EngineResidency:
         self._change(compiled.RELEASE, tier, _folded(engine_hashes))
         return []
 
-    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
-        names, places, _ = self._count_rows().T
-        self._remove_counts((places == tier) & np.isin(names, _folded(engine_hashes)))
-        return self.release(engine_hashes, tier)
-
-    def empty(self, tier: Tier) -> list[int]:
-        """Hold nothing in a tier, nor in the other groups, which are on the GPU only."""
-        self.drop(self.engine_hashes(tier), tier)
-        _, places, _ = self._count_rows().T
-        self._remove_counts((places >= GROUPS) & (places < ALIASES))
-        self._index.clear(*self._source.companion)
-        if self._rules:
-            self._index.set_groups(self._source, self._rules)
-        return []
-
     # --- Other groups -------------------------------------------------------------------------------------------------
 
     @property
@@ -229,8 +214,8 @@ class EngineResidency:
         rows = [(name, GROUPS + group, number) for name, group, number in counts]
         self._set_counts(np.array(rows, np.uint64).reshape(-1, 3))
 
-    def engine_hashes(self, tier: Tier = Tier.GPU) -> list[int]:
-        return [name for names in self._held_names(tier) for name in names.engine_hashes.tolist()]
+    def engine_hashes(self) -> list[int]:
+        return [name for names in self._held_names(Tier.GPU) for name in names.engine_hashes.tolist()]
 
     # --- Dumps --------------------------------------------------------------------------------------------------------
 
@@ -312,11 +297,6 @@ class EngineResidency:
         places = values % np.uint64(1 << PLACE_BITS)
         return np.stack((keys ^ places * np.uint64(compiled.STEP), places, values >> np.uint64(PLACE_BITS)), axis=1)
 
-    def _remove_counts(self, is_gone: NDArray[np.bool_]) -> None:
-        rows = self._count_rows()[is_gone]
-        rows[:, 2] = 0
-        self._set_counts(rows)
-
     def _held_names(self, tier: Tier) -> Iterator[Names]:
         """Yield the names of the blocks that are held in a tier, some at a time."""
         for number in range(tier << _SEGMENT_BITS, tier + 1 << _SEGMENT_BITS):
@@ -366,11 +346,13 @@ class EngineRank:
     def admit(self, event: EngineEvent) -> None:
         self.is_new = False
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
+        if isinstance(event, EngineCleared):
+            self._has_forgotten = event.tier is not None and self.is_offloading
         before, counts_copies = (self.filter.state, self.splitter.rules), self.residency.counts_copies
         self.residency.counts_copies &= not self.splitter.is_report(event)
         passes, group = self.splitter.admit(event, self._normaliser.normalise)
         self.residency.counts_copies = counts_copies
-        if self._normaliser.in_doubt or self._has_full_reports or before != (self.filter.state, self.splitter.rules):
+        if self._has_full_reports or before != (self.filter.state, self.splitter.rules):
             self._forget_verdicts()
         elif (
             isinstance(event, EngineStored | EngineRemoved)
@@ -397,7 +379,7 @@ class EngineRank:
     def is_inexact(self) -> bool:
         """Return whether some of what hits need is not known."""
         is_overfull = len(self.residency.counts) >= MAX_ROWS
-        return bool(self._normaliser.in_doubt) or is_overfull or not self.splitter.is_expressible
+        return is_overfull or self._has_forgotten or not self.splitter.is_expressible
 
     @property
     def is_dumpable(self) -> bool:
@@ -416,6 +398,7 @@ class EngineRank:
     def _reset(self) -> None:
         self.is_new = True
         """Whether no event was applied yet."""
+        self._has_forgotten = False  # blocks beside the GPU that the engine may still hold, cleared with those on it
         self.filter = WindowFilter(self._source.rank)
         options = self._num_ahead, self._has_full_reports
         self.splitter = GroupSplitter(self.filter, self._block_size, self.residency, *options)

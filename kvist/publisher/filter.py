@@ -101,8 +101,7 @@ class WindowFilter:
             return ()
         if self._state.is_created_phase:
             self._end_created_phase()
-        if event.tier is None:
-            self._state.has_published = self._state.has_published_unknown = False
+        self._state.has_published_unknown = False
         self.num_passed += 1
         return (event,)
 

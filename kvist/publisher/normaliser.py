@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine_events import EngineCleared, EngineHash, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineCleared, EngineHash, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
@@ -44,48 +44,17 @@ class Normaliser:
         self._lora_names = dict(lora_names or {})
         self._residency: Holdings = Residency() if holdings is None else holdings
         self._warned: set[str] = set()
-        self.in_doubt: dict[tuple[Tier, EngineHash], int] = {}
-        """Blocks beside the GPU that may be gone, each with the number of the clearing of the GPU behind its store."""
 
     def normalise(self, event: PassedEvent) -> tuple[Event, ...]:
         """Return the canonical events this one amounts to, in order; none when it changes nothing."""
         if isinstance(event, EngineCleared):
-            return self._cleared(event)
-        dropped = self._resolve_doubt(event)
+            self._residency.clear()
+            return (Cleared(),)
         if isinstance(event, EngineStored):
-            return dropped + self._stored(event)
+            return self._stored(event)
         tiers = Tier if event.tier is None else (event.tier,)
-        return _removals((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
-
-    def _cleared(self, event: EngineCleared) -> tuple[Event, ...]:
-        tiers = () if event.tier is None else tuple(Tier)[1:]
-        number = max(self.in_doubt.values(), default=0) + 1
-        names = ((tier, name) for tier in tiers for name in self._residency.engine_hashes(tier))
-        self.in_doubt = {name: self.in_doubt.get(name, number) for name in names}
-        if self.in_doubt:
-            return _removals([(Tier.GPU, self._residency.empty(Tier.GPU))])
-        self._residency.clear()
-        return (Cleared(),)
-
-    def _resolve_doubt(self, event: EngineStored | EngineRemoved) -> tuple[Event, ...]:
-        """Keep or drop blocks in doubt if the event names one of them; return the events of those dropped.
-
-        A removal shows that no clearing since then took the block, nor any stored later. A store shows that one did, as
-        engines store what a tier lacks; so that one took those stored earlier, too.
-        """
-        if not self.in_doubt:
-            return ()
-        numbers = [self.in_doubt.get((event.tier, name), 0) for name in event.block_hashes]  # type: ignore[arg-type]
-        named, doubts = [*filter(None, numbers)], self.in_doubt.items()
-        if not named:
-            return ()
-        if isinstance(event, EngineRemoved):
-            self.in_doubt = {name: number for name, number in doubts if number < min(named)}
-            return ()
-        self.in_doubt = {name: number for name, number in doubts if number > max(named)}
-        gone = [name for name, number in doubts if number <= max(named)]
-        of_tier = {tier: [name for each, name in gone if each is tier] for tier in Tier}
-        return _removals((tier, self._residency.drop(of_tier[tier], tier)) for tier in Tier)
+        released = ((tier, self._residency.release(event.block_hashes, tier)) for tier in tiers)
+        return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
 
     def _stored(self, event: EngineStored) -> tuple[Event, ...]:
         if len(event.token_ids) == 0:
@@ -199,11 +168,6 @@ class Normaliser:
         if text not in self._warned:
             self._warned.add(text)
             _logger.warning(text, *values)
-
-
-def _removals(released: Iterable[tuple[Tier, Sequence[int]]]) -> tuple[Event, ...]:
-    """Return a removal for each tier that blocks left."""
-    return tuple(Removed(_pack(block_hashes), tier) for tier, block_hashes in released if block_hashes)
 
 
 def _pack(block_hashes: Sequence[int]) -> bytes:

@@ -78,15 +78,6 @@ class Holdings(Protocol):
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
         """Remove engine hashes, or one copy of each, from a tier; return the blocks to publish as removed."""
 
-    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
-        """Remove engine hashes with all their copies from a tier; return the blocks to publish as removed."""
-
-    def engine_hashes(self, tier: Tier) -> Sequence[EngineHash]:
-        """Return the engine hashes of the blocks that are held in a tier."""
-
-    def empty(self, tier: Tier) -> Sequence[int]:
-        """Remove everything from a tier; return the blocks to publish as removed."""
-
     def clear(self) -> None:
         """Remove everything from all tiers."""
 
@@ -220,17 +211,6 @@ class Residency:
                 released.append(block_hash)
         self._update_digest([], released, tier)
         return released
-
-    def engine_hashes(self, tier: Tier) -> list[EngineHash]:
-        return [*self._block_of[tier]]
-
-    def drop(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
-        for engine_hash in engine_hashes if self.copies else ():
-            self.copies.pop((engine_hash, tier), None)
-        return self.release(engine_hashes, tier)
-
-    def empty(self, tier: Tier) -> list[int]:
-        return self.drop(self.engine_hashes(tier), tier)
 
     def clear(self) -> None:
         for tier in Tier:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self, Unpack
 
 from kvist.contexts import BackgroundTasks
-from kvist.events import EngineCleared, EngineStored, Tier
+from kvist.events import EngineCleared
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question, Turns, follow
 from kvist.events.session import NO_REPLAY, SourceState
@@ -72,8 +72,6 @@ class SidecarFeed:
         self._restored: Mapping[int, RankState] | None = None
         # Ranks that reported an empty cache after the last loss in the stream, which several ranks may share.
         self._cleared_ranks: set[int] = set()
-        # Ranks that store blocks beside the GPU.
-        self._offloading: set[int] = set()
         # What was last passed to the publisher: which ranks are complete, and how many there were.
         self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
 
@@ -111,13 +109,11 @@ class SidecarFeed:
             fingerprints=tuple(known[-_NUM_FINGERPRINTS:]),
             ranks=tuple(sorted(self._ranks)),
             complete_ranks=tuple(sorted(self._complete_ranks)),
-            offloading_ranks=tuple(sorted(self._offloading)),
         )
 
     def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
         """Continue from saved progress once the engine has proven to be the same; call it before anything else."""
         self._restored = ranks
-        self._offloading = {*progress.offloading_ranks}
         self._cleared_ranks = {*progress.complete_ranks}
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         self.feed.on_reconnect(now_s)  # a live message proves nothing: another process may have come as far
@@ -158,9 +154,7 @@ class SidecarFeed:
         for event in largest_windows_first(batch.events):
             self._ranks.add(event.rank)
             self._publisher.report(event)
-            if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
-                self._offloading.add(event.rank)
-            elif isinstance(event, EngineCleared) and (event.tier is None or event.rank not in self._offloading):
+            if isinstance(event, EngineCleared):
                 self._cleared_ranks.add(event.rank)
                 if batch.rank is None and len(self._ranks) == 1:  # the stream is this rank's alone
                     self.feed.session.on_cleared()

@@ -19,7 +19,7 @@ from kvist.files import exclusive_folder, set_aside, write_atomically
 from kvist.publisher.residency import Residency, Scope
 from kvist.publisher.stream import RankState
 
-HEAD = b"kvist-sidecar-state 4\n"
+HEAD = b"kvist-sidecar-state 5\n"
 _CHECKSUM_BYTES = 8
 _PARENT_SHIFT = 36
 
@@ -37,8 +37,6 @@ class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
     ranks: tuple[Rank, ...]
     complete_ranks: tuple[Rank, ...] = ()
     """Those that lack no block, even if the stream is not complete."""
-    offloading_ranks: tuple[Rank, ...] = ()
-    """Those that stored blocks beside the GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,15 @@ class RankState:
 
     filter: FilterState
     residency: Residency
+    has_offloaded: bool = False
+    """Whether a block was ever stored beside the GPU."""
+    has_forgotten: bool = False
+    """Whether the engine may still hold blocks beside the GPU that were cleared here with those on it."""
     others: Mapping[int, GroupRule] = field(default_factory=dict)
     """What each of the other layer groups must hold for a hit, by `group_key`; empty if they are not followed."""
     counted: Sequence[tuple[EngineHash, int, int]] = ()
     """What the other groups hold: engine hash, group, number of copies."""
     is_expressible: bool = True
-    in_doubt: Sequence[tuple[Tier, EngineHash, int]] = ()
-    """Blocks beside the GPU that may be gone, each with a number, see `Normaliser.in_doubt`."""
 
 
 class Stream:
@@ -233,6 +235,7 @@ class RankStream(Stream):
         self._set_residency(self.residency)
         self._num_events = 0
         self._num_malformed = 0
+        self._has_offloaded = self._has_forgotten = False  # see `RankState`
         self.companion = Companion(source, block_size, epoch, self) if options.get("has_all_groups") else None
         self._make_splitter()
 
@@ -249,7 +252,7 @@ class RankStream(Stream):
 
     @property
     def is_exact(self) -> bool:
-        return self.is_complete and not self._normaliser.in_doubt and not self._has_full_reports
+        return self.is_complete and not self._has_forgotten and not self._has_full_reports
 
     @property
     def is_expressible(self) -> bool:
@@ -264,6 +267,10 @@ class RankStream(Stream):
         try:
             _check(event)
             self._admit(event)
+            if isinstance(event, EngineStored):
+                self._has_offloaded |= event.tier != Tier.GPU
+            elif isinstance(event, EngineCleared):
+                self._has_forgotten = event.tier is not None and self._has_offloaded
         except Exception as error:  # noqa: BLE001 - what an engine's own objects raise when they are compared or read
             self._clear_for(error)
 
@@ -274,13 +281,12 @@ class RankStream(Stream):
 
     def state(self) -> RankState:
         """Return a copy of all that another stream needs to continue this one; O(blocks)."""
-        held = self._filter.state, self.residency.copy()
-        in_doubt = tuple((*name, number) for name, number in self._normaliser.in_doubt.items())
+        held = self._filter.state, self.residency.copy(), self._has_offloaded, self._has_forgotten
         if self.companion is None or self._splitter is None:
-            return RankState(*held, in_doubt=in_doubt)
+            return RankState(*held)
         others, has_small = dict(self._splitter.other_rules), bool(self._splitter.small)
         counts = () if has_small else self.companion.group_counts()
-        return RankState(*held, others, counts, self.is_expressible and not has_small, in_doubt)
+        return RankState(*held, others, counts, self.is_expressible and not has_small)
 
     def resume(self, state: RankState) -> None:
         """Continue another stream, unless anything was reported here. Batch 0 is left out, so that subscribers ask."""
@@ -288,7 +294,7 @@ class RankStream(Stream):
             return
         self._filter.resume(state.filter)
         self._set_residency(state.residency)
-        self._normaliser.in_doubt = {(tier, name): number for tier, name, number in state.in_doubt}
+        self._has_offloaded, self._has_forgotten = state.has_offloaded, state.has_forgotten
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
             self.companion.restore_group_counts(state.counted)

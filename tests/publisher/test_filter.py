@@ -19,7 +19,6 @@ from kvist.events.engine_events import (
     EngineStored,
     Window,
 )
-from kvist.events.types import Tier
 from kvist.publisher.filter import WindowFilter, block_size_of, largest_windows_first
 
 
@@ -196,20 +195,17 @@ def test_a_larger_window_is_learnt_with_the_group_that_has_it():
     assert admit_all(window_filter, *events) == [stored(512, 0), CLEARED, stored(4096, 1)]
 
 
-def test_nothing_is_cleared_twice():
+def test_a_rank_that_was_cleared_is_cleared_again_for_a_larger_window():
     window_filter = WindowFilter()
-    assert admit_all(window_filter, stored(512), CLEARED, stored(4096)) == [stored(512), CLEARED, stored(4096)]
+    assert admit_all(window_filter, stored(512), CLEARED, stored(4096)) == [stored(512), CLEARED, CLEARED, stored(4096)]
+
+
+def test_what_was_published_without_window_is_cleared_once():
     window_filter = WindowFilter()
     assert admit_all(window_filter, stored(group=0), CLEARED, stored(group=1)) == [stored(group=0), CLEARED]
     window_filter = WindowFilter()
     events = (stored(group=0), stored(group=1), stored(4096, 0))
     assert admit_all(window_filter, *events) == [stored(group=0), CLEARED, stored(4096, 0)]
-
-
-def test_what_is_left_beside_the_gpu_is_cleared_for_a_larger_window():
-    window_filter, gpu_cleared = WindowFilter(), EngineCleared(tier=Tier.GPU)
-    passed = [stored(512, 0), gpu_cleared, CLEARED, stored(4096, 1)]
-    assert admit_all(window_filter, stored(512, 0), gpu_cleared, stored(4096, 1)) == passed
 
 
 def test_what_was_stored_without_window_and_group_is_cleared_when_a_second_group_shows():

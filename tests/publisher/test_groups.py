@@ -210,6 +210,15 @@ def test_blocks_of_other_groups_are_counted_up_to_a_bound_and_the_rank_says_wher
     assert stream.is_expressible
 
 
+@pytest.mark.parametrize("tier", [None, Tier.GPU])
+def test_a_group_that_was_published_before_the_rank_was_cleared_is_still_needed_for_a_hit(tier):
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1))
+    stream.admit(EngineCleared(tier=tier))
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    assert stream.companion.rules == (GroupRule(0), GroupRule(2))
+
+
 def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():
     stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))

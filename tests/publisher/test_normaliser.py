@@ -17,7 +17,6 @@ from kvist.events.snapshot import block_digest
 from kvist.events.types import Cleared, Removed, Stored, Tier
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
-from kvist.publisher.residency import Residency
 
 B = 4
 TOKENS = list(range(1, 17))
@@ -180,67 +179,6 @@ def test_a_chain_of_a_hundred_thousand_blocks_needs_no_recursion():
     (event,) = normaliser.normalise(EngineRemoved(range(n - 1, -1, -1)))
     assert len(event.hashes) == 8 * n
     assert held(normaliser) == (0, 0)
-
-
-# Blocks that may have been kept beside the GPU when all on it went.
-
-
-@pytest.fixture
-def in_doubt() -> Normaliser:
-    residency = Residency()
-    residency.counts_copies = True
-    normaliser = Normaliser(B, holdings=residency)
-    offloaded = [store(101, 102, tier=Tier.HOST)] * 2
-    events = normalise_all(normaliser, store(101, 102), *offloaded, EngineCleared(tier=Tier.GPU))
-    assert events == [Stored(pack(C1, C2)), Stored(pack(C1, C2), tier=Tier.HOST), Removed(pack(C1, C2))]
-    assert normaliser.in_doubt
-    return normaliser
-
-
-def test_a_block_in_doubt_that_is_removed_shows_that_all_were_left(in_doubt):
-    assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == ()  # which has another copy
-    assert not in_doubt.in_doubt
-    assert in_doubt.normalise(remove(101, tier=Tier.HOST)) == (Removed(pack(C1), Tier.HOST),)
-
-
-def test_a_block_in_doubt_that_is_stored_anew_shows_that_none_was_left_of_any_copy(in_doubt):
-    dropped, stored = in_doubt.normalise(store(101, tier=Tier.HOST))
-    assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2))
-    assert stored == Stored(pack(C1), tier=Tier.HOST)
-    assert held(in_doubt)[0] == 1
-    assert not in_doubt.in_doubt
-
-
-@pytest.fixture
-def twice_in_doubt(in_doubt) -> Normaliser:
-    """Blocks that two clearings may have taken, and one that only the second may have taken."""
-    normalise_all(in_doubt, store(103, first=2, parent=102, tier=Tier.HOST), EngineCleared(tier=Tier.GPU))
-    assert held(in_doubt)[0] == len(in_doubt.in_doubt) == 3
-    return in_doubt
-
-
-def test_a_clearing_that_took_nothing_says_nothing_of_an_earlier_one(twice_in_doubt):
-    assert twice_in_doubt.normalise(remove(103, tier=Tier.HOST)) == (Removed(pack(C3), Tier.HOST),)
-    assert {name for _, name in twice_in_doubt.in_doubt} == {101, 102}
-    dropped, _ = twice_in_doubt.normalise(store(101, tier=Tier.HOST))
-    assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2))
-    assert not twice_in_doubt.in_doubt
-
-
-def test_blocks_that_one_of_two_clearings_took_say_nothing_of_what_came_between(twice_in_doubt):
-    dropped, _ = twice_in_doubt.normalise(store(101, tier=Tier.HOST))
-    assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2))
-    assert {name for _, name in twice_in_doubt.in_doubt} == {103}
-    assert twice_in_doubt.normalise(remove(103, tier=Tier.HOST)) == (Removed(pack(C3), Tier.HOST),)
-    assert not twice_in_doubt.in_doubt
-
-
-def test_what_is_true_of_both_clearings_settles_all(twice_in_doubt):
-    twice_in_doubt.normalise(remove(101, tier=Tier.HOST))
-    assert not twice_in_doubt.in_doubt
-    twice_in_doubt.normalise(EngineCleared(tier=Tier.GPU))
-    (dropped,) = twice_in_doubt.normalise(store(103, first=2, parent=102, tier=Tier.HOST))
-    assert sorted(array("Q", dropped.hashes)) == sorted((C1, C2, C3))
 
 
 # What separates blocks besides tokens.

@@ -90,8 +90,8 @@ def test_a_state_with_any_byte_altered_is_refused():
 
 def test_a_later_version_is_refused_by_its_number():
     data = pack(small_state())
-    with pytest.raises(ValueError, match=r"begins with .*kvist-sidecar-state 5.* expected .*state 4"):
-        unpack(data.replace(b"state 4", b"state 5"))
+    with pytest.raises(ValueError, match=r"begins with .*kvist-sidecar-state 6.* expected .*state 5"):
+        unpack(data.replace(b"state 5", b"state 6"))
 
 
 def test_the_store_returns_what_was_saved_last(tmp_path):

@@ -207,15 +207,14 @@ def test_streams_may_come_while_another_thread_lists_them():
     assert [*streams] == [0, 1]
 
 
-@pytest.mark.parametrize(("told", "num_held"), [(EngineRemoved([2], rank=3, tier=Tier.HOST), 1), (None, 2)])
-def test_what_came_after_a_reset_says_nothing_of_what_was_there_before_once_it_is_restored_either(told, num_held):
+def test_blocks_beside_the_gpu_are_forgotten_with_a_reset_of_it_and_may_be_there_once_that_is_restored_too():
     first = RankStream(SOURCE, 4, 0, counts_copies=True)
-    offloaded = [EngineStored([name], [name] * 4, 4, rank=3, tier=Tier.HOST) for name in (1, 2)]
-    first.admit(offloaded[0])
+    for name, tier in ((1, Tier.HOST), (2, Tier.GPU)):
+        first.admit(EngineStored([name], [name] * 4, 4, rank=3, tier=tier))
     first.admit(EngineCleared(3, Tier.GPU))
-    first.admit(offloaded[1])
+    assert (first.is_exact, first.residency.num_blocks) == (False, 0)
     second = RankStream(SOURCE, 4, 1, counts_copies=True)
     second.resume(first.state())
-    second.admit(offloaded[1] if told is None else told)
     assert not second.is_exact
-    assert second.residency.num_blocks == num_held
+    second.admit(EngineCleared(3))
+    assert second.is_exact

@@ -11,8 +11,7 @@ and nothing else, for as long as its replay socket still has what the wire lost.
 - Of several cache groups the one with the largest window shown so far is published; a larger one makes the rank start
   over. The others count, by name and on the GPU, once the published one has a block: an answer is then the longest
   prefix at whose end each has the blocks of its window, in all tiers alike. A publisher of Kvist's leaves them out.
-- vLLM clears what is on the GPU, and perhaps what is held beside it. That stays, until one of those blocks is removed,
-  which shows that no clearing since it was stored took any, or is stored again, which shows that one of them took all.
+- vLLM clears what is on the GPU, and perhaps what is held beside it, of which nothing counts from then on.
 - An answer counts leading blocks held now. A tier counts with all that are faster; in between they may alternate.
 """
 
@@ -63,9 +62,9 @@ class RankTruth:
         self._size = block_size
         self.num_ahead = 0
         """How many blocks of each group the engine needs behind a hit, and computes again."""
-        self._in_doubt: dict[tuple[int, int], int] = {}
-        """Blocks beside the GPU that may be gone, each with the number of the first clearing that may have taken it."""
-        self._num_clearings = 0
+        self._has_offloaded = False
+        self.has_forgotten = False
+        """Whether blocks beside the GPU may be left of which nothing counts any more."""
         self.others: dict[int, tuple[int, int, Counter[int]]] = {}
         """Of each other group its window, its block size, and the copies of engine hashes that it holds."""
         self._copies: Counter[tuple[int, int]] = Counter()
@@ -88,14 +87,12 @@ class RankTruth:
         What a block is named by may be a token more, the one behind it.
         """
         size = self.block_size if block_size is None else block_size
+        self._has_offloaded |= tier != 0
         if not self._is_published(group, window):
             if group is not None and group != self._group and self.tells_groups:
                 _, _, held = self.others.setdefault(group, (window, size, Counter()))
                 held.update(engine_hashes if tier == 0 else ())
             return
-        number = max((self._in_doubt.get((tier, engine_hash), 0) for engine_hash in engine_hashes), default=0)
-        for tier_in_doubt, engine_hash in [each for each in self._in_doubt if self._in_doubt[each] <= number]:
-            del self.tiers[tier_in_doubt][engine_hash], self._in_doubt[tier_in_doubt, engine_hash]
         if not token_ids:
             for engine_hash in engine_hashes:
                 if (block := self.find(engine_hash)) is not None:
@@ -122,8 +119,6 @@ class RankTruth:
     def removed(self, engine_hashes: Sequence[int], tier: int = 0, *, group: int | None = None) -> None:
         """Take removals; those of other cache groups are about other blocks."""
         if group is None or group == self._group:
-            named = [self._in_doubt[tier, name] for name in engine_hashes if (tier, name) in self._in_doubt]
-            self._in_doubt = {each: number for each, number in self._in_doubt.items() if number < min(named or [9e9])}
             for engine_hash in engine_hashes:
                 self._copies[tier, engine_hash] -= 1
                 if self._copies[tier, engine_hash] <= 0:
@@ -134,23 +129,13 @@ class RankTruth:
             self.others[group] = window, size, +held
 
     def cleared(self) -> None:
-        """Hold nothing, or nothing on the GPU; the cache groups stay what they were."""
-        beside = {(tier, name) for tier, held in enumerate(self.tiers) if tier and self.is_vllm for name in held}
-        in_doubt = dict(self._in_doubt)
-        kept = [{name: held[name] for name in held if (tier, name) in beside} for tier, held in enumerate(self.tiers)]
+        """Hold nothing that counts; the cache groups stay what they were."""
+        self.has_forgotten = self.is_vllm and self._has_offloaded
         self._hold_nothing()
-        self._num_clearings += 1
-        self.tiers, self._in_doubt = kept, {each: in_doubt.get(each, self._num_clearings) for each in beside}
 
     def _hold_nothing(self) -> None:
-        self._in_doubt.clear()
         for held in (*self.tiers, *(names for *_, names in self.others.values())):
             held.clear()
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Return whether blocks beside the GPU may be gone."""
-        return bool(self._in_doubt)
 
     @property
     def full_group(self) -> int:

@@ -533,12 +533,12 @@ class Life:
     def check(self, name: str, rank: int, state: SourceState | None) -> None:
         truth = self.truths[rank]
         endpoint = self.endpoint_ranks.index(rank if self.has_endpoint_a_rank else self.ranks[0])
-        session = self.sessions(name)[endpoint]
-        is_in_doubt = truth.is_in_doubt and session is not None and session.state is SourceState.LIVE
         # Who has lost something does not know of blocks beside the GPU, nor of groups, that it has not heard of since.
         is_sure = (name, endpoint) not in self.lossy or (self.knows_groups(name, rank) and not self.has_tiers)
-        is_exact = is_sure and (state is SourceState.LIVE or is_in_doubt)
-        if name == BESIDE and (name, endpoint) not in self.lossy and not truth.is_in_doubt:
+        is_exact = is_sure and state is SourceState.LIVE
+        assert not (is_exact and truth.has_forgotten), (rank, self.told)
+        may_lack = self.is_vllm and self.has_tiers and "clear" in self.told
+        if name == BESIDE and (name, endpoint) not in self.lossy and not may_lack:
             assert state is not SourceState.PARTIAL, (rank, self.told)
         self.tally[f"{name} {state} {'exact' if is_exact else 'at most'}"] += 1
         for block in sorted((each for some in self.prompts.values() for each in some), key=repr):
