@@ -1,20 +1,20 @@
 """Encodes and decodes canonical batches and snapshots, as docs/wire-format.md specifies.
 
-Decoding tolerates what later versions may add, at every level: trailing fields are ignored, and an event whose type or
-tier is unknown is skipped and counted. Anything else that is not as specified is a MalformedMessageError.
+Decoding tolerates what later versions may add: trailing fields are ignored at every level, and an event whose type is
+unknown is skipped and counted. Anything else that is not as specified is a MalformedMessageError.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from kvist.errors import MalformedMessageError
-from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier
-from kvist.events.types import RankEnvelope, SnapshotPart
+from kvist.events import Batch, Event, Removed, Stored, Tier
+from kvist.events.types import SnapshotPart
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 DECODE_ERRORS: Final = (ValueError, RecursionError)
@@ -25,8 +25,8 @@ _CANONICAL_MARK = b"\xa6kvist"
 _SNAPSHOT_MARK = b"\xaekvist-snapshot"
 _DEPTH_BYTES = 4
 _TIER_MASKS = bytes(range(1, 1 << len(Tier)))
-# Where each event type has its tier, counting the tag; None where it has none.
-_TIER_IDX_OF_TAG: dict[str, int | None] = {"stored": 3, "removed": 2, "cleared": None, "heartbeat": None}
+_EVENTS_IDX = 7
+_EVENT_TAGS = {"stored", "removed", "cleared", "heartbeat"}
 
 
 class DecodedBatch(NamedTuple):
@@ -36,17 +36,8 @@ class DecodedBatch(NamedTuple):
     num_unknown_events: int
 
 
-class RawBatch(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
-    """A batch whose events are still bytes, so that each can be decoded by itself."""
-
-    timestamp_s: float
-    events: list[msgspec.Raw]
-
-
 _encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(Batch)
-_raw_batch_decoder = msgspec.msgpack.Decoder(RawBatch)
-_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Stored | Removed | Cleared | Heartbeat)
 _any_decoder = msgspec.msgpack.Decoder()
 _snapshot_decoder = msgspec.msgpack.Decoder(SnapshotPart)
 
@@ -64,10 +55,12 @@ def is_canonical(payload: bytes) -> bool:
 def decode_batch(payload: bytes, source: str) -> DecodedBatch:
     """Return the batch in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
     try:
-        batch = _batch_decoder.decode(payload)
-        num_unknown_events = 0
-    except DECODE_ERRORS:
-        batch, num_unknown_events = _decode_each_event(payload, source)
+        batch, num_unknown_events = _batch_decoder.decode(payload), 0
+    except DECODE_ERRORS as error:
+        try:
+            batch, num_unknown_events = _decode_known_events(payload)
+        except (*DECODE_ERRORS, TypeError, LookupError):  # no list, or not of events
+            raise MalformedMessageError(source, f"not a batch: {error}") from error
     if not math.isfinite(batch.timestamp_s):
         raise MalformedMessageError(source, f"timestamp_s is {batch.timestamp_s}, expected a finite number")
     _check_hashes(batch.events, source)
@@ -103,47 +96,15 @@ def decode_snapshot_part(payload: bytes, source: str) -> SnapshotPart:
     return part
 
 
-def _decode_each_event(payload: bytes, source: str) -> DecodedBatch:
-    """Return the batch without the events that only a later version knows."""
-    try:
-        raw = _raw_batch_decoder.decode(payload)
-    except DECODE_ERRORS as error:
-        raise MalformedMessageError(source, f"not a batch: {error}") from error
-    events: list[Event] = []
-    num_unknown_events = 0
-    for event_idx, raw_event in enumerate(raw.events):
-        try:
-            events.append(_event_decoder.decode(raw_event))
-        except DECODE_ERRORS as error:
-            if not _is_from_later_version(raw_event):
-                raise MalformedMessageError(source, f"events[{event_idx}]: {error}") from error
-            num_unknown_events += 1
-    batch = Batch(raw.worker, raw.rank, raw.epoch, raw.sequence, raw.block_size, raw.timestamp_s, tuple(events))
-    return DecodedBatch(batch, num_unknown_events)
+def _decode_known_events(payload: bytes) -> DecodedBatch:
+    """Return the batch without the events of types that only a later version knows."""
+    *fields, events = _any_decoder.decode(payload)[: _EVENTS_IDX + 1]
+    known = [event for event in events if not _is_of_unknown_type(event)]
+    return DecodedBatch(_batch_decoder.decode(_encoder.encode([*fields, known])), len(events) - len(known))
 
 
-def _is_from_later_version(raw_event: msgspec.Raw) -> bool:
-    """Tell an event of an unknown type or tier from one that is broken."""
-    try:
-        fields: Any = _any_decoder.decode(raw_event)
-    except DECODE_ERRORS:
-        return False
-    if not isinstance(fields, list) or not fields or not isinstance(fields[0], str):
-        return False
-    if fields[0] not in _TIER_IDX_OF_TAG:
-        return True
-    tier_idx = _TIER_IDX_OF_TAG[fields[0]]
-    if tier_idx is None or len(fields) <= tier_idx:
-        return False
-    tier = fields[tier_idx]
-    if not isinstance(tier, int) or tier < len(Tier):
-        return False
-    fields[tier_idx] = Tier.GPU
-    try:
-        msgspec.convert(fields, Stored | Removed)
-    except DECODE_ERRORS:
-        return False
-    return True
+def _is_of_unknown_type(event: object) -> bool:
+    return isinstance(event, list) and len(event) > 0 and isinstance(event[0], str) and event[0] not in _EVENT_TAGS
 
 
 def _check_hashes(events: Sequence[Event], source: str) -> None:

@@ -8,12 +8,12 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from kvist.events import WorkerRank
-from kvist.events.codec import DECODE_ERRORS, RawBatch, is_canonical, is_snapshot_part
+from kvist.events.codec import DECODE_ERRORS, is_canonical, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import NO_REPLAY, Session, Step
 from kvist.events.transports import Message
-from kvist.events.types import Holding, SnapshotPart
+from kvist.events.types import Holding, RankEnvelope, SnapshotPart
 from kvist.replay.recording import Record
 
 T = TypeVar("T")
@@ -22,8 +22,11 @@ _HEARTBEAT_START = b"\xa9heartbeat"
 _EMPTY, _NOT_EMPTY = Holding(0, 0), Holding(1, 0)
 
 
-class CanonicalEnvelope(RawBatch, tag="kvist1", array_like=True, frozen=True, gc=False):
-    """A canonical batch around its events."""
+class CanonicalEnvelope(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
+    """A canonical batch whose events are still bytes."""
+
+    timestamp_s: float
+    events: list[msgspec.Raw]
 
     @property
     def is_heartbeat(self) -> bool:
