@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -27,7 +26,6 @@ MAX_NAMESPACES = 256
 """Each costs 0.2 MB before its first block."""
 MAX_STREAMS = 8192
 """Over all namespaces; each costs a socket and a task."""
-_parsed = lru_cache(2 * MAX_STREAMS)(Endpoint.parse)  # all streams are looked at when another is registered
 
 
 class ApiError(KvistError):
@@ -123,15 +121,6 @@ class Stream(NamedTuple):
     endpoint: str
     url: str
 
-    @property
-    def default_replay_address(self) -> str | None:
-        """Return the replay address if it is the default one, None if the URL names another or there is none."""
-        endpoint = _parsed(self.url)
-        return None if "replay_port=" in self.url or endpoint.broker is not None else endpoint.replay_address
-
-    def without_replay(self) -> Stream:
-        return self._replace(url=f"{self.url}{'&' if '?' in self.url else '?'}replay_port=none")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
@@ -202,17 +191,12 @@ class Registry:
     async def register(
         self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, stream: Stream
     ) -> None:
-        """Follow a stream; raises ApiError (409) for one that is followed, or that does not fit its namespace.
-
-        A default replay address that is another stream's address is not used: an engine's ranks have neighbouring
-        ports, and so have a stream and its replay.
-        """
+        """Follow a stream; raises ApiError (409) for one that is followed, or that does not fit its namespace."""
         async with self._registering:
             self._check_new(namespace, block_size, instance_id, dp_rank)
             member = self._members.get(namespace)
             if member is None:
                 member = self._members[namespace] = await self._open(namespace, block_size)
-            stream = self._without_conflicts(stream)
             member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url, rank=dp_rank)
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
         _logger.info(
@@ -243,33 +227,11 @@ class Registry:
     def _namespace_of(self, instance_id: int) -> Namespace | None:
         return next((member.namespace for member in self if instance_id in member.instances), None)
 
-    def _streams(self) -> Iterator[tuple[Member, int, int, Stream]]:
-        for member in self:
-            for instance_id, streams in member.instances.items():
-                for dp_rank, stream in streams.items():
-                    yield member, instance_id, dp_rank, stream
-
-    def _without_conflicts(self, new: Stream) -> Stream:
-        """Return the new stream, without its default replay address if that is another stream's.
-
-        Streams whose default replay address is the new stream's lose it likewise.
-        """
-        address, replay = _parsed(new.url).address, new.default_replay_address
-        for member, instance_id, dp_rank, stream in [*self._streams()]:
-            if replay is not None and replay == _parsed(stream.url).address:
-                new, replay = new.without_replay(), None
-            name = stream_name(instance_id, dp_rank)
-            if address == stream.default_replay_address and not member.indexer.states(name):
-                member.instances[instance_id][dp_rank] = stream.without_replay()
-                member.indexer.remove_source(name)  # it has sent nothing yet
-                member.indexer.add_source(name, stream.without_replay().url, rank=dp_rank)
-        return new
-
     def _check_new(self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int) -> None:
         known = self._namespace_of(instance_id)
         if known not in (None, namespace):
             raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} is already registered for {known}")
-        if len([*self._streams()]) >= MAX_STREAMS:
+        if sum(len(streams) for member in self for streams in member.instances.values()) >= MAX_STREAMS:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_STREAMS} streams are followed, and no more")
         member = self._members.get(namespace)
         if member is None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvist.indexer.service.registry import Namespace, Registry, Stream, _parsed
+from kvist.indexer.service.registry import Namespace, Registry, Stream
 
 NAMESPACE = Namespace("m", "g")
 
@@ -22,12 +22,3 @@ async def test_a_client_that_leaves_while_it_registers_leaves_nothing_behind(num
         await asyncio.wait([registering])
         assert [member.namespace for member in registry] == [NAMESPACE] * (not registering.cancelled())
         await registry.register(NAMESPACE, 32 if registering.cancelled() else 16, 2, 0, stream)
-
-
-async def test_no_url_is_parsed_again_when_another_stream_is_registered() -> None:
-    num_before = _parsed.cache_info().misses
-    async with asyncio.timeout(30), Registry(is_held=True) as registry:
-        for number in range(20):
-            url = f"tcp://127.0.0.9:{21_000 + 2 * number}"
-            await registry.register(NAMESPACE, 16, number, 0, Stream(url, url))
-    assert _parsed.cache_info().misses - num_before == 20
