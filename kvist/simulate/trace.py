@@ -10,7 +10,7 @@ from http import HTTPStatus
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -132,45 +132,6 @@ class Turn(msgspec.Struct, frozen=True):
     output_length: NumTokens | None = None
 
 
-class Message(msgspec.Struct, frozen=True):
-    """A message of a chat."""
-
-    role: str = ""
-    content: Any = None
-
-
-class Payload(msgspec.Struct, frozen=True):
-    """A request's body."""
-
-    messages: list[Message] = []
-    input: str | list[Message] = []
-    prompt: str = ""
-    tools: Any = None
-    instructions: Any = None
-    system: Any = None
-    max_tokens: NumTokens | None = None
-    max_completion_tokens: NumTokens | None = None
-    max_output_tokens: NumTokens | None = None
-
-    @property
-    def text(self) -> str:
-        """Return all of the prompt, in the order of chat templates."""
-        before = (str(each) for each in (self.tools, self.instructions, self.system) if each)
-        said = [Message("user", self.input)] if isinstance(self.input, str) and self.input else self.input
-        messages = (f"{each.role} {each.content}" for each in (*self.messages, *said))
-        return "\n".join([*before, *messages, self.prompt])
-
-    @property
-    def num_output_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """When aiperf sent a request."""
-
-    request_start_ns: int
-
-
 class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a trace. Times are in seconds, but for `timestamp`: milliseconds since the recording started."""
 
@@ -181,8 +142,6 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     # Fields that `kvist route --record-requests` adds.
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
     recording_started_at: float = 0.0
-    began: float | None = None
-    """What earlier versions called it; other fields of theirs have other names, too."""
     status: int = 200
     model: str | None = None
     worker: str | None = None
@@ -200,14 +159,12 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     session: str | None = None
     pause_s: float | None = None
     tenant: str | None = None
-    # Prompts as text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
+    # Prompts as text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files.
     prompt: str | None = None
     output_tokens: NumTokens | None = None
     text: str | None = None
     text_input: str | None = None
     turns: list[Turn] = []
-    payload: Payload | None = None
-    metadata: Metadata | None = None
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
@@ -218,13 +175,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
             if line.strip():
                 place = f"{part}, line {number}"
                 try:
-                    decoded = decode(line)
+                    yield place, decode(line)
                 except (msgspec.DecodeError, UnicodeEncodeError) as error:
                     raise InvalidValueError(place, line.strip()[:80], f"a request ({error})") from None
-                if decoded.began is not None:
-                    expected = "recording_started_at: an earlier version recorded it, with other names of fields"
-                    raise InvalidValueError(f"{place}: began", decoded.began, expected)
-                yield place, decoded
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
@@ -278,14 +231,10 @@ def _parse_requests(place: str, line: TraceLine, default_at_s: float) -> Iterato
         yield replace(request, pause_s=line.pause_s, session=line.session)
         return
     turns, text = line.turns, line.prompt or line.text or line.text_input
-    if line.payload is not None:
-        text, payload = line.payload.text, line.payload
-        at_s = at_s if line.metadata is None else line.metadata.request_start_ns / 1e9
-        turns = [Turn(text, output_length=payload.num_output_tokens)]
-    elif text:
+    if text:
         turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
     if not turns:
-        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text, turns or payload"
+        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text or turns"
         raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
     prompt = ""
     for turn in turns:

@@ -484,34 +484,6 @@ def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> N
             ],
             [(0.0, 75, 256), (1.5, 225, 9)],
         ),
-        (  # aiperf --export-level raw
-            [
-                {
-                    "metadata": {"request_start_ns": at_ns, "x_request_id": "r"},
-                    "payload": {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 5},
-                    "responses": [],
-                }
-                for at_ns, text in ((10**18, 395 * "a"), (10**18 + 4 * 10**9, 795 * "a"))
-            ],
-            [(0.0, 100, 5), (4.0, 200, 5)],
-        ),
-        (  # the same of /v1/responses
-            [
-                {"metadata": {"request_start_ns": at_s * 10**9}, "payload": {"input": told, "max_output_tokens": 5}}
-                for at_s, told in ((1, 395 * "a"), (5, [{"type": "message", "role": "user", "content": 795 * "a"}]))
-            ],
-            [(0.0, 100, 5), (4.0, 200, 5)],
-        ),
-        (  # and of /v1/messages
-            [
-                {
-                    "metadata": {"request_start_ns": at_s * 10**9},
-                    "payload": {"system": 293 * "s", "messages": [{"role": "user", "content": text}], "max_tokens": 5},
-                }
-                for at_s, text in ((1, 100 * "a"), (5, 500 * "a"))
-            ],
-            [(0.0, 100, 5), (4.0, 200, 5)],
-        ),
     ],
 )
 def test_prompts_of_benchmarks_are_read_as_blocks_of_characters(
