@@ -82,7 +82,7 @@ async def serve(trace_collector: Any) -> Any:
                 max_total_num_tokens=8192,
                 kv_cache_dtype="float32",
             )
-            app = create_app(engine, tokenizer, model, collectors=[tracing], tracing=tracing)
+            app = create_app(engine, tokenizer, model, tracing=tracing)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
                 yield Served(client, engine, transfers, trace_collector)
