@@ -172,12 +172,11 @@ def show_page(args: argparse.Namespace, script: Script) -> None:
     """Serve the live page over the recording, with another one beside it if asked, until SIGINT or SIGTERM."""
     from kvist.cli._replay_page import RecordingPage
     from kvist.http import HttpServer
-    from kvist.replay.history import HistoryCollector
 
     scripts = {str(args.file): script}
     if args.beside is not None:
         scripts[str(args.beside)] = _script_of(args.beside, script)
-    collectors = {name: HistoryCollector() for name in scripts}
+    collectors = {name: StatisticsCollector() for name in scripts}
     with ExitStack() as damages:
         for name, each in scripts.items():
             damage = damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))

@@ -13,8 +13,8 @@ from kvist.errors import InvalidValueError
 from kvist.events import Tier
 from kvist.http import Request, Responder
 from kvist.openai.errors import RequestError, error_body
-from kvist.replay.history import History, HistoryCollector
-from kvist.replay.statistics import RecordingStatistics, curves
+from kvist.replay.history import History
+from kvist.replay.statistics import RecordingStatistics, StatisticsCollector, curves
 from kvist.router.doors.auth import require_administrator
 from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
 from kvist.router.doors.page import EVENTS_PATH, show_file, stream
@@ -23,10 +23,10 @@ from kvist.router.doors.page import EVENTS_PATH, show_file, stream
 class RecordingPage:
     """The handler of the page's requests, which must come from this machine."""
 
-    def __init__(self, recordings: Mapping[str, HistoryCollector]) -> None:
+    def __init__(self, recordings: Mapping[str, StatisticsCollector]) -> None:
         """Show recordings under these names, each from its own beginning."""
         self._started_ms = int(time.time() * 1000)
-        self._recordings = [(name, collector.result(), collector.history()) for name, collector in recordings.items()]
+        self._recordings = [(name, collector.result(), History(collector)) for name, collector in recordings.items()]
         self._end_ms = max(int(statistics.duration_s * 1000) for _, statistics, _ in self._recordings)
 
     def handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:

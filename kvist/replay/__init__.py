@@ -3,8 +3,8 @@
 A recording is a set of MCAP files (`recording`, `writer`, `reader`). The `recorder` makes one from subscriptions, and
 asks for what ranks held before (`recovery`). A `script` selects, times and repeats its messages, for subscribers
 (`player`, with replays from `blocks`), for an index (`indexing`, which also compares two), or for analysis
-(`statistics`, `history`). All decisions are made without I/O, with time as an argument; only `recorder` and `player`
-use asyncio.
+(`numbering`, `statistics`, `history`). All decisions are made without I/O, with time as an argument; only `recorder`
+and `player` use asyncio.
 """
 
 from kvist.replay.reader import RecordingReader

@@ -1,26 +1,21 @@
-"""What recorded events and snapshots say that ranks hold, and replays of it for subscribers that missed some."""
+"""Recorded snapshots, and replays of recorded messages for subscribers that missed some."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from kvist.errors import MalformedMessageError
-from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, snapshot_id
+from kvist.events.snapshot import Snapshot, SnapshotAssembly, snapshot_id
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, read_envelope
-
-_U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,62 +60,6 @@ class SnapshotCollector:
             return None
         heartbeat = Batch(*rank, part.epoch, part.sequence, part.block_size, 0.0, events)
         return RecordedSnapshot(heartbeat, snapshot, tuple(message for _, message in begun.values()))
-
-
-class Change(NamedTuple):
-    """What an event changed in one tier; `num_without_effect` counts stores of held blocks and removals of others."""
-
-    tier: Tier
-    added: Sequence[int] = ()
-    removed: Sequence[int] = ()
-    added_ms: Sequence[int] = ()
-    """When each block that an event removed had been added."""
-    num_without_effect: int = 0
-
-
-class RankBlocks:
-    """The exact blocks of one rank by tier, each with the time at which it was added."""
-
-    def __init__(self) -> None:
-        self.tiers: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self.digest = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.tiers))
-
-    def apply(self, event: Stored | Removed | Cleared, time_ms: int = 0) -> list[Change]:
-        if isinstance(event, Cleared):
-            return self.restore((), time_ms)
-        held, blocks = self.tiers[event.tier], hashes_of(event)
-        if isinstance(event, Stored):
-            added = dict.fromkeys((block for block in blocks if block not in held), time_ms)
-            held.update(added)
-            self.digest = self.digest + blocks_digest(list(added), event.tier) & _U64_MASK
-            return [Change(event.tier, list(added), num_without_effect=len(blocks) - len(added))]
-        removed = list(dict.fromkeys(block for block in blocks if block in held))
-        self.digest = self.digest - blocks_digest(removed, event.tier) & _U64_MASK
-        added_ms = [held.pop(block) for block in removed]
-        return [Change(event.tier, (), removed, added_ms, len(blocks) - len(removed))]
-
-    def restore(self, slices: Iterable[HeldBlocks], time_ms: int) -> list[Change]:
-        """Replace all blocks by a snapshot's; those that were held before keep their times."""
-        before, self.tiers = self.tiers, tuple({} for _ in Tier)
-        self.digest = 0
-        for held in slices:
-            self.digest = self.digest + held.holding().digest & _U64_MASK
-            for tier in Tier:
-                blocks = held.hashes[held.tiers >> tier & 1 == 1].tolist()
-                self.tiers[tier].update((block, before[tier].get(block, time_ms)) for block in blocks)
-        return [
-            Change(tier, [block for block in now if block not in was], [block for block in was if block not in now])
-            for tier, was, now in zip(Tier, before, self.tiers, strict=True)
-        ]
-
-
-def hashes_of(event: Stored | Removed) -> list[int]:
-    blocks: list[int] = np.frombuffer(event.hashes, "<u8").tolist()
-    return blocks
 
 
 class _MessageLog:

@@ -5,82 +5,19 @@ Blocks, gaps and snapshots count as in `statistics`.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events import Event, Stored, Tier, WorkerRank
-from kvist.events.snapshot import Snapshot
-from kvist.replay.blocks import Change, hashes_of
-from kvist.replay.statistics import RankState, StatisticsCollector
+from kvist.events import Tier
+from kvist.replay.statistics import RESTORED, STORED, StatisticsCollector, sorted_by_block
 
 MAX_RUNS, MAX_HOLDERS_SHOWN = 200, 8
 _FOREVER = np.iinfo(np.int64).max
 _ROOT, _UNKNOWN = -1, -2  # in place of a parent's index
 _MAX_DOUBLINGS = 32  # of the steps towards a chain's first block: one that is not reached then is in a cycle
-
-
-class HistoryCollector(StatisticsCollector):
-    """Collects statistics, and the times at which each block was added to a holder or removed, which alternate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._indices: dict[RankState, int] = {}
-        self._parents: dict[int, int | None] = {}  # of blocks whose parent is known; None where a prompt begins
-        self._blocks, self._holders, self._times_ms = array("Q"), array("i"), array("q")
-
-    def _apply(self, rank: RankState, event: Event) -> None:
-        super()._apply(rank, event)
-        if isinstance(event, Stored):
-            blocks = hashes_of(event)
-            self._parents.update(zip(blocks, chain((event.parent,), blocks), strict=False))
-
-    def _restore(self, rank: RankState, snapshot: Snapshot) -> None:
-        super()._restore(rank, snapshot)
-        for held in snapshot.slices:
-            self._parents.update(dict.fromkeys(held.hashes[held.depths == 0].tolist()))
-
-    def _record_changes(self, rank: RankState, changes: Sequence[Change], *, is_counted: bool = True) -> None:
-        super()._record_changes(rank, changes, is_counted=is_counted)
-        for tier, added, removed, *_ in changes:
-            num = len(added) + len(removed)
-            self._blocks.extend(chain(added, removed))
-            self._holders.extend([self._idx(rank) * len(Tier) + tier] * num)
-            self._times_ms.extend([self.time_ms] * num)
-
-    def _idx(self, rank: RankState) -> int:
-        return self._indices.setdefault(rank, len(self._indices))
-
-    def history(self) -> History:
-        hashes, blocks = np.unique(np.frombuffer(self._blocks, np.uint64), return_inverse=True)
-        holders, times_ms = np.frombuffer(self._holders, np.int32), np.frombuffer(self._times_ms, np.int64)
-        order = np.lexsort((holders, blocks))  # stable: changes of one block and holder stay in order of time
-        blocks, holders, times_ms = blocks[order].astype(np.int32), holders[order], times_ms[order]
-        is_other = np.append(True, (np.diff(blocks) != 0) | (np.diff(holders) != 0))[: len(blocks)]
-        firsts = np.flatnonzero(is_other)
-        is_added = (np.arange(len(blocks)) - np.repeat(firsts, np.diff(np.append(firsts, len(blocks))))) % 2 == 0
-        removed_ms = np.where(np.roll(is_added, -1), _FOREVER, np.roll(times_ms, -1))
-        known, num = self._parents.values(), len(self._parents)
-        children = _find_hashes(hashes, np.fromiter(self._parents, np.uint64, num))
-        above = _find_hashes(hashes, np.fromiter((parent or 0 for parent in known), np.uint64, num))
-        above[np.fromiter((parent is None for parent in known), bool, num)] = _ROOT
-        parents = np.full(len(hashes), _UNKNOWN)
-        parents[children[children >= 0]] = above[children >= 0]
-        ranks = {}
-        for source in self._sources.values():
-            for rank, state in source.ranks.items():
-                ranks[self._idx(state)] = rank, min(source.block_sizes, default=1)
-        return History(
-            [ranks[idx] for idx in range(len(ranks))],
-            hashes,
-            parents,
-            (blocks[is_added], holders[is_added], times_ms[is_added], removed_ms[is_added]),
-        )
 
 
 def _find_hashes(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -93,22 +30,25 @@ def _find_hashes(hashes: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDAr
 class History:
     """Every block's stays in holders; moments are in milliseconds after the first message."""
 
-    def __init__(
-        self,
-        ranks: Sequence[tuple[WorkerRank, int]],
-        hashes: NDArray[np.uint64],
-        parents: NDArray[np.int64],
-        stays: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]],
-    ) -> None:
-        """Build from ranks with their block sizes, blocks with their parents' indices, and stays in order of blocks.
-
-        Stays are arrays of block index, holder, and the times of addition and removal. A holder is a rank's index times
-        the number of tiers, plus the tier.
-        """
-        self.ranks = ranks
-        self._hashes, self._parents, self._stays = hashes, parents, stays
+    def __init__(self, collector: StatisticsCollector) -> None:
+        """Build from all that was collected."""
+        self.ranks = collector.ranks()
+        changes, is_next = sorted_by_block(collector.changes())
+        self._hashes, blocks = np.unique(changes["block"], return_inverse=True)
+        is_added = changes["kind"] <= RESTORED
+        removed_ms = np.where(np.append(is_next, False)[1:], np.roll(changes["time_ms"], -1), _FOREVER)
+        columns = blocks.astype(np.int32), changes["holder"], changes["time_ms"], removed_ms
+        self._stays = [column[is_added] for column in columns]
+        """Block index, holder, and the times of addition and removal, in order of blocks."""
+        is_root = is_added & (changes["parent"] == changes["block"])
+        is_placed = is_root | (changes["kind"] == STORED)
+        above = np.where(is_root, _ROOT, _find_hashes(self._hashes, changes["parent"]))
+        self._parents = parents = np.full(len(self._hashes), _UNKNOWN)
+        parents[blocks[is_placed]] = above[is_placed]
         # A set of holders is identified by the sum of their random keys.
-        self._holder_keys = np.random.default_rng(0).integers(1 << 63, size=len(ranks) * len(Tier), dtype=np.uint64)
+        self._holder_keys = np.random.default_rng(0).integers(
+            1 << 63, size=len(self.ranks) * len(Tier), dtype=np.uint64
+        )
         self._depths, above = (parents >= 0).astype(np.int64), parents.copy()
         for _ in range(_MAX_DOUBLINGS):
             is_below = above >= 0

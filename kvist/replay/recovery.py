@@ -21,7 +21,8 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MAX_DRAIN
 from kvist.events.types import MAX_RANKS, SnapshotPart
 from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector, empty_snapshot
-from kvist.replay.envelope import CanonicalEnvelope, Numbering, believe_heartbeat, rank_of, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, rank_of, read_envelope
+from kvist.replay.numbering import Numbering, believe_heartbeat
 from kvist.replay.recording import Record
 
 SILENCE_S = 30.0

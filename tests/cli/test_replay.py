@@ -145,7 +145,7 @@ def test_statistics_are_printed_with_a_plot_and_as_json(recorded, capsys, tmp_pa
     code, output, _ = run(capsys, recorded, "--stats", "--plot", plot)
     assert code == 0
     overview, _, row, *_ = output.splitlines()
-    assert dict(zip(overview.split(), row.split(), strict=False))["events"] == "102"
+    assert dict(zip(overview.split(), row.split(), strict=False))["events"] == "101"
     assert plot.read_text().startswith("<svg")
     code, output, _ = run(capsys, recorded, "--stats", "--json", "--since", "0.5", "--until", "0.9")
     figures = json.loads(output)

@@ -11,8 +11,8 @@ from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier
 from kvist.events.codec import encode_snapshot_part
 from kvist.events.snapshot import HeldBlocks, snapshot_parts
 from kvist.events.transports import Message
-from kvist.replay.blocks import hashes_of
-from kvist.replay.history import HistoryCollector
+from kvist.replay.history import History
+from kvist.replay.statistics import StatisticsCollector
 
 PARENTS: dict[int, int | None] = {block: block // 3 or None for block in range(1, 80)}
 BLOCK_SIZE, STEP_MS = 4, 10
@@ -74,7 +74,7 @@ def test_any_moment_is_as_sets_have_it(make, seed):
     rng = Random(seed)
     events = random_events(rng, 150)
     numbers = dict.fromkeys(RANKS, 0)
-    collector, moments = HistoryCollector(), []
+    collector, moments = StatisticsCollector(), []
     held = {(rank, tier): set() for rank in RANKS for tier in Tier}
     for idx, (rank, event) in enumerate(events):
         message = make.batch(numbers[rank], event, worker=rank[0], rank=rank[1])
@@ -83,11 +83,11 @@ def test_any_moment_is_as_sets_have_it(make, seed):
         if isinstance(event, Cleared):
             held |= {(rank, tier): set() for tier in Tier}
         else:
-            blocks = set(hashes_of(event))
+            blocks = set(np.frombuffer(event.hashes, np.uint64).tolist())
             before = held[rank, event.tier]
             held[rank, event.tier] = before | blocks if isinstance(event, Stored) else before - blocks
         moments.append(dict(held))
-    history = collector.history()
+    history = History(collector)
     for idx, expected in rng.sample(list(enumerate(moments)), 30):
         at_ms = idx * STEP_MS + rng.randrange(STEP_MS)
         counts, num_distinct, num_placed = history.blocks(at_ms)
@@ -107,10 +107,10 @@ def test_what_a_snapshot_alone_tells_counts_and_has_no_place_but_at_the_root(mak
     held = HeldBlocks(np.array([5, 6], np.uint64), np.array([0, 1], np.uint32), np.array([1, 3], np.uint8))
     state = Batch("w", 0, 7, 0, BLOCK_SIZE, 0.0, (Heartbeat(*held.holding()),))
     parts = [Message(b"kv/w/0", 0, encode_snapshot_part(part)) for part in snapshot_parts(state, held)]
-    collector = HistoryCollector()
+    collector = StatisticsCollector()
     for record in make.records(*parts, make.batch(0, make.stored(7, parent=6)), make.batch(1, Cleared())):
         collector.add(record)
-    history = collector.history()
+    history = History(collector)
     assert history.blocks(0) == ([[2, 1, 0, 0]], 2, 1)
     assert history.blocks(10) == ([[3, 1, 0, 0]], 3, 1)
     assert [row["prefix"] for row in history.tree(10)] == [f"{5:016x}"]
@@ -118,14 +118,14 @@ def test_what_a_snapshot_alone_tells_counts_and_has_no_place_but_at_the_root(mak
 
 
 def test_blocks_that_follow_each_other_in_a_circle_have_no_place(make):
-    collector = HistoryCollector()
+    collector = StatisticsCollector()
     for record in make.records(make.batch(0, make.stored(1, 2, parent=3), make.stored(3, parent=2), make.stored(4))):
         collector.add(record)
-    history = collector.history()
+    history = History(collector)
     assert history.blocks(0) == ([[4, 0, 0, 0]], 4, 1)
     assert [row["prefix"] for row in history.tree(0)] == [f"{4:016x}"]
 
 
 def test_nothing_was_held_where_nothing_was_said():
-    history = HistoryCollector().history()
+    history = History(StatisticsCollector())
     assert (history.blocks(0), history.tree(0)) == (([], 0, 0), [])

@@ -1,89 +1,94 @@
-"""What the numbers of a stream tell: gaps, what comes twice, restarts."""
+"""What the numbers of a recorded stream show: gaps, what comes twice, restarts, snapshots."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvist.replay.envelope import SequenceTracker, SourceTracker, read_envelope
+from kvist.events import Batch, Heartbeat
+from kvist.events.codec import encode_snapshot_part
+from kvist.events.session import Apply, Clear, ClearReason, Restore
+from kvist.events.snapshot import HeldBlocks, snapshot_parts
+from kvist.events.transports import Message
+from kvist.replay.envelope import read_envelope
+from kvist.replay.numbering import Numbering
+
+NEW, NOTHING = [Apply(None)], []
+LOST, RESTART = [Clear(ClearReason.LOST)], [Clear(ClearReason.NEW_EPOCH)]
 
 
-def judged(*messages):
-    tracker = SourceTracker()
-    return tracker, [tracker.on_message(read_envelope(message.payload), message) for message in messages]
+def judged(make, *messages):
+    numbering = Numbering()
+    records = make.records(*messages)
+    return numbering, [numbering.on_message(read_envelope(each.message.payload), each) for each in records]
+
+
+def snapshot(sequence, blocks=(5, 6)):
+    held = HeldBlocks(np.array(blocks, np.uint64), np.zeros(len(blocks), np.uint32), np.ones(len(blocks), np.uint8))
+    state = Batch("w", 0, 7, sequence, 4, 0.0, (Heartbeat(*held.holding()),))
+    (part,) = snapshot_parts(state, held)
+    return Message(b"kv/w/0", sequence, encode_snapshot_part(part))
 
 
 @pytest.mark.parametrize("form", ["batch", "engine_batch"])
 def test_gaps_and_duplicates_are_counted(make, form):
     message = getattr(make, form)
-    tracker, is_new = judged(*(message(sequence) for sequence in (3, 4, 4, 7, 4, 8, 10)))
-    assert is_new == [True, True, False, True, False, True, True]
-    assert (tracker.total("num_gaps"), tracker.total("num_missing"), tracker.total("num_duplicates")) == (2, 3, 2)
-    assert not any(rank.is_from_start for rank in tracker.ranks.values())
-    assert tracker.total("num_restarts") == 0
+    numbering, steps = judged(make, *(message(sequence) for sequence in (3, 4, 4, 7, 4, 8, 10)))
+    assert steps == [NEW, NEW, NOTHING, LOST + NEW, NOTHING, NEW, LOST + NEW]
+    assert (numbering.total("num_gaps"), numbering.total("num_duplicates"), numbering.total("num_epochs")) == (2, 2, 1)
+    assert not numbering.is_from_start
+    assert not any(session.is_complete for session in numbering.sessions.values())
 
 
 def test_a_message_that_comes_late_is_no_news(make):
-    tracker, is_new = judged(make.batch(0), make.batch(2), make.batch(1))
-    assert is_new == [True, True, False]
-    assert (tracker.total("num_missing"), tracker.total("num_duplicates")) == (1, 1)
+    numbering, steps = judged(make, make.batch(0), make.batch(2), make.batch(1))
+    assert steps == [NEW, LOST + NEW, NOTHING]
+    assert numbering.total("num_duplicates") == 1
 
 
 def test_each_rank_and_each_companion_has_its_own_numbers(make):
-    tracker, _ = judged(*(make.batch(sequence, rank=rank) for sequence in range(3) for rank in (0, 1, 4097)))
-    assert (len(tracker.ranks), tracker.total("num_gaps"), tracker.total("num_duplicates")) == (3, 0, 0)
-    assert all(rank.is_from_start for rank in tracker.ranks.values())
+    numbering, _ = judged(make, *(make.batch(sequence, rank=rank) for sequence in range(3) for rank in (0, 1, 4097)))
+    assert (len(numbering.sessions), numbering.total("num_gaps", "num_duplicates")) == (3, 0)
+    assert numbering.is_from_start
 
 
 def test_a_heartbeat_takes_no_number_and_shows_that_the_last_message_was_lost(make):
-    tracker, is_new = judged(make.batch(0), make.heartbeat(1, 0, 0), make.heartbeat(3, 0, 0), make.batch(3))
-    assert is_new == [True, False, False, True]
-    assert (tracker.total("num_gaps"), tracker.total("num_missing"), tracker.num_heartbeats) == (1, 2, 2)
+    _, steps = judged(make, make.batch(0), make.heartbeat(1, 0, 0), make.heartbeat(3, 0, 0), make.batch(3))
+    assert steps == [NEW, NOTHING, LOST, NEW]
 
 
 def test_a_later_epoch_is_a_restart_and_begins_at_zero(make):
-    tracker, is_new = judged(make.batch(5), make.batch(1, epoch=8), make.batch(6), make.batch(2, epoch=8))
-    assert is_new == [True, True, False, True]
-    assert (tracker.total("num_restarts"), tracker.total("num_missing"), tracker.total("num_duplicates")) == (
-        1,
-        1,
-        1,
-    )
+    numbering, steps = judged(make, make.batch(5), make.batch(1, epoch=8), make.batch(6), make.batch(2, epoch=8))
+    assert steps == [NEW, RESTART + LOST + NEW, NOTHING, NEW]
+    assert (numbering.total("num_epochs"), numbering.total("num_gaps"), numbering.total("num_stale")) == (2, 1, 1)
 
 
 def test_other_bytes_under_a_number_are_an_engines_restart(make):
-    tracker, is_new = judged(make.engine_batch(0), make.engine_batch(1), make.engine_batch(0, timestamp_s=9.0))
-    assert is_new == [True, True, True]
-    assert (tracker.total("num_restarts"), tracker.total("num_duplicates"), tracker.total("num_gaps")) == (
-        1,
+    _, steps = judged(make, make.engine_batch(0), make.engine_batch(1), make.engine_batch(0, timestamp_s=9.0))
+    assert steps == [NEW, NEW, RESTART + NEW]
+
+
+def test_a_snapshot_tells_what_came_before_it(make):
+    messages = [snapshot(40), make.batch(39), make.batch(40), snapshot(50), make.batch(50), make.batch(41)]
+    numbering, steps = judged(make, *messages)
+    assert steps == [[Restore()], NOTHING, NEW, [Restore()], NEW, NOTHING]
+    assert (numbering.total("num_gaps"), numbering.total("num_duplicates"), numbering.total("num_snapshots")) == (
         0,
-        0,
+        2,
+        2,
     )
+    assert numbering.is_from_start
+    assert numbering.snapshot.snapshot.sequence == 50
 
 
-def test_what_is_no_batch_is_counted_and_has_no_number(make):
-    tracker, is_new = judged(make.batch(0)._replace(payload=b"\xc1"), make.batch(0)._replace(payload=b""))
-    assert is_new == [False, False]
-    assert (tracker.num_malformed, tracker.ranks) == (2, {})
+def test_a_snapshot_that_lies_restores_nothing(make):
+    lie = snapshot(40)
+    numbering, steps = judged(make, make.batch(3), lie._replace(payload=lie.payload.replace(b"\x05", b"\x06")))
+    assert steps == [NEW, NOTHING]
+    assert (numbering.snapshots.num_malformed, numbering.sessions[("w", 0)].expected_sequence) == (1, 4)
 
 
-def test_a_snapshot_tells_what_came_before_it_and_a_latecomer_is_not_missing():
-    tracker = SequenceTracker()
-    tracker.on_snapshot(7, 40)
-    assert (tracker.is_from_start, tracker.num_gaps) == (True, 0)
-    assert [tracker.on_message(7, sequence) for sequence in (38, 39, 40, 41)] == [False, False, True, True]
-    assert (tracker.num_duplicates, tracker.num_missing) == (0, 0)
-    tracker.on_snapshot(7, 50)  # 42 to 49 were lost, but the last two were on their way
-    assert [tracker.on_message(7, sequence) for sequence in (48, 49, 50)] == [False, False, True]
-    assert (tracker.num_gaps, tracker.num_missing, tracker.num_duplicates) == (1, 6, 0)
-    assert tracker.on_message(7, 41) is False
-    assert (tracker.num_duplicates, tracker.num_snapshots) == (1, 2)
-
-
-def test_a_snapshot_from_before_the_last_message_is_followed_by_what_was_seen():
-    tracker = SequenceTracker()
-    assert tracker.on_message(7, 60)
-    tracker.on_snapshot(7, 50)
-    assert [tracker.on_message(7, sequence) for sequence in (50, 51)] == [True, True]
-    assert tracker.is_outdated(7, 51)
-    assert not tracker.is_outdated(7, 52)
-    assert (tracker.num_gaps, tracker.num_duplicates, tracker.is_from_start) == (0, 0, False)
+def test_a_snapshot_from_before_the_last_message_is_followed_by_what_was_seen(make):
+    numbering, steps = judged(make, make.batch(60), snapshot(50), make.batch(50), make.batch(51))
+    assert steps == [NEW, [Restore()], NEW, NEW]
+    assert (numbering.total("num_gaps", "num_duplicates"), numbering.is_from_start) == (0, False)

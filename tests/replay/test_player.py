@@ -8,7 +8,8 @@ import itertools
 import pytest
 
 from kvist.errors import InvalidValueError, MissingExtraError
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
+from kvist.events.snapshot import blocks_digest
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication, open_subscription
 from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
@@ -131,23 +132,21 @@ async def test_a_ranks_last_message_is_repeated_until_all_is_over(make, recordin
 
 def fleet(make, num_ranks, num_batches):
     """Return a stream of several ranks that all store, remove and repeat, with heartbeats that are right."""
-    from kvist.events import Heartbeat
-    from kvist.replay.blocks import RankBlocks
-
-    held = [RankBlocks() for _ in range(num_ranks)]
+    held = [set() for _ in range(num_ranks)]
     messages = []
     for number in range(num_batches):
         for rank in range(num_ranks):
             first = number * 10 + rank * 100_000
+            held[rank].update(range(first, first + 8))
             events = [make.stored(*range(first, first + 8))]
-            events += [make.removed(first - 3, first - 10)] if number else []
-            for event in events:
-                held[rank].apply(event)
+            if number:
+                held[rank] -= {first - 3, first - 10}
+                events.append(make.removed(first - 3, first - 10))
             messages.append(make.batch(number, *events, rank=rank))
             if number % 10 == 9:
-                beat = Heartbeat(held[rank].num_blocks, held[rank].digest)
-                messages.append(make.batch(number + 1, beat, rank=rank))
-    return messages, [each.digest for each in held]
+                digest = blocks_digest(list(held[rank]), Tier.GPU)
+                messages.append(make.heartbeat(number + 1, len(held[rank]), digest, rank=rank))
+    return messages, [blocks_digest(list(blocks), Tier.GPU) for blocks in held]
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "memory"])

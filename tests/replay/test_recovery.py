@@ -19,8 +19,9 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader
 from kvist.replay.blocks import SentBuffer
-from kvist.replay.envelope import SourceTracker, read_envelope
+from kvist.replay.envelope import read_envelope
 from kvist.replay.indexing import IndexPlayer
+from kvist.replay.numbering import Numbering
 from kvist.replay.recovery import SILENCE_S, SourceRecovery
 from kvist.replay.script import Line, Moment, Script, Selection
 from kvist.replay.statistics import StatisticsCollector
@@ -183,12 +184,12 @@ def assert_known_or_partial(publisher, records):
     An answer that was cut short is continued by what was heard before it.
     """
     rank, _ = indexed(records)
-    tracker = SourceTracker()
+    numbering = Numbering()
     ends = []
     for record in records:
-        tracker.on_message(read_envelope(record.message.payload), record.message)
-        if (judged := tracker.ranks.get(RANK)) is not None and judged.epoch is not None:
-            ends.append((judged.epoch, judged.next_sequence))
+        numbering.on_message(read_envelope(record.message.payload), record)
+        session = numbering.sessions[RANK]
+        ends.append((session.epoch, session.expected_sequence))
     if rank is not None and rank.state is SourceState.LIVE:
         assert (rank.num_blocks, rank.digest) in (publisher.before[ends[-1]], publisher.before[max(ends)])
     return rank
