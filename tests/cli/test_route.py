@@ -141,7 +141,9 @@ def test_help_says_where_keys_may_be(capsys) -> None:
 def test_help_is_in_groups_and_every_key_of_the_file_but_mappings_is_a_flag(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["route", "--help"])
-    _, *groups = re.split(r"\n(?=[a-z][a-z ]+:\n)", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert "requests may go on after that (default: 180.0)" in " ".join(text.split())
+    _, *groups = re.split(r"\n(?=[a-z][a-z ]+:\n)", text)
     flags = {group.partition(":")[0]: set(re.findall(r"\n  --(\S+?)[ ,\n]", group)) for group in groups}
     assert flags.pop("options") == {"log-level", "config"}
     assert {"connect-timeout-s", "first-byte-timeout-s", "idle-timeout-s", "request-timeout-s"} <= flags["timeouts"]

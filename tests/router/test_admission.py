@@ -120,6 +120,19 @@ async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_b
         rejections = {name: value for name, value in (await front.metrics()).items() if "rejections_total" in name}
         assert rejections['kvist_router_rejections_total{cause="timeout"}'] == 1
         assert rejections['kvist_router_rejections_total{cause="displaced"}'] == 1
+        assert rejections['kvist_router_rejections_total{cause="queue full"}'] == 1
+
+
+async def test_a_client_may_only_shorten_the_longest_wait_of_the_settings(worker, router, gated, until) -> None:
+    async with worker(answer=gated) as one, router(one.url, max_worker_requests=1, queue_timeout_s=0.05) as front:
+        running = asyncio.create_task(front.complete("first"))
+        await until(lambda: len(one.completions) == 1)
+        body = {"model": "m", "prompt": "x"}
+        for headers in ({}, {"x-kvist-queue-timeout": "3600"}):
+            late = await front.client.post("/v1/completions", json=body, headers=headers)
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        gated.let()
+        assert (await running).status_code == 200
 
 
 async def test_the_queue_of_each_model_has_a_bound_of_its_own(worker, router, gated, until) -> None:
@@ -171,18 +184,18 @@ async def test_a_queued_request_is_decided_when_it_leaves_the_queue_with_caches_
     async with (
         worker(answer=gated) as one,
         worker(answer=gated) as two,
-        router(one.url, two.url, max_worker_requests=1, block_size=16) as front,
+        router(one.url, two.url, max_fleet_requests=1, block_size=16) as front,
     ):
-        running = [asyncio.create_task(front.complete([7] * 40)), asyncio.create_task(front.complete([8] * 40))]
-        await until(lambda: len(one.completions) == len(two.completions) == 1)
+        running = asyncio.create_task(front.complete([7] * 40))
+        await until(lambda: len(one.completions) + len(two.completions) == 1)
+        busy = one if one.completions else two  # at its arrival, the request would go to the other one
         waiting = asyncio.create_task(front.complete(tokens))
         await until(lambda: queued(front) == 1)
-        front.hold(two.url, tokens)  # while it waits
-        gated.let(3)
-        answers = await asyncio.gather(*running, waiting)
-        assert answers[2].headers["x-kvist-worker"] in (one.url, two.url)
-        overlap = int(answers[2].headers["x-kvist-overlap-tokens"])
-        assert overlap == (48 if answers[2].headers["x-kvist-worker"] == two.url else 0)
+        front.hold(busy.url, tokens)  # while it waits
+        gated.let(2)
+        assert (await running).status_code == 200
+        headers = (await waiting).headers
+        assert (headers["x-kvist-worker"], headers["x-kvist-overlap-tokens"]) == (busy.url, "48")
 
 
 async def test_a_worker_at_its_bound_is_passed_over_for_one_with_room(worker, router, gated, until) -> None:
