@@ -3,9 +3,10 @@
 hold …   no byte before it is released          drip …    an event every 100 ms until it is released
 flood …  64 MiB of events, as fast as they go   any else  answered at once, in 20 events if streamed
 
-GET /told                            what came, in order, and how many bytes of floods were taken
+GET /told                            what came, in order, bytes of floods taken, and how often /metrics was read
 POST /orders {"release": true}       ends what is held and dripping
 POST /orders {"status": 429}         what is answered from now on; null for answers again
+POST /orders {"room": 4}             its /metrics say it runs so many at once, and others wait; null for none
 
 Its argument is what it says of its model.
 """
@@ -43,8 +44,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
-        self.num_flooded_bytes = 0
+        self.num_flooded_bytes = self.num_reports = self.num_open = 0
         self.status: int | None = None
+        self.room: int | None = None
         self.released = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,7 +57,13 @@ class Worker:
                 length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 if path == b"/v1/completions":
-                    await self.answer(body, writer)
+                    self.num_open += 1
+                    try:
+                        await self.answer(body, writer)
+                    finally:
+                        self.num_open -= 1
+                elif path == b"/v1/messages":
+                    writer.write(whole(ANSWER))
                 elif path == b"/v1/responses":
                     self.prompts.append(body["input"])
                     response = {"id": f"resp_{os.getpid()}_{len(self.prompts)}", "status": "completed", "output": []}
@@ -69,14 +77,23 @@ class Worker:
 
     def page(self, path: bytes, body: dict[str, Any]) -> bytes:
         if path == b"/told":
-            return whole(json.dumps({"prompts": self.prompts, "flooded_bytes": self.num_flooded_bytes}).encode())
+            told = {"prompts": self.prompts, "flooded_bytes": self.num_flooded_bytes, "num_reports": self.num_reports}
+            return whole(json.dumps(told).encode())
         if path == b"/orders":
             if body.get("release"):
                 self.released.set()
                 self.released = asyncio.Event()
             if "status" in body:
                 self.status = body["status"]
+            if "room" in body:
+                self.room = body["room"]
             return whole(b"{}")
+        if path == b"/metrics":
+            self.num_reports += 1
+            if self.room is not None:
+                num_running = min(self.num_open, self.room)
+                counts = (num_running, self.num_open - num_running)
+                return whole(b"vllm:num_requests_running %d\nvllm:num_requests_waiting %d\n" % counts)
         if path == b"/v1/models":
             return whole(b'{"object":"list","data":[%b]}' % sys.argv[1].encode())
         return whole(b"", 200 if path == b"/health" else 404)

@@ -101,10 +101,11 @@ async def all_prompts(fleet: list[StandIn]) -> Counter[str]:
     return Counter([prompt for worker in fleet for prompt in await worker.prompts()])
 
 
-async def test_a_thousand_streams_at_once_are_all_answered_and_sent_once_beside_as_many_idle_clients(
-    fleet: list[StandIn], router: Router
+@pytest.mark.parametrize("number", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+async def test_thousands_of_streams_at_once_are_all_answered_and_sent_once_beside_idle_clients(
+    fleet: list[StandIn], router: Router, number: int
 ) -> None:
-    port, prompts = port_of(router.child.url), [f"burst {idx}" for idx in range(1200)]
+    port, prompts = port_of(router.child.url), [f"burst {number} {idx} ".ljust(2700, "x") for idx in range(number)]
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1000)]
     answers = await asyncio.gather(*(router.ask(prompt, stream=True)[1] for prompt in prompts))
     assert Counter(answer.status for answer in answers) == {200: len(prompts)}
@@ -112,6 +113,7 @@ async def test_a_thousand_streams_at_once_are_all_answered_and_sent_once_beside_
     num_received = await all_prompts(fleet)
     assert {num_received[prompt] for prompt in prompts} == {1}
     assert await router.metric("kvist_router_connections ") > len(idle)
+    assert psutil.Process(router.child.process.pid).memory_info().rss < 2**30
     for reader, writer in idle:
         assert not reader.at_eof()
         writer.close()
@@ -131,9 +133,13 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
     await until(all_came)
     before = set(await stopped.prompts())
     assert any(prompt.startswith("hold") for prompt in before)
+    reports_before = (await fetch(fleet[1].url, "/told"))["num_reports"]
     stopped.process.send_signal(signal.SIGSTOP)
     try:
         await router.until_state(stopped, "unhealthy")
+        # Each busy worker is asked once a second, by a loop that may be late for all alike.
+        num_reports = (await fetch(fleet[1].url, "/told"))["num_reports"] - reports_before
+        assert num_reports <= SILENCE_S + 5
         assert "sent no byte" in (await router.workers())[stopped.url]["last_failure"]
 
         async def all_moved() -> bool:
@@ -264,6 +270,28 @@ async def test_what_a_busy_worker_refuses_is_answered_by_others(
     await until(is_used)
 
 
+async def test_what_workers_report_bounds_what_they_get_and_the_rest_waits(
+    fleet: list[StandIn], router: Router
+) -> None:
+    room, num_held = 4, 20
+    for worker in fleet:
+        await worker.order(room=room)
+    asked = [router.ask(f"hold beyond {idx}")[1] for idx in range(num_held * len(fleet))]
+
+    async def is_learnt() -> bool:
+        bounds = [each["max_requests"] for each in (await router.workers()).values()]
+        return all(bound is not None and room < bound <= 2 * room for bound in bounds)
+
+    await until(is_learnt)
+    asked += [router.ask(f"beyond {idx}")[1] for idx in range(10)]
+    await router.until_queued(10)
+    for worker in fleet:
+        await worker.order(release=True)
+    assert {(answer.status, answer.is_whole) for answer in await asyncio.gather(*asked)} == {(200, True)}
+    for worker in fleet:
+        await worker.order(room=None)
+
+
 async def test_a_queue_keeps_its_order_and_its_deadlines_and_is_served_before_the_router_ends(
     fleet: list[StandIn],
 ) -> None:
@@ -291,3 +319,53 @@ async def test_a_queue_keeps_its_order_and_its_deadlines_and_is_served_before_th
         assert await router.child.process.wait() == 0
     came = [prompt for prompt in await worker.prompts() if prompt.startswith(("queued", "late"))]
     assert came == ["queued first", "queued second", "queued third", "queued last"]
+
+
+async def test_bounds_of_worker_and_fleet_the_wait_for_them_and_retries_are_those_of_the_flags(
+    fleet: list[StandIn],
+) -> None:
+    workers = fleet[:2]
+    flags = ("--max-worker-prefill-tokens", 150, "--max-fleet-requests", 6, "--queue-timeout-s", 0.3)
+    async with routing(*workers, flags=(*flags, "--breaker-failures", 100_000)) as router:
+        for length, num_sent in ((100, 4), (1, 6)):  # until no worker has room, until the fleet has none
+            first = (await all_prompts(workers)).total()
+            held = [router.ask(f"hold {length} {idx} ".ljust(4 * length))[1] for idx in range(num_sent)]
+
+            async def have_come(number: int = first + num_sent) -> bool:
+                return (await all_prompts(workers)).total() == number
+
+            await until(have_come)
+            late = await router.ask("too late", headers={"x-kvist-queue-timeout": "3600"})[1]
+            assert (late.status, json.loads(late.body)["error"]["code"]) == (503, "timeout")
+            assert await have_come()
+            for worker in workers:
+                await worker.order(release=True)
+            assert {answer.status for answer in await asyncio.gather(*held)} == {200}
+        for worker in workers:
+            await worker.order(status=502)
+        first, num_asked = (await all_prompts(workers)).total(), 200
+        for idx in range(num_asked):
+            assert (await router.ask(f"sick {idx}")[1]).status == 502
+        num_retries = (await all_prompts(workers)).total() - first - num_asked
+        assert 100 <= num_retries <= 100 + num_asked * 0.2 + 1
+        for worker in workers:
+            await worker.order(status=None)
+
+
+async def test_connecting_the_first_byte_and_the_whole_request_end_when_their_flags_say(fleet: list[StandIn]) -> None:
+    worker = fleet[0]
+    deaf = StandIn(worker.url.replace("http:", "https:"), worker.process)  # says nothing to a handshake
+    flags = ("--connect-timeout-s", 0.2, "--first-byte-timeout-s", 1.5, "--request-timeout-s", 3)
+    async with routing(worker, deaf, flags=flags) as router:
+        held, (stream, streaming) = router.ask("hold too long")[1], router.ask("drip too long", stream=True)
+
+        async def is_told() -> bool:
+            return "no connection within 0.2 s" in str((await router.workers())[deaf.url]["last_failure"])
+
+        await until(is_told)
+        error = json.loads((await held).body)["error"]
+        assert (held.result().status, error["code"]) == (504, "worker_failed")
+        assert error["message"].endswith("first_byte timeout after 1.5 s")
+        assert stream.status == 200
+        assert b"the request was not answered within 3 s" in (await streaming).body
+        await worker.order(release=True)
