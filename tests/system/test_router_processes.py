@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_
 KEEPER = -1
 FRONTS = (0, 1)
 TIMES = ("--silence-timeout-s", 2, "--health-timeout-s", 2, "--breaker-cooldown-s", 1)
+MAX_START_CPU_S = 1.0  # of a front until it listens: 0.4 s, measured on two busy cores, Nov 2026
 TOKENS = list(range(1000, 1160))  # ten blocks
 
 
@@ -372,8 +373,22 @@ async def test_a_front_that_is_killed_ends_its_own_requests_and_comes_back(
     await until_came(fleet, "hold killed 0", "hold killed 1")
     await router.complete(0, "counted")
     before = await router.metrics(1)
-    killed.kill()
+    taken = [await router.connect(1) for _ in range(4)]
+    with stopped(router.parts()[1]):
+        killed.suspend()
+        untaken = [await asyncio.open_connection("127.0.0.1", port_of(router.child.url)) for _ in range(40)]
+        killed.kill()
+        await asyncio.to_thread(killed.wait)
+    answers = await asyncio.gather(*(router.ask_on(connection, "taken")[1] for connection in taken))
+    assert {answer.status for answer in answers} == {200}
+    asked = [router.ask_on(connection, "untaken")[1] for connection in untaken]
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+    answers = [each for each in ended if isinstance(each, Answer)]
+    assert {answer.status for answer in answers} == {200}
+    assert 0 < len(answers) < len(untaken)  # those that the other front was to accept
     await router.until_restarted(0, killed.pid)
+    started = router.parts()[0].cpu_times()
+    assert started.user + started.system < MAX_START_CPU_S
     assert not (await streams[0][1]).is_whole
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
         await held[0][1]
@@ -713,13 +728,33 @@ async def test_a_stopped_process_does_not_keep_the_router_from_ending(fleet: lis
 async def test_settings_are_read_again_by_all_and_all_end_with_who_started_them(
     fleet: list[StandIn], tmp_path: Path
 ) -> None:
-    settings = tmp_path / "router.toml"
-    settings.write_text(f'policy = "round-robin"\nworker_urls = ["{fleet[0].url}"]\n')
+    """Also to another policy, but to `kv`; and what all did is in one log."""
+    settings, log = tmp_path / "router.toml", tmp_path / "log"
+    settings.write_text(f'policy = "round-robin"\nworker_urls = ["{fleet[0].url}"]\naccess_log = "{log}"\n')
     async with routing("--config", settings) as router:
         parts = router.parts()
         assert {(await router.complete(front, "first")).worker for front in FRONTS} == {fleet[0].url}
-        settings.write_text(f'policy = "round-robin"\nworker_urls = ["{fleet[1].url}"]\napi_key = "k"\n')
-        router.child.process.send_signal(signal.SIGHUP)
+
+        async def policies(**headers: str) -> set[str | None]:
+            page = {"token_ids": [1], "model": "m"}
+            connections = [await router.connect(front) for front in FRONTS]
+            answers = [await read(0, "/route", page, headers, Answer(), connection) for connection in connections]
+            return {json.loads(answer.body).get("policy") for answer in answers}
+
+        def write(policy: str, *lines: str) -> None:
+            text = [f'policy = "{policy}"', f'worker_urls = ["{fleet[1].url}"]', f'access_log = "{log}"', *lines]
+            settings.write_text("\n".join(text))
+            router.child.process.send_signal(signal.SIGHUP)
+
+        assert await policies() == {"round-robin"}
+        for policy in ("least-loaded", "round-robin"):
+            write(policy)
+
+            async def has_changed(policy: str = policy) -> bool:
+                return await policies() == {policy}
+
+            await until(has_changed)
+        write("kv", 'api_key = "k"')
 
         async def ask(front: int, headers: dict[str, str]) -> Answer:
             body = {"model": "m", "prompt": "second"}
@@ -735,8 +770,13 @@ async def test_settings_are_read_again_by_all_and_all_end_with_who_started_them(
 
             await until(has_reloaded)
         assert router.parts() == parts
-        connection = await router.connect(0)
         answer, headers = Answer(), {"authorization": "Bearer k"}
+        assert await policies(**headers) == {"round-robin"}
+        port, names = port_of(router.child.url), [f"logged-{idx}" for idx in range(400)]
+        body = {"model": "m", "prompt": "third"}
+        asked = [read(port, "/v1/completions", body, headers | {"x-request-id": name}, Answer()) for name in names]
+        assert {each.status for each in await asyncio.gather(*asked)} == {200}
+        connection = await router.connect(0)
         body = {"model": "m", "prompt": "drip end", "stream": True}
         reading = asyncio.create_task(read(0, "/v1/completions", body, headers, answer, connection))
         await answer.has_begun.wait()
@@ -748,6 +788,8 @@ async def test_settings_are_read_again_by_all_and_all_end_with_who_started_them(
         await fleet[1].order(release=True)
         assert (await reading).is_whole
         assert not (await asyncio.to_thread(psutil.wait_procs, [*parts.values()], 60))[1]
+    lines = Counter(json.loads(line)["request_id"] for line in log.read_text().splitlines())
+    assert {name: lines[name] for name in names} == dict.fromkeys(names, 1)
 
 
 async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keeper_was_killed(
@@ -804,7 +846,20 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
                 return told["requests"] == (await prompts_of(fleet)).total() - num_before
 
             await until(are_counted)
-        router.parts()[KEEPER].kill()
+        with stopped(psutil.Process(router.child.process.pid)):  # who would start another one at once
+            router.parts()[KEEPER].kill()
+            for front in FRONTS:
+
+                async def is_away(front: int = front) -> bool:
+                    status, page = await router.call(front, "/readiness")
+                    assert (status, page["ready"]) == (200, True)
+                    return (page["index"] or "").startswith("away")
+
+                await until(is_away)
+            prompt = expected[fleet[0].url]
+            answers = [await router.complete(front, prompt) for front in FRONTS for _ in range(4)]
+            assert {(answer.status, answer.headers["x-kvist-overlap-tokens"]) for answer in answers} == {(200, "0")}
+            assert len({answer.worker for answer in answers}) > 1  # and not the one that holds it
         for url in caches:
             store(url, 1000 * (len(expected) + 8) + 500 * (url == fleet[0].url))
         await until(is_known)
@@ -817,20 +872,21 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
 
 
 async def test_models_are_read_by_their_own_tokens_and_blocks_at_all_fronts_also_by_an_alias(tmp_path: Path) -> None:
-    """Also by a front and a keeper that are started anew."""
+    """Also by a front and a keeper that are started anew, the keeper from its state; and by whichever API it came."""
     paths = {name: model_dir(tmp_path / name, first) for name, first in (("a", 0), ("b", 1000))}
     text, limits = " ".join(WORDS[:80]), PublisherLimits(heartbeat_s=0.1)
     async with AsyncExitStack() as exits:
-        urls, flags = {}, []
+        urls, others, flags = {}, [], ["--state-dir", tmp_path / "state", "--state-interval-s", 0.1]
         for name, first, block_size in (("a", 0, 16), ("b", 1000, 32)):
-            (worker,) = await exits.enter_async_context(stand_ins(1, id=name, root=paths[name]))
+            worker, other = await exits.enter_async_context(stand_ins(2, id=name, root=paths[name]))
             endpoint, tokens = "tcp://127.0.0.1:0", list(range(first, first + 80 // block_size * block_size))
             cache = KvEventPublisher(endpoint, worker=f"at-{name}", block_size=block_size, limits=limits)
             exits.callback(cache.close)
             cache.stored([hash(tuple(tokens[:end])) for end in range(block_size, len(tokens) + 1, block_size)], tokens)
             urls[name] = worker.url
+            others.append(other.url)
             flags += ["--kv-event-source", f"{worker.url}={cache.endpoint}"]
-        flags += ["--worker-urls", *urls.values(), "--alias", "also-b=b"]
+        flags += ["--worker-urls", *urls.values(), *others, "--alias", "also-b=b"]
         router = await exits.enter_async_context(routing("--policy", "kv", *flags, *TIMES))
 
         async def are_known() -> bool:
@@ -838,7 +894,7 @@ async def test_models_are_read_by_their_own_tokens_and_blocks_at_all_fronts_also
                 for name, model, num_blocks in (("a", "a", 5), ("b", "b", 2), ("also-b", "b", 2)):
                     page = (await router.call(front, "/route", {"prompt": f"{text} w3", "model": name}))[1]
                     found = {each["worker"]: each["overlap_blocks"]["gpu"] for each in page.get("candidates", ())}
-                    if found != {urls[model]: num_blocks}:
+                    if found.pop(urls[model], None) != num_blocks or list(found.values()) != [0]:
                         return False
             return True
 
@@ -848,8 +904,16 @@ async def test_models_are_read_by_their_own_tokens_and_blocks_at_all_fronts_also
             killed.kill()
             await router.until_restarted(part, killed.pid)
             await until(are_known)
+            if part == KEEPER:
+                assert await router.metric('kvist_state_streams{fate="proven"') > 0
+        messages = [{"role": "user", "content": text}]
         for front in FRONTS:
             assert (await router.complete(front, text, model="also-b")).worker == urls["b"]
+            for path, fields in (("/v1/responses", {"input": text}), ("/v1/messages", {"messages": messages})):
+                for name, model in (("a", "a"), ("also-b", "b")):
+                    connection = await router.connect(front)
+                    answer = await read(0, path, {"model": name, **fields}, {}, Answer(), connection)
+                    assert (answer.worker, answer.headers["x-kvist-overlap-tokens"]) == (urls[model], "64")
 
 
 async def test_replicas_of_several_processes_count_what_all_have_in_flight_until_one_is_killed(
