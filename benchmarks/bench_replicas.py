@@ -44,8 +44,6 @@ NUM_WORKERS = 8
 class Replicas:
     """A driver that is several: each request is one's of them."""
 
-    fetch = 0, 0.0
-
     def __init__(self, number: int, *, is_told: bool, num_workers: int, block_size: int, seed: int) -> None:
         self._drivers = [PricedDriver(num_workers, block_size, seed + idx) for idx in range(number)]
         boards = [LoadBoard(num_replicas=MAX_REPLICAS) for _ in self._drivers]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, Pull
-from kvist.router.policy.settings import DEFAULT_MAX_LOCAL_PREFILL_TOKENS, FETCH_SCALE
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices
+from kvist.router.policy.settings import FETCH_SCALE
 
 Hashes = Sequence[int] | NDArray[np.uint64]
 Counts = Sequence[int] | NDArray[np.int64]
@@ -26,10 +26,6 @@ Among = Sequence[int] | None
 class Driver(Protocol):
     """What a simulator calls; `PricedDriver` documents each method. Times never go back."""
 
-    fetch: tuple[int, float]
-    """For the request that was routed last: how many of its first blocks its worker has once it has fetched what other
-    workers hold, and how many seconds that takes; 0 s where it fetches nothing."""
-
     def route(self, *query: Any, **more: Any) -> int: ...
     def prefer(self, *query: Any, **more: Any) -> int: ...
     def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
@@ -40,15 +36,8 @@ class Driver(Protocol):
 class PricedDriver:
     """The router's `kv` policy behind the interface of `make_driver`."""
 
-    def __init__(
-        self, num_workers: int, block_size: int, seed: int = 0, fetch_tokens_per_s: float | None = None
-    ) -> None:
-        """Decide for so many workers; ties are broken by `seed`.
-
-        With `fetch_tokens_per_s`, workers fetch at this rate what others hold, while none is left out by `among`.
-        """
-        self.fetch = 0, 0.0
-        self._fetch_token_s = None if fetch_tokens_per_s is None else np.full(num_workers, 1.0 / fetch_tokens_per_s)
+    def __init__(self, num_workers: int, block_size: int, seed: int = 0) -> None:
+        """Decide for so many workers; ties are broken by `seed`."""
         self._policy = PricedPolicy.for_one(num_workers, block_size)
         self._num_workers = num_workers
         self._random = Random(seed)
@@ -78,8 +67,6 @@ class PricedDriver:
         scale = FETCH_SCALE if is_fetched else 1.0
         query = (block_hashes, num_tokens, depths, held_blocks, among)
         worker_idx, chosen_idx, prices = self._weigh(scale, now_s, *query)
-        num_held_tokens = int(prices.cached_tokens[chosen_idx] + prices.fetched_tokens[chosen_idx])
-        self.fetch = num_held_tokens // self._policy.block_size, float(prices.fetch_s[chosen_idx])
         self._running[request_id] = self._policy.dispatched(
             now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams, computes=not is_fetched
         )
@@ -104,11 +91,8 @@ class PricedDriver:
             if len(counts) != self._num_workers:
                 raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
         candidates = np.array(range(self._num_workers) if among is None else among)
-        pull, by_worker = None, np.asarray(depths)
-        if self._fetch_token_s is not None and among is None:
-            on_gpu = by_worker.reshape(self._num_workers, -1)[:, 0]
-            pull = Pull(int(on_gpu.max()), self._fetch_token_s, DEFAULT_MAX_LOCAL_PREFILL_TOKENS)
-        prices = self._policy.weigh(now_s, int(num_tokens), hashes, by_worker[candidates], candidates, scale, pull)
+        by_worker = np.asarray(depths)[candidates]
+        prices = self._policy.weigh(now_s, int(num_tokens), hashes, by_worker, candidates, scale)
         chosen_idx = self._policy.choose(prices, np.asarray(held)[candidates].tolist(), self._random)
         return int(candidates[chosen_idx]), chosen_idx, prices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -172,11 +172,7 @@ class Simulation:
                 sent = Job(("prefill", job.request_id), request, now_s, computes_for=job)
                 among = list(self._prefill_workers)
         worker_idx = driver.route(now_s, sent.request_id, *query, among)
-        num_blocks, fetch_s = driver.fetch
-        if fetch_s:
-            self._submit_at(now_s + fetch_s, worker_idx, sent, request.blocks[:num_blocks])
-        else:
-            self._workers[worker_idx].submit(sent, now_s)
+        self._workers[worker_idx].submit(sent, now_s)
 
     def _hand_over(self, computed: Job, job: Job, now_s: float) -> None:
         """Have another worker fetch a prompt that was computed, and answer it."""
@@ -188,13 +184,12 @@ class Simulation:
         fetch_s = FETCH_SCALE * self._machines[worker_idx].prefill_time_s(num_cached_tokens, request.num_tokens)
         self._submit_at(now_s + fetch_s, worker_idx, job)
 
-    def _submit_at(self, at_s: float, worker_idx: int, job: Job, fetched_blocks: Sequence[Hashable] = ()) -> None:
-        """Submit a request to a worker once it has fetched blocks, or route it again if the worker fails before."""
+    def _submit_at(self, at_s: float, worker_idx: int, job: Job) -> None:
+        """Submit a request to a worker once it has fetched the prompt, or route it again if the worker fails before."""
         worker = self._workers[worker_idx]
 
         def submit(now_s: float) -> None:
             if self._workers[worker_idx] is worker:
-                worker.cache(fetched_blocks, now_s)
                 worker.submit(job, now_s)
             else:
                 self._driver.finished(now_s, job.request_id)

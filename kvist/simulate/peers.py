@@ -1,8 +1,6 @@
 """Other policies behind the driver's interface, for comparison, written anew from what is published of them.
 
 kv            the priced cost, as `make_driver` makes it
-kv-fetch      the same where workers fetch from one another what they hold: 100,000 tokens a second, an 8B model's over
-              100 Gbit/s; not while one is gone, nor with prefill workers
 kv-blocks     a greedy cost in blocks: queued and new prefill less overlap, a little of what runs and of what was handed
               out of late; ties go to the smallest cache
 dynamo        queued and new prefill blocks less overlap, plus distinct active blocks (ai-dynamo-runtime 1.6)
@@ -19,7 +17,6 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, inf
 from random import Random
 from typing import Any, NamedTuple
@@ -27,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
-from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, PricedDriver, make_driver
+from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, make_driver
 
 
 class _Query(NamedTuple):
@@ -52,8 +49,6 @@ class _Running:
 
 class _Peer:
     """Counts requests, uncached tokens without a first token, and tokens in flight, by worker; subclasses choose."""
-
-    fetch = 0, 0.0
 
     def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
         self.workers: Sequence[int] = range(num_workers)
@@ -250,7 +245,6 @@ class _RoundRobin(_Peer):
 
 POLICIES: dict[str, Callable[..., Driver]] = {
     "kv": make_driver,
-    "kv-fetch": partial(PricedDriver, fetch_tokens_per_s=1e5),
     "kv-blocks": _BlockCost,
     "dynamo": _Dynamo,
     "sglang": _CacheAware,

@@ -123,12 +123,6 @@ class Worker:
             self._num_steps = min(self._num_steps, int((now_s - self._began_s) / self._step_s) + 1)
             self.next_s = self._began_s + self._num_steps * self._step_s
 
-    def cache(self, blocks: Sequence[Hashable], now_s: float) -> None:
-        """Cache a prompt's first blocks, which were fetched from another worker."""
-        for pool in self._pools:
-            pool.cache(blocks[pool.first_needed(len(blocks) * self._block_size) :], now_s)
-            pool.evict(now_s)
-
     def advance(self, now_s: float) -> None:
         """Finish the steps that end now, and plan the next."""
         num_steps, self._num_steps = self._num_steps, 0

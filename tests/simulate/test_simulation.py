@@ -122,12 +122,12 @@ def test_a_worker_keeps_the_times_of_one_that_counts_every_step(seed: int) -> No
 
 
 @pytest.mark.parametrize("memory", [Memory(), Memory(1000, 0.75), Memory(host_tokens=40_000), Memory(500, 0.5, 50_000)])
-@pytest.mark.parametrize(("policy", "seed", "num_prefill"), [("kv", 0, 0), ("kv-fetch", 1, 0), ("kv", 2, 2)])
+@pytest.mark.parametrize(("seed", "num_prefill"), [(0, 0), (2, 2)])
 def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(
-    policy: str, seed: int, num_prefill: int, memory: Memory
+    seed: int, num_prefill: int, memory: Memory
 ) -> None:
     trace = at_load(tool_agents(150, seed), [Machine()] * 4, 2.0, seed)
-    driver = POLICIES[policy](num_workers=4, block_size=trace.block_size, seed=seed)
+    driver = POLICIES["kv"](num_workers=4, block_size=trace.block_size, seed=seed)
     machines = [replace(Machine(), cache_tokens=80_000)] * 4
     simulation = Simulation(trace, machines, driver, Conditions(memory=memory, num_prefill=num_prefill))
     outcome = simulation.run()
@@ -197,19 +197,6 @@ def test_long_prompts_are_computed_by_prefill_workers_and_fetched(name: str) -> 
     # The blocks are at the prefill worker and at a decode worker, which may compute the rest itself.
     found_by = again if again.computed_by is None else again.computed_by
     assert found_by.num_cached_tokens == 1500
-
-
-def test_what_a_busy_worker_holds_is_fetched_by_another_and_cached_there() -> None:
-    times = ((1.0, 15_000), (1000.0, 55_000), (1001.0, 15_000), (1002.0, 15_000))
-    requests = [request(idx, at_s, num_tokens, name=0) for idx, (at_s, num_tokens) in enumerate(times)]
-    driver = POLICIES["kv-fetch"](num_workers=2, block_size=100)
-    simulation = Simulation(Trace(requests, 100), [replace(PLAIN, prefill_s=1e-4)] * 2, driver)
-    simulation.run()
-    _, holding, fetching, finding = simulation.jobs
-    assert (holding.num_cached_tokens, holding.answered_at_s) == (15_000, pytest.approx(1000.0 + 4.0 + 20 * 0.01))
-    for job, fetch_s in ((fetching, 0.01 + 14_900 / 1e5), (finding, 0.0)):
-        assert job.num_cached_tokens == 14_900
-        assert job.answered_at_s == pytest.approx(job.at_s + fetch_s + 0.01 + 0.01)
 
 
 def test_prefill_workers_keep_prompts_from_holding_up_answers() -> None:
