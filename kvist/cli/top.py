@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
 import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -51,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the fleet until q, Ctrl-C or SIGTERM; where there is no terminal once. Return 0."""
+    """Show the fleet until Ctrl-C or SIGTERM; where there is no terminal once. Return 0."""
     if not 0.1 <= args.interval <= 60:
         raise InvalidValueError("--interval", args.interval, "seconds from 0.1 to 60")
     with reading(args.source):
@@ -65,37 +62,21 @@ def _show(fleet: _Fleet, interval_s: float) -> None:
 
     console = Console()
     fleet.update()
-    if not (console.is_terminal and sys.stdin.isatty()):
+    if not console.is_terminal:
         time.sleep(interval_s)
         fleet.update()
         display(fleet.render(sys.maxsize, sys.maxsize))
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it in the background has SIGINT ignored
         signal.signal(number, signal.default_int_handler)
-    with suppress(KeyboardInterrupt), _cbreak(), Live(console=console, screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(fleet.render(console.width, console.height), refresh=True)
-            is_pressed = bool(select.select([sys.stdin], [], [], interval_s)[0])
-            if is_pressed and b"q" in (os.read(sys.stdin.fileno(), 64) or b"q"):
-                break
+            time.sleep(interval_s)
             try:
                 fleet.update()
             except (KvistError, OSError) as error:
                 fleet.problem = f"out of date: {error}"
-
-
-@contextmanager
-def _cbreak() -> Iterator[None]:
-    """Read keys as soon as they are pressed, and do not echo them."""
-    import termios
-    import tty
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class _Fleet:
@@ -131,7 +112,7 @@ class _Fleet:
         )
         is_well = fleet["ready"] and not self.problem
         head = Text(f"{self._url} ", "bold").append("ready" if is_well else "not ready", "green" if is_well else "red")
-        head.append(f"  index {fleet['index'] or 'none'}, q ends", "dim")
+        head.append(f"  index {fleet['index'] or 'none'}, Ctrl-C ends", "dim")
         if why := self.problem or fleet["reason"]:
             head.append(f"\n{printable(why)}", "red")
         columns = [*zip(_COLUMNS, *(_row(worker) for worker in workers[:room]), strict=True)]

@@ -166,7 +166,7 @@ def test_the_fleet_is_shown_while_the_router_changes_dies_and_comes_back(setting
         settings.write_text(settings.read_text().replace('"another"', '"right"'))
         with routed(settings, port):
             terminal.until(lambda text: " ready" in text and "healthy" in text)
-            os.write(terminal.descriptor, b"q")
+            os.write(terminal.descriptor, b"\x03")
             assert terminal.end() == 0
     assert GIVES_BACK in terminal.bytes
 
