@@ -174,21 +174,23 @@ class StatisticsCollector:
             source.statistics.is_canonical = True
             source.block_sizes.add(envelope.block_size)
             self._rank(source, envelope.source)
-        for step in source.numbering.on_message(envelope, record):
-            if isinstance(step, Clear):
-                for rank in source.ranks.values():
-                    if key in (None, rank.key):
-                        self._clear(rank)
-                        rank.stream = None
-            elif isinstance(step, Restore):
-                assert source.numbering.snapshot is not None
-                recorded = source.numbering.snapshot
-                self._restore(self._rank(source, recorded.rank), recorded.snapshot)
-            else:
-                try:
-                    (self._apply_engine if key is None else self._apply_canonical)(source, record)
-                except MalformedMessageError:
-                    source.statistics.num_malformed_events += 1
+        try:
+            for step in source.numbering.on_message(envelope, record):
+                if isinstance(step, Clear):
+                    for rank in source.ranks.values():
+                        if key in (None, rank.key):
+                            self._clear(rank)
+                            rank.stream = None
+                elif isinstance(step, Restore):
+                    assert source.numbering.snapshot is not None
+                    recorded = source.numbering.snapshot
+                    self._restore(self._rank(source, recorded.rank), recorded.snapshot)
+                elif key is None:
+                    self._apply_engine(source, record)
+                else:
+                    self._apply_canonical(source, record)
+        except MalformedMessageError:
+            source.statistics.num_malformed_events += 1
 
     def ranks(self) -> list[tuple[WorkerRank, int]]:
         """Return all ranks by index, each with its block size."""
@@ -322,7 +324,7 @@ class StatisticsCollector:
                 now |= zip(hashes.tolist(), parents.tolist(), strict=True)
             self._record(rank, tier, DROPPED, dict.fromkeys(held - now.keys(), 0))
             self._record(rank, tier, RESTORED, {block: now[block] for block in now.keys() - held})
-            held.intersection_update(now)
+            held.clear()
             held.update(now)
 
     def _record(self, rank: _Rank, tier: Tier, kind: int, parents: Mapping[int, int]) -> None:

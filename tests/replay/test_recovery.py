@@ -192,6 +192,10 @@ def assert_known_or_partial(publisher, records):
         ends.append((session.epoch, session.expected_sequence))
     if rank is not None and rank.state is SourceState.LIVE:
         assert (rank.num_blocks, rank.digest) in (publisher.before[ends[-1]], publisher.before[max(ends)])
+        collector = StatisticsCollector()
+        for record in records:
+            collector.add(record)
+        assert collector.result().ranks[RANK].num_live == rank.num_blocks
     return rank
 
 
