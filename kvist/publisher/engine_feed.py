@@ -10,7 +10,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, decode_block_events
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import MAX_SEQUENCE, Apply, Clear, ClearReason, Session, SessionLimits, SourceState, Step
+from kvist.events.session import MAX_SEQUENCE, Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
@@ -169,8 +169,6 @@ class EngineFeed:
         if isinstance(step, Clear):
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
-            if step.reason is ClearReason.LOST:
-                self.session.on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply), "engines have no snapshots"
         num_malformed_events = self._apply(step.body)

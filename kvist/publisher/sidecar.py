@@ -156,8 +156,6 @@ class SidecarFeed:
             self._publisher.report(event)
             if isinstance(event, EngineCleared):
                 self._cleared_ranks.add(event.rank)
-                if batch.rank is None and len(self._ranks) == 1:  # the stream is this rank's alone
-                    self.feed.session.on_cleared()
                 self._publish_completeness()  # before the next event: copies are counted in complete ranks
 
     def clear(self) -> None:
