@@ -7,7 +7,6 @@ A module has `HELP` (a line), `add_arguments(parser)` and `run(args) -> exit cod
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import importlib
 import logging
@@ -51,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # then this process is the command's own
         argv = sys.argv[1:]
         gc.set_threshold(_GC_THRESHOLD)
-        atexit.register(_skip_last_collection)
     if os.getpid() == 1:  # of a container: the kernel sends such a process no signal that it does not handle
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     anywhere = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -86,16 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args.command, error)
     except KeyboardInterrupt:
         return 130
-
-
-def _skip_last_collection() -> None:
-    """Keep the interpreter's end from looking for cycles in all that was imported, for 0.5 to 1 s.
-
-    Triton has to be collected from 3.9 on: its bindings list on stderr what is not.
-    """
-    triton = sys.modules.get("triton")
-    if triton is None or tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        gc.freeze()
 
 
 def _fail(command: str, error: Exception) -> int:

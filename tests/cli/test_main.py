@@ -31,20 +31,12 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert all(f"  {command} " in output for command in COMMANDS)
 
 
-def test_a_process_of_its_own_collects_rarely_and_nothing_at_its_end() -> None:
+def test_a_process_of_its_own_collects_rarely() -> None:
     program = (
-        "import atexit, gc; atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > 0))\n"
-        "from kvist.cli import main; main()"
+        "import atexit, gc; atexit.register(lambda: print(gc.get_threshold()[0]))\nfrom kvist.cli import main; main()"
     )
     command = [sys.executable, "-c", program, "why", "--help"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\n10000 True\n")
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_a_process_that_imported_triton_ends_without_a_word() -> None:
-    program = "import triton; from kvist.cli import main; main()"
-    command = [sys.executable, "-c", program, "why", "--help"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\n10000\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
