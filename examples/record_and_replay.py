@@ -14,7 +14,7 @@ from pathlib import Path
 from kvist.events import FULL
 from kvist.publisher import KvEventPublisher
 from kvist.radix import RadixIndex
-from kvist.replay import RecordingReader, RecordingWriter
+from kvist.replay import RecordingWriter
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.recorder import Recorder, SourceSpec
 from kvist.replay.script import Script
@@ -46,7 +46,7 @@ async def record(path: Path) -> None:
 def replay(path: Path) -> None:
     """Play the recording into an index, and print what it holds then."""
     player = IndexPlayer(RadixIndex())
-    for lines in Script(lambda: RecordingReader(path)).lines():
+    for lines in Script(path).lines():
         player.apply(lines or [])
     print(player.report().to_text())
 

@@ -58,7 +58,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
         asyncio.run(run_until_signalled(_play_and_linger(args, player), progress=progress))
     finally:
         close_publications(publications)
-    _print_warnings(args.file, script)
+    _print_warnings(script)
     print(
         f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
         f"{player.num_replays} replay requests answered",
@@ -69,7 +69,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 def index(args: argparse.Namespace, script: Script) -> None:
     """Play into an index, and print what it holds in the end."""
     started_s = time.monotonic()
-    with _play_into_index(args.file, script) as (_, report):
+    with _play_into_index(script) as (_, report):
         seconds = time.monotonic() - started_s
         if args.json:
             print(json.dumps({**report.to_json(), "seconds": seconds}))
@@ -93,7 +93,7 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
         hint = ": --model-path" if args.model_path is None else ""
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason}{hint})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
-    with _play_into_index(args.file, script) as (player, _):
+    with _play_into_index(script) as (player, _):
         sizes = player.block_sizes
         held = {
             rank: {tier: depth * size for tier, depth in depths._asdict().items()}
@@ -117,7 +117,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     """Print how the blocks held in the end differ from another recording's or index's; return 1 if they do."""
     from kvist.replay.indexing import chunks_of_dump, differences, holdings_of
 
-    with _play_into_index(args.file, script) as (player, _):
+    with _play_into_index(script) as (player, _):
         ours = holdings_of(player.index.snapshot())
     is_url = args.diff.startswith(("http://", "https://"))
     if is_url or args.diff.endswith(".state"):
@@ -125,8 +125,7 @@ def compare(args: argparse.Namespace, script: Script) -> int:
         with open_url(Request(url)) as dump:
             theirs = holdings_of(chunks_of_dump(iter(partial(dump.read, _PIECE_BYTES), b""), args.diff))
     else:
-        other = Path(args.diff)
-        with _play_into_index(other, _script_of(other, script)) as (player, _):
+        with _play_into_index(Script(Path(args.diff), selection=script.selection)) as (player, _):
             theirs = holdings_of(player.index.snapshot())
     found = differences(ours, theirs)
     for each in found:
@@ -136,14 +135,9 @@ def compare(args: argparse.Namespace, script: Script) -> int:
     return int(any(each.only_first or each.only_second for each in found))
 
 
-def _script_of(other: Path, script: Script) -> Script:
-    """Return a script of another recording with the same selection."""
-    return Script(partial(RecordingReader, other), selection=script.selection)
-
-
 @contextmanager
-def _play_into_index(file: Path, script: Script) -> Iterator[tuple[IndexPlayer, IndexReport]]:
-    """Play the script, which is of this recording, into an index; yield the player and its report."""
+def _play_into_index(script: Script) -> Iterator[tuple[IndexPlayer, IndexReport]]:
+    """Play the script into an index; yield the player and its report."""
     from kvist.indexer import compilation
 
     asyncio.run(compilation.load())
@@ -151,14 +145,14 @@ def _play_into_index(file: Path, script: Script) -> Iterator[tuple[IndexPlayer, 
     from kvist.replay.indexing import IndexPlayer
 
     player = IndexPlayer(RadixIndex())
-    with _read_all(file, script, player.apply):
+    with _read_all(script, player.apply):
         yield player, player.report()
 
 
 def print_statistics(args: argparse.Namespace, script: Script) -> None:
     """Print statistics, and write the plot if there is a file for it."""
     collector = StatisticsCollector()
-    with _read_all(args.file, script, partial(_count, collector)):
+    with _read_all(script, partial(_count, collector)):
         statistics = collector.result()
         if args.json:
             print(json.dumps(statistics_json(statistics)))
@@ -173,13 +167,14 @@ def show_page(args: argparse.Namespace, script: Script) -> None:
     from kvist.cli._replay_page import RecordingPage
     from kvist.http import HttpServer
 
-    scripts = {str(args.file): script}
+    scripts = [script]
     if args.beside is not None:
-        scripts[str(args.beside)] = _script_of(args.beside, script)
-    collectors = {name: StatisticsCollector() for name in scripts}
+        scripts.append(Script(args.beside, selection=script.selection))
+    collectors: dict[str, StatisticsCollector] = {}
     with ExitStack() as damages:
-        for name, each in scripts.items():
-            damage = damages.enter_context(_read_all(Path(name), each, partial(_count, collectors[name])))
+        for each in scripts:
+            collector = collectors[str(each.path)] = StatisticsCollector()
+            damage = damages.enter_context(_read_all(each, partial(_count, collector)))
             if damage is not None:  # it is raised at the end
                 print(f"kvist replay: {damage}", file=sys.stderr)
         server = HttpServer(RecordingPage(collectors).handle, port=args.port)
@@ -193,7 +188,7 @@ def _count(collector: StatisticsCollector, lines: list[Line]) -> None:
 
 
 @contextmanager
-def _read_all(file: Path, script: Script, apply: Callable[[list[Line]], object]) -> Iterator[RecordingError | None]:
+def _read_all(script: Script, apply: Callable[[list[Line]], object]) -> Iterator[RecordingError | None]:
     """Apply all lines of the script, and show progress; yield damage to the recording, and raise it at the end."""
     show_at_s = 0.0
     damage: RecordingError | None = None
@@ -208,19 +203,19 @@ def _read_all(file: Path, script: Script, apply: Callable[[list[Line]], object])
             if script.num_recorded == 0:
                 raise
             damage = error
-    _print_warnings(file, script)
+    _print_warnings(script)
     yield damage
     if damage is not None:
         raise damage
 
 
-def _print_warnings(file: Path, script: Script) -> None:
+def _print_warnings(script: Script) -> None:
     """Print on stderr where the recording is torn, and whether nothing in it was selected."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.is_over and script.num_selected == 0:
         began = " in it" if script.first_ns is None else f" selected; the first came at {iso_time(script.first_ns)}"
-        print(f"kvist replay: {file}: no message{began}", file=sys.stderr)
+        print(f"kvist replay: {script.path}: no message{began}", file=sys.stderr)
 
 
 async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:

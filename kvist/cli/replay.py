@@ -68,14 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvist.cli import _replay_actions as actions
-    from kvist.replay.reader import RecordingReader
     from kvist.replay.script import Moment, Script, Selection
 
     _check(args)
     flags = (("--since", args.since), ("--at" if args.at else "--until", args.at or args.until))
     since, until = (None if text is None else Moment.parse(flag, text) for flag, text in flags)
     selection = Selection(frozenset(args.worker), since, until)
-    script = Script(lambda: RecordingReader(args.file), selection=selection, num_rounds=args.loop)
+    script = Script(args.file, selection=selection, num_rounds=args.loop)
     if args.diff is not None:
         return actions.compare(args, script)
     asked = {"to": actions.publish, "into_index": actions.index, "at": actions.print_holders, "ui": actions.show_page}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -117,17 +118,11 @@ class Pace:
 class Script:
     """Yields what to play, line by line, with memory for one chunk of the recording."""
 
-    def __init__(
-        self,
-        open_reader: Callable[[], RecordingReader],
-        *,
-        selection: Selection | None = None,
-        num_rounds: int = 1,
-    ) -> None:
-        """Read what `open_reader` opens for each round."""
+    def __init__(self, path: Path, *, selection: Selection | None = None, num_rounds: int = 1) -> None:
+        """Read the recording once for each round."""
         if num_rounds < 1:
             raise InvalidValueError("loop", num_rounds, "at least 1 round")
-        self._open_reader = open_reader
+        self.path = path
         self.selection = selection or Selection()
         self._num_rounds = num_rounds
         self._round_idx = 0
@@ -151,7 +146,7 @@ class Script:
     def lines(self) -> Iterator[list[Line]]:
         """Yield lines to play; raises RecordingError for damage."""
         for round_idx in range(self._num_rounds):
-            with self._open_reader() as reader:
+            with RecordingReader(self.path) as reader:
                 self._round_idx, self._reader = round_idx, reader
                 while (records := reader.read()) is not None:
                     self.num_recorded += len(records)

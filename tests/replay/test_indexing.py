@@ -9,7 +9,7 @@ from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.snapshot import blocks_digest
 from kvist.radix import RadixIndex
-from kvist.replay import RecordedSource, RecordingReader
+from kvist.replay import RecordedSource
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.script import Script
 
@@ -18,7 +18,7 @@ def indexed(make, records, tmp_path):
     path = make.write(tmp_path / "r", records)
     index = RadixIndex()
     player = IndexPlayer(index)
-    for lines in Script(lambda: RecordingReader(path)).lines():
+    for lines in Script(path).lines():
         player.apply(lines)
     report = player.report()
     check_invariants(index)

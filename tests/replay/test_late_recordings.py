@@ -92,7 +92,7 @@ def read(path):
 
 def played(path, **options):
     player = IndexPlayer(RadixIndex())
-    for lines in Script(lambda: RecordingReader(path), **options).lines():
+    for lines in Script(path, **options).lines():
         player.apply(lines)
     return player.report()
 
@@ -200,7 +200,7 @@ async def test_a_replay_answers_subscribers_as_the_publisher_did(tmp_path, until
     (source,) = {record.source for record in read(path)}
     publications = open_publications(["tcp://127.0.0.1:0"], [source])
     url = publications[source].endpoint
-    player = Player(Script(lambda: RecordingReader(path)), publications, pace=Pace(None))
+    player = Player(Script(path), publications, pace=Pace(None))
     async with following(url) as (early, early_indexer):
         await player.play()
         task = asyncio.create_task(player.repeat())

@@ -191,7 +191,7 @@ class Life:
             moments = [(record.time_ns - begins_ns) / S for record in recorded] + [0.0, 0.5, 1e6]
             since, until = sorted(self.random.choices(moments, k=2))
             selection = Selection(frozenset(workers), Moment(since, False), Moment(until, False))
-            script = Script(lambda: RecordingReader(self.path), selection=selection)
+            script = Script(self.path, selection=selection)
             played = [line for lines in script.lines() for line in lines]
             meant = [record for record in recorded if record.time_ns < begins_ns + int(until * 1e9)]
             meant = [record for record in meant if not workers or self.worker_of(record) in workers]

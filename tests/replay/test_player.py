@@ -14,7 +14,7 @@ from kvist.events.transports import Endpoint, ReplayRequest, open_publication, o
 from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
-from kvist.replay import RecordedSource, RecordingError, RecordingReader, player
+from kvist.replay import RecordedSource, RecordingError, player
 from kvist.replay.player import Player, open_publications
 from kvist.replay.script import Moment, Pace, Script, Selection
 
@@ -62,7 +62,7 @@ class FakeTime:
 
 
 def script_of(path, **options):
-    return Script(lambda: RecordingReader(path), **options)
+    return Script(path, **options)
 
 
 async def played(make, path, *, publication=None, pace=None, **options):

@@ -83,7 +83,7 @@ async def test_a_recorded_fleet_played_into_an_index_is_the_fleet_as_it_was(tmp_
     replayed = RadixIndex()
     player = IndexPlayer(replayed)
     collector = StatisticsCollector()
-    for lines in Script(lambda: RecordingReader(path)).lines():
+    for lines in Script(path).lines():
         player.apply(lines)
         for line in lines:
             collector.add(line.record)
@@ -133,7 +133,7 @@ async def test_streams_are_recorded_from_a_broker_and_played_to_it(
     source = RecordedSource("gpu-0", "")
     path = make.write(tmp_path / "made", make.records(*messages, source=source))
     publications = await asyncio.to_thread(open_publications, [url + option], [source])
-    player = Player(Script(lambda: RecordingReader(path)), publications, pace=Pace(None))
+    player = Player(Script(path), publications, pace=Pace(None))
     probe = make.heartbeat(0, 0, 0, worker="gpu-0")
     async with recording(tmp_path / "heard", f"{url}/gpu-0{option}") as (_, writer):
 

@@ -311,7 +311,7 @@ def test_a_part_of_a_recording_begins_with_what_was_held_then(make, tmp_path, se
     path.unlink(missing_ok=True)
     make.write(path, records)
     player = IndexPlayer(RadixIndex())
-    for lines in Script(lambda: RecordingReader(path), selection=Selection(since=since)).lines():
+    for lines in Script(path, selection=Selection(since=since)).lines():
         player.apply(lines)
     (rank,) = player.report().ranks
     if rank.state is SourceState.LIVE or not is_faulty:
@@ -496,6 +496,6 @@ def test_a_script_of_a_late_recording_plays_into_an_index_as_a_file_too(make, tm
     tape.end()
     path = make.write(tmp_path / "r", tape.records(make))
     player = IndexPlayer(RadixIndex())
-    for lines in Script(lambda: RecordingReader(path)).lines():
+    for lines in Script(path).lines():
         player.apply(lines)
     assert player.report().ranks[0].digest == publisher.holding[1]

@@ -11,7 +11,6 @@ from kvist.errors import InvalidValueError
 from kvist.events.codec import decode_batch
 from kvist.events.session import Clear, Session
 from kvist.radix import RadixIndex
-from kvist.replay import RecordingReader
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.script import Line, Script
 
@@ -22,7 +21,7 @@ def rounds(recording):
 
     def play(*messages, num_rounds):
         path = recording(*messages)
-        lines = [line for some in Script(lambda: RecordingReader(path), num_rounds=num_rounds).lines() for line in some]
+        lines = [line for some in Script(path, num_rounds=num_rounds).lines() for line in some]
         return [[line.record.message for line in lines if line.round_idx == idx] for idx in range(num_rounds)]
 
     return play
