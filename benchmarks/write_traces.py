@@ -1,10 +1,10 @@
-"""Eight made-up traces of shapes that `kv` was not tuned on, as files for `kvist simulate`.
+"""Made-up traces of shapes that `kv` was not tuned on, as files for `kvist simulate`.
 
     python benchmarks/write_traces.py FOLDER [--requests 2000]
 
 Documents used once (by Zipf), long agents, tenants with their own system prompts, three system prompts of 20,000
 tokens, eight samples of a prompt at once, short chats beside long documents, prompts that share nothing, and chats
-whose turns are minutes apart.
+whose turns are minutes apart; and chats behind one, two or ten system prompts of 10,000 to 60,000 tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
@@ -85,13 +86,13 @@ def tenants(r: Random, name: str) -> list[Line]:
     return session(name, f"tenant {tenant}", full(Random(tenant).randrange(1000, 6000)), turns)
 
 
-def few_hot(r: Random, name: str) -> list[Line]:
-    product = zipf(r, 3, 0.7)
+def hot(num_prompts: int, num_tokens: int, r: Random, name: str) -> list[Line]:
+    product = zipf(r, num_prompts, 0.7)
     turns = [
         (gap_s(r, turn, 15, 30), tokens(r, 50, 400), tokens(r, 20, 300))
         for turn in range(1 + int(r.expovariate(1 / 1.5)))
     ]
-    return session(name, f"product {product}", 20_480, turns)
+    return session(name, f"product {product}", full(num_tokens), turns)
 
 
 def samples(r: Random, name: str) -> list[Line]:
@@ -135,11 +136,16 @@ SHAPES: dict[str, Shape] = {
     "rag2": rag,
     "agents": agents,
     "tenants": tenants,
-    "fewhot": few_hot,
+    "fewhot": partial(hot, 3, 20_480),
     "samples": samples,
     "mixed": mixed,
     "oneoff": one_off,
     "longpause": long_pauses,
+    "hot-1x10k": partial(hot, 1, 10_000),
+    "hot-1x30k": partial(hot, 1, 30_000),
+    "hot-1x60k": partial(hot, 1, 60_000),
+    "hot-2x30k": partial(hot, 2, 30_000),
+    "hot-10x10k": partial(hot, 10, 10_000),
 }
 
 

@@ -21,5 +21,5 @@ read_depths = in_flight.read_depths = _jit((_TABLES, _MARKS, _INTS, float64, _IN
 add_marks = in_flight.add_marks = _jit((_TABLE, _MARKS, int64, float64, float64, float64))(in_flight.add_marks)
 settle_marks = in_flight.settle_marks = _jit((_TABLE, _MARKS, int64, float64, float64))(in_flight.settle_marks)
 weigh_ranks = priced.weigh_ranks = _jit(
-    (_FLOATS, _ANY_INTS, _INTS, _COSTS, _HELD, _COSTS, int64, int64, int64, *[float64] * 4, _FLOATS, _INTS)
+    (_FLOATS, _ANY_INTS, _INTS, _COSTS, float64, _HELD, _COSTS, int64, int64, int64, *[float64] * 4, _FLOATS, _INTS)
 )(priced.weigh_ranks)

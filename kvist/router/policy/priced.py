@@ -1,18 +1,19 @@
 """The `kv` policy: a request's cost at a rank, in seconds of waiting and computing, at a price that rises with load.
 
     cost = wait + max(p · r + s, highest s) + CONTEXT_SCALE · C · r + RECENT_SCALE · R · r̄      the lowest wins
-    p = e − h + κ · e + (1 − ρ) · d,  s = SPREAD_SCALE · C · r
+    p = e − h + κ · (e − g) + (1 − ρ) · d,  s = SPREAD_SCALE · C · r
     e = F(n) − Σ over tiers of tier_credit · (F(to) − F(from)),  F(x) = x + α · x² / 2     work of the prompt here
     κ = min(MAX_PRICE, PRICE_SCALE · ρ² / (1 − ρ))
     h = Σ over the prompt's marks that are not held here of min(2/3, q / (q + number of ranks)) · (F(to) − F(from))
+    g = Σ over those of the same for which q > 1 of (q / Q)² · (F(to) − F(from))
 
 Where that is faster, blocks that another worker holds are fetched: those seconds replace their e · r, but not their
-κ · e · r, as a copy evicts other prefixes whether it was computed or fetched (docs/decisions.md).
+price, as a copy evicts other prefixes whether it was computed or fetched (docs/decisions.md).
 
 n: prompt tokens; from, to: the tokens that each tier adds, prompts in flight there counting as in the fastest; d: the
-work of those in flight; q: recent requests for the prefix up to a mark; r: seconds a unit of work, r̄: its mean over
-the candidates, C: context tokens, R: recent work, ρ: utilisation, see `work`; α: attention relative to the rest of the
-model.
+work of those in flight; q: recent requests for the prefix up to a mark, Q: for all; r: seconds a unit of work, r̄: its
+mean over the candidates, C: context tokens, R: recent work, ρ: utilisation, see `work`; α: attention relative to the
+rest of the model.
 
 A greedy cost would recompute 5,000 tokens to skip a queue of 5,000 tokens. That is right for the one request, but
 later ones pay for it: prefixes spread until caches thrash. So recomputation has a price that rises with load.
@@ -21,7 +22,8 @@ A prefix that is requested again while it is being computed will be requested mo
 ranks compute it too, rather than all wait for one: as far as the fleet is idle, d counts as if nothing were in flight.
 
 A rank with a copy of a prefix takes its share of the later requests for it. So they share the computation of the copy,
-e: h is the part that they take over. They do not share the price, as a copy evicts other prefixes.
+e: h is the part that they take over. They do not share the price, as a copy evicts other prefixes. But where most
+requests have the prefix, little that it evicts will be missed: so g has no price.
 
 The term s makes it worth computing at a rank that runs less, but not waiting in its queue: it saves at most p.
 
@@ -61,6 +63,7 @@ def weigh_ranks(
     running: NDArray[np.int64],
     marked: NDArray[np.int64],
     num_requests: Floats,
+    num_all_requests: float,
     held: NDArray[np.int64],
     tier_credits: Floats,
     usable: int,
@@ -73,17 +76,19 @@ def weigh_ranks(
     weighed: Floats,
     cached_tokens: NDArray[np.int64],
 ) -> None:
-    """Write each rank's cost, work, work in flight and shared work into `weighed`, and its tokens cached or in flight.
+    """Write each rank's cost, and its e, d, h and g, into `weighed`, and its tokens cached or in flight.
 
     `work` is `Work.by_rank`, `marked` the blocks up to each of the prompt's marks. Plain loops, for
     `kvist.router.compiled` to compile.
     """
-    shared_to, before = np.zeros(len(marked) + 1), 0.0
+    shared_to, unpriced_to, before = np.zeros(len(marked) + 1), np.zeros(len(marked) + 1), 0.0
     for idx in range(len(marked)):
         tokens = min(marked[idx], usable) * block_size
         done = tokens * (1.0 + half_alpha * tokens) * compute_scale
         share = min(MAX_SHARE, num_requests[idx] / (num_requests[idx] + len(held)))
         shared_to[idx + 1] = shared_to[idx] + share * (done - before)
+        part = num_requests[idx] / max(num_requests[idx], num_all_requests) if num_requests[idx] > 1.0 else 0.0
+        unpriced_to[idx + 1] = unpriced_to[idx] + part**2 * (done - before)
         before = done
     recent_unit_s, most_s = RECENT_SCALE * work[1].mean(), SPREAD_SCALE * (work[1] * work[2]).max()
     for idx in range(len(held)):
@@ -97,12 +102,14 @@ def weigh_ranks(
         compute = (num_tokens * (1.0 + half_alpha * num_tokens) - saved) * compute_scale
         num_held, num_running = min(held[idx, 0], usable) * block_size, min(running[idx], usable) * block_size
         pending = max(0, num_running - num_held) * (1.0 + half_alpha * (num_running + num_held)) * compute_scale
-        # Up to the next mark the rank may hold some: that is not shared.
+        # Up to the next mark the rank may hold some: that counts for neither.
         next_idx = min(np.searchsorted(marked, tokens // block_size, side="right") + 1, len(marked))
-        shared = shared_to[-1] - shared_to[next_idx]
-        priced_s = ((1.0 + price) * compute - shared + idle * pending + SPREAD_SCALE * context_tokens) * unit_s
+        shared, unpriced = shared_to[-1] - shared_to[next_idx], unpriced_to[-1] - unpriced_to[next_idx]
+        priced_s = (
+            compute - shared + price * (compute - unpriced) + idle * pending + SPREAD_SCALE * context_tokens
+        ) * unit_s
         rest_s = CONTEXT_SCALE * context_tokens * unit_s + recent * recent_unit_s
-        weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending, shared
+        weighed[:, idx] = wait_s + max(priced_s, most_s) + rest_s, compute, pending, shared, unpriced
         cached_tokens[idx] = tokens
 
 
@@ -125,6 +132,8 @@ class Prices(NamedTuple):
     """d, which counts as far as the fleet is idle."""
     shared: Floats
     """h, the part of `compute` that later requests for the prefix take over."""
+    unpriced: Floats
+    """g, the part of `compute` that has no price, as most requests have the prefix."""
     price: float
     """κ: computing costs 1 + `price` times its time."""
     cached_tokens: NDArray[np.int64]
@@ -144,7 +153,7 @@ class Prices(NamedTuple):
         terms = {
             "wait": self.load.wait_s,
             "compute": compute_s - self.shared * unit_s,
-            "price_of_computing": self.price * (compute_s + self.spared * unit_s),
+            "price_of_computing": self.price * (compute_s + (self.spared - self.unpriced) * unit_s),
             "in_flight": (1.0 - self.load.utilisation) * self.pending * unit_s,
             "fetch": self.fetch_s,
             "recent": RECENT_SCALE * self.load.recent * unit_s.mean(),
@@ -246,10 +255,11 @@ class PricedPolicy:
         marks = self._in_flight.marks(block_hashes)
         idle = 1.0 - work.utilisation
         price = min(MAX_PRICE, PRICE_SCALE * work.utilisation**2 / idle)
-        weighed, cached_tokens = np.empty((4, len(held))), np.empty(len(held), np.int64)
+        weighed, cached_tokens = np.empty((5, len(held))), np.empty(len(held), np.int64)
         weigh_ranks(
             work.by_rank,
             *self._in_flight.read(now_s, marks, held[:, 0], ranks),
+            work.num_requests,
             held,
             self._credits,
             max(0, num_tokens - 1) // self.block_size,

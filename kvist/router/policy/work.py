@@ -12,13 +12,14 @@ and rank; a decision reads all rows. Each router writes only its own row, so no 
     LEARNT_AT          (of its own row)       the sum of NUM_LEARNT when these two were last added to
     RECENT             sum, decayed to now    work dispatched; halves every RECENT_HALF_LIFE_S
     DISPATCHED_S       sum, decayed to now    seconds of work dispatched; falls by a factor e every window
-    DISPATCHED_AT      (of its own row)       when these two were last added to
+    DISPATCHED_AT      (of its own row)       when these two and NUM_REQUESTS were last added to
     ANSWERED_AT        max                    when the rank last answered, or work came to one that had none
     BUSY_UNTIL         max                    when requests that are not streamed should have been computed
     STARTED_AT         min of those not 0     when it was first given work
     UNSTREAMED         sum                    work of requests that are not streamed and have not ended
     UNSTREAMED_S       sum, decayed           seconds a unit of work that such requests took, times UNSTREAMED_WEIGHT
     UNSTREAMED_WEIGHT  sum, decayed           a part of the work of their prompts
+    NUM_REQUESTS       sum, decayed to now    requests dispatched; falls by a factor e every REQUESTS_WINDOW_S
 
 A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight.
 """
@@ -31,9 +32,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.router.policy.in_flight import REQUESTS_WINDOW_S
+
 QUEUED, CONTEXT, NUM_LEARNT, LEARNT_S, LEARNT, LEARNT_AT, RECENT, DISPATCHED_S, DISPATCHED_AT = range(9)
-ANSWERED_AT, BUSY_UNTIL, STARTED_AT, UNSTREAMED, UNSTREAMED_S, UNSTREAMED_WEIGHT = range(9, 15)
-NUM_FIELDS: Final = 15
+ANSWERED_AT, BUSY_UNTIL, STARTED_AT, UNSTREAMED, UNSTREAMED_S, UNSTREAMED_WEIGHT, NUM_REQUESTS = range(9, 16)
+NUM_FIELDS: Final = 16
 
 RECENT_HALF_LIFE_S: Final = 60.0
 WINDOW_S: Final = 10.0
@@ -83,6 +86,8 @@ class Work(NamedTuple):
     recent: Floats
     utilisation: float
     """The average share of time that these ranks have lately been computing prompts."""
+    num_requests: float
+    """How many requests these ranks got of late, as `in_flight` counts those for a prefix."""
 
 
 def learnt_of(rows: Floats) -> Floats:
@@ -94,8 +99,8 @@ def learnt_of(rows: Floats) -> Floats:
 
 def read_rows(
     rows: Floats, ranks: NDArray[np.intp], now_s: float, first_unit_s: float, found: Floats
-) -> tuple[float, float]:
-    """Write the arrays of a `Work` into `found`, `[4, num_ranks]`; return the window and the utilisation.
+) -> tuple[float, float, float]:
+    """Write the arrays of a `Work` into `found`, `[4, num_ranks]`; return the window, and the numbers of a `Work`.
 
     Plain loops, for `kvist.router.compiled` to compile.
     """
@@ -120,7 +125,7 @@ def read_rows(
     # Whole answers show how much slower than the others a rank is, but not by themselves how fast they all are.
     unstreamed_scale = fleet_unit_s * fleet_unstreamed_weight / fleet_unstreamed_s if fleet_unstreamed_s > 0.0 else 0.0
     window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
-    dispatched_s, started_at_s = 0.0, now_s
+    dispatched_s, num_requests, started_at_s = 0.0, 0.0, now_s
     for idx in range(num_ranks):
         rank = ranks[idx]
         learnt_s, learnt = found[0, idx] + unstreamed_scale * found[2, idx], found[1, idx] + found[3, idx]
@@ -133,6 +138,7 @@ def read_rows(
             since_s = rows[row, DISPATCHED_AT, rank] - now_s
             recent += rows[row, RECENT, rank] * 2.0 ** (since_s / RECENT_HALF_LIFE_S)
             dispatched_s += rows[row, DISPATCHED_S, rank] * math.exp(since_s / window_s)
+            num_requests += rows[row, NUM_REQUESTS, rank] * math.exp(since_s / REQUESTS_WINDOW_S)
             answered_at_s = max(answered_at_s, rows[row, ANSWERED_AT, rank])
             busy_until_s = max(busy_until_s, rows[row, BUSY_UNTIL, rank])
             if rows[row, STARTED_AT, rank] > 0.0:
@@ -143,7 +149,8 @@ def read_rows(
         wait_s += min(max(busy_until_s - now_s, 0.0), unstreamed * unit_s)
         found[0, idx], found[1, idx], found[2, idx], found[3, idx] = wait_s, unit_s, context, recent
     seen_s = max(MIN_STARTED_S, now_s - started_at_s)
-    return window_s, min(MAX_UTILISATION, dispatched_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks))
+    utilisation = dispatched_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * num_ranks)
+    return window_s, min(MAX_UTILISATION, utilisation), num_requests
 
 
 def merged(rows: Floats, num_learnt: Floats) -> Floats:
@@ -161,6 +168,7 @@ def merged(rows: Floats, num_learnt: Floats) -> Floats:
     row[LEARNT_S], row[LEARNT] = ((rows[:, field] * decay).sum(0) for field in (LEARNT_S, LEARNT))
     row[RECENT] = (rows[:, RECENT] * np.exp2(since_s / RECENT_HALF_LIFE_S)).sum(0)
     row[DISPATCHED_S] = (rows[:, DISPATCHED_S] * np.exp(since_s / WINDOW_S)).sum(0)
+    row[NUM_REQUESTS] = (rows[:, NUM_REQUESTS] * np.exp(since_s / REQUESTS_WINDOW_S)).sum(0)
     row[LEARNT_AT], row[DISPATCHED_AT] = learnt_at, at_s
     row[ANSWERED_AT], row[BUSY_UNTIL] = rows[:, ANSWERED_AT].max(0), rows[:, BUSY_UNTIL].max(0)
     started_at_s = np.where(rows[:, STARTED_AT] > 0, rows[:, STARTED_AT], np.inf).min(0)
@@ -190,8 +198,8 @@ class WorkRows:
         """Return the work that these ranks, or all, have now. O(rows · ranks); no row is changed."""
         ranks = np.arange(self.num_ranks) if ranks is None else ranks
         found = np.empty((4, len(ranks)))
-        self._window_s, utilisation = map(float, read_rows(self._rows, ranks, now_s, self._first_unit_s, found))
-        return Work._make((found, *found, utilisation))
+        self._window_s, *of_all = map(float, read_rows(self._rows, ranks, now_s, self._first_unit_s, found))
+        return Work._make((found, *found, *of_all))
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work of its prompt at this rank, and how long that should take there."""
@@ -199,6 +207,7 @@ class WorkRows:
         passed_s = max(0.0, now_s - own[DISPATCHED_AT])
         own[RECENT] = own[RECENT] * math.exp2(-passed_s / RECENT_HALF_LIFE_S) + work
         own[DISPATCHED_S] = own[DISPATCHED_S] * math.exp(-passed_s / self._window_s) + seconds
+        own[NUM_REQUESTS] = own[NUM_REQUESTS] * math.exp(-passed_s / REQUESTS_WINDOW_S) + 1
         own[DISPATCHED_AT] = now_s
         own[STARTED_AT] = own[STARTED_AT] or now_s
         own[CONTEXT] += num_tokens

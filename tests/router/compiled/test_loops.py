@@ -70,13 +70,14 @@ def test_costs_of_ranks(seed: int) -> None:
     running = np.maximum(held[:, 0], numbers.integers(0, 40, NUM_RANKS))
     marked = np.arange(2, 2 + 2 * int(numbers.integers(0, 15)), 2)
     num_requests = np.sort(numbers.exponential(20.0, len(marked)))[::-1].copy()
-    weighed, cached = np.empty((2, 4, NUM_RANKS)), np.empty((2, NUM_RANKS), np.int64)
+    weighed, cached = np.empty((2, 5, NUM_RANKS)), np.empty((2, NUM_RANKS), np.int64)
     weights = (1.5e-5, 1.0, 0.8, 0.5)
     for each, *into in zip(both(loops.weigh_ranks), weighed, cached, strict=True):
-        query = (work, running, marked, num_requests, held, np.array([1.0, 0.75]), 30, 128, 4000)
+        query = (work, running, marked, num_requests, 50.0, held, np.array([1.0, 0.75]), 30, 128, 4000)
         each(*query, *weights, *into)
     assert weighed[1] == pytest.approx(weighed[0])
     assert cached[1].tolist() == cached[0].tolist()
-    _, compute, _, shared = weighed[0]
-    assert (shared >= 0).all()
-    assert (shared <= compute).all()
+    _, compute, _, *parts = weighed[0]
+    for part in parts:
+        assert (part >= 0).all()
+        assert (part <= compute).all()

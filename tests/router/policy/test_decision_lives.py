@@ -96,6 +96,7 @@ class Known:
     recent: float = 0.0
     given: float = 0.0
     given_s: float = 0.0
+    requests: float = 0.0
     lessons: list[tuple[float, int]] = field(default_factory=list)
     takes: list[tuple[float, int]] = field(default_factory=list)
 
@@ -343,6 +344,7 @@ class Life:
                     known.prefill += sent.uncached
                     known.context += sent.num_tokens
                     known.recent += sent.work * 2 ** (-(self.now_s - at_s) / 60.0)
+                    known.requests += math.exp((at_s - self.now_s) / 5.0)
                     known.started_s = known.started_s or at_s
                     if self.policy == "kv":
                         decay = math.exp(-(at_s - known.given_s) / sent.window_s) if known.given_s else 0.0
@@ -407,7 +409,8 @@ class Life:
         utilisation = min(0.99, given / (window_s * (1 - math.exp(-seen_s / window_s)) * len(targets)))
         price = min(40.0, 2.5 * utilisation**2 / (1 - utilisation))
         usable = max(0, num_tokens - 1) // BLOCK
-        works, pendings, unshared = [], [], []
+        num_all = math.fsum(each.requests for each in known)
+        works, pendings, parts = [], [], []
         for target in targets:
             held = self.caches.held[target][family] if is_read else (0, 0, 0, 0)
             coming = max(held[0], self.under_way((target, self.lives[target.worker]), blocks))
@@ -418,14 +421,14 @@ class Life:
             works.append(work_of(num_tokens) - saved)
             pendings.append(work_of(min(coming, usable) * BLOCK) - work_of(min(held[0], usable) * BLOCK))
             depth = min(max(held[-1], coming), usable)
-            unshared.append(works[-1] - self.shared(blocks, depth, usable, len(targets)))
+            parts.append(self.shared_and_unpriced(blocks, depth, usable, len(targets), num_all))
         most_s = max(0.03 * each.context * unit_s for each, unit_s in zip(known, units, strict=True))
         mean_s, costs = math.fsum(units) / len(units), []
-        terms = zip(targets, known, units, works, unshared, pendings, strict=True)
-        for target, each, unit_s, work, own, pending in terms:
+        terms = zip(targets, known, units, works, parts, pendings, strict=True)
+        for target, each, unit_s, work, (shared, unpriced), pending in terms:
             wait_s = abs(each.queued * unit_s + each.answered_s - self.now_s) if each.queued > 0 else 0.0
             wait_s += min(max(each.busy_s - self.now_s, 0.0), each.whole * unit_s) + room_s.get(target.worker, 0.0)
-            priced = own + price * work + (1 - utilisation) * pending + 0.03 * each.context
+            priced = work - shared + price * (work - unpriced) + (1 - utilisation) * pending + 0.03 * each.context
             rest_s = 0.02 * each.context * unit_s + 0.03 * each.recent * mean_s
             costs.append(wait_s + max(priced * unit_s, most_s) + rest_s)
         return costs, works, units, [window_s] * len(targets)
@@ -446,21 +449,24 @@ class Life:
             if name == mark and until_s.get(sent.key) == sent.sent_s + 300.0:
                 until_s[sent.key] = then_s
 
-    def shared(self, blocks: Any, depth: int, usable: int, num_ranks: int) -> float:
-        """Return the work that later requests take over: from the second mark on that a rank may lack."""
+    def shared_and_unpriced(
+        self, blocks: Any, depth: int, usable: int, num_ranks: int, num_all: float
+    ) -> tuple[float, float]:
+        """Return the work that later requests take over, and that has no price: by the marks a rank may lack."""
         ends = range(STRIDE, len(blocks) + 1, STRIDE)
         asked = [self.asked_s.get(int(blocks[end - 1]) % 4096, (None, [])) for end in ends]
         counts = [
             math.fsum(math.exp((at_s - self.now_s) / 5.0) for at_s in times if name == int(blocks[end - 1]))
             for end, (name, times) in zip(ends, asked, strict=True)
         ]
-        shared = 0.0
+        shared = unpriced = 0.0
         for idx, end in enumerate(ends):
             if idx > depth // STRIDE:
                 num = max(counts[idx:])
                 work = work_of(min(end, usable) * BLOCK) - work_of(min(end - STRIDE, usable) * BLOCK)
                 shared += min(2 / 3, num / (num + num_ranks)) * work
-        return shared
+                unpriced += (num / max(num, num_all)) ** 2 * work if num > 1.0 else 0.0
+        return shared, unpriced
 
     def under_way(self, key: tuple[WorkerRank, int], blocks: Any) -> int:
         found = 0

@@ -276,7 +276,7 @@ def test_who_runs_less_is_worth_computing_for_and_not_waiting_for() -> None:
     assert prices.load.wait_s[1] < 0.05 * prices.load.context_tokens[0] * UNIT_S
 
 
-def test_later_requests_share_the_computation_of_a_prefix_that_is_requested_often_and_not_its_price() -> None:
+def test_later_requests_share_the_computation_of_a_prefix_that_is_requested_often() -> None:
     policy, prefix, num_tokens = policy_of(2), hashes_of(10_240), 10_752
     before = policy.weigh(1.0, num_tokens, [*prefix, 9001, 9002], [40, 0])
     assert list(before.shared) == [0, 0]
@@ -289,10 +289,22 @@ def test_later_requests_share_the_computation_of_a_prefix_that_is_requested_ofte
         after = policy.weigh(now_s, num_tokens, [*prefix, 7001, 7002], [40, 0])
         assert after.compute == pytest.approx(before.compute)
         assert after.shared == pytest.approx([0, share * (work_of(10_240) - first)])
-    terms = after.terms_s()
-    assert terms["compute"] == pytest.approx((after.compute - after.shared) * after.load.unit_s)
-    assert terms["price_of_computing"] == pytest.approx(after.price * after.compute * after.load.unit_s)
+    assert after.terms_s()["compute"] == pytest.approx((after.compute - after.shared) * after.load.unit_s)
     assert list(policy.weigh(7.0, num_tokens, hashes_of(num_tokens, 5), [0, 0]).shared) == [0, 0]
+
+
+def test_a_prefix_has_its_price_except_as_far_as_most_requests_have_it() -> None:
+    policy, prefix, num_tokens = policy_of(3), hashes_of(10_240), 10_752
+    work, ranks = work_of(10_240) - work_of(BLOCK), np.array([0, 1])
+    for num_all in (30, 60):  # up to a mark some may be held
+        for idx in range(30):
+            blocks = prefix if num_all == 30 else hashes_of(num_tokens, 1 + idx)
+            policy.dispatched(1.0, 0, policy.weigh(1.0, num_tokens, blocks, [40, 0, 0]), 0)
+        send(policy, 1.0, 2, 100)  # a rank of another model
+        after = policy.weigh(2.0, num_tokens, [*prefix, 7001, 7002], [40, 0], ranks)
+        assert after.unpriced == pytest.approx([0, (30 / num_all) ** 2 * work])
+        priced = after.compute - after.unpriced
+        assert after.terms_s()["price_of_computing"] == pytest.approx(after.price * priced * after.load.unit_s)
 
 
 def test_a_prefix_that_is_requested_all_the_time_is_copied_before_its_holder_runs_many_requests() -> None:
