@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -29,20 +30,19 @@ class ExpectedBlocks:
     def __len__(self) -> int:
         return len(self._used_at_s)
 
-    def use(self, chain: Sequence[int], now_s: float) -> list[int]:
-        """Mark the blocks of a chain, from its root on, as used now; return the blocks that are forgotten for them.
+    def use(self, chain: Sequence[int], now_s: float) -> None:
+        """Mark the blocks of a chain as used now, from its end on; that of a long one may be marked part by part.
 
         Times never decrease from one call to the next.
         """
         for block_hash in reversed(chain):
             self._used_at_s[block_hash] = now_s
             self._used_at_s.move_to_end(block_hash)
-        return self.forget(now_s)
 
-    def forget(self, now_s: float) -> list[int]:
-        """Forget blocks beyond the capacity or the time to live, and return them, the least recently used first."""
-        used_at_s, forgotten = self._used_at_s, []
-        while used_at_s:
+    def forget(self, now_s: float, most: float = math.inf) -> list[int]:
+        """Forget at `most` so many blocks beyond capacity or time to live, and return them, the oldest first."""
+        used_at_s, forgotten = self._used_at_s, list[int]()
+        while used_at_s and len(forgotten) < most:
             first_used_at_s = next(iter(used_at_s.values()))
             if len(used_at_s) <= self.capacity and now_s - first_used_at_s <= self.time_to_live_s:
                 break

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
@@ -32,7 +33,7 @@ from kvist.events.transports import Endpoint
 from kvist.indexer import SourceStatistics, compilation
 from kvist.indexer.memory import default_max_blocks
 from kvist.router.config import RouterConfig
-from kvist.router.unreported import UnreportedPrompts, add_expected, holder_of
+from kvist.router.unreported import STEP_BLOCKS, UnreportedPrompts, add_expected, holder_of
 
 if TYPE_CHECKING:
     from kvist.indexer import Indexer
@@ -169,6 +170,7 @@ class FleetIndex(ComposedContext):
         self._indexer: Indexer | None = None
         self._streams: dict[str, _Streams] = {}
         self._tasks = BackgroundTasks()
+        self._recordings = deque[Iterator[None]]()
         self._kept: list[FleetState] = []
         self._keeper: StateKeeper | None = None
 
@@ -238,7 +240,19 @@ class FleetIndex(ComposedContext):
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
         """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
-        self.unreported.record(target, hashes)
+        steps = self.unreported.record(target, hashes)
+        if len(hashes) <= STEP_BLOCKS and not self._recordings:
+            deque(steps, maxlen=0)
+            return
+        self._recordings.append(steps)
+        if len(self._recordings) == 1:
+            self._tasks.create_task(self._record(), name="kvist-record")
+
+    async def _record(self) -> None:
+        while self._recordings:
+            for _ in self._recordings[0]:
+                await asyncio.sleep(0)
+            self._recordings.popleft()
 
     def _states(self, worker: str) -> Mapping[int, SourceState]:
         """Return the state of each rank that streams have reported on."""

@@ -61,7 +61,8 @@ class LateIndex:
     def on_first_token(self, worker_idx: int, request: Request, now_s: float) -> None:
         """Expect a silent worker to hold a prompt from its first token on."""
         if (expected := self.expected.get(worker_idx)) is not None:
-            forgotten = expected.use(request.blocks, now_s)
+            expected.use(request.blocks, now_s)
+            forgotten = expected.forget(now_s)
             for by_tier in self._held[worker_idx]:
                 by_tier[Tier.GPU].update(request.blocks)
                 by_tier[Tier.GPU].difference_update(forgotten)

@@ -70,7 +70,12 @@ def test_what_is_expected_is_what_a_brute_force_lru_holds_and_whole_chains_alone
         hashes = [names.setdefault(chain[: idx + 1], len(names)) for idx in range(len(chain))]
         oracle.use(chain, now_s)
         held.update(hashes)
-        forgotten = blocks.use(hashes, now_s)
+        for start in reversed(range(0, len(hashes), 2)):
+            blocks.use(hashes[start : start + 2], now_s)
+        forgotten = list[int]()
+        while part := blocks.forget(now_s, 3):
+            assert len(part) <= 3
+            forgotten += part
         assert len(set(forgotten)) == len(forgotten)
         held.difference_update(forgotten)
         assert held == {names[block] for block in oracle.used}
@@ -105,6 +110,22 @@ async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_a
         clock.now_s += 2
         index.unreported.set_room("w", 1000)
         assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
+        check_invariants(index.radix)
+
+
+async def test_long_prompts_are_recorded_in_steps_one_prompt_after_the_other(monkeypatch, until) -> None:
+    for module in ("index", "unreported"):
+        monkeypatch.setattr(f"kvist.router.{module}.STEP_BLOCKS", 2)
+    rank, first, second = WorkerRank("w", 0), hashes(TOKENS), hashes([7, *TOKENS])
+    async with FleetIndex(RouterConfig(block_size=16), Clock()) as index:
+        index.unreported.set_room("w", 11)
+        for chain in (first, second, first[:1]):
+            index.record_computed(rank, chain)
+        assert not index.match(first)
+        await until(lambda: [overlap(index, "w", tokens) for tokens in (TOKENS, [7, *TOKENS])] == [1, 10])
+        index.record_computed(rank, hashes([8, *TOKENS, *TOKENS]))
+        await until(lambda: overlap(index, "w", [8, *TOKENS, *TOKENS]) == 11)
+        await until(lambda: [status.num_blocks for status in index.ranks("w")] == [11])
         check_invariants(index.radix)
 
 
