@@ -40,6 +40,8 @@ def invalid_field(param: str, problem: str, *, code: str | None = None) -> Reque
 def error_body(error: RequestError) -> bytes:
     """Return a JSON body that clients of OpenAI and Anthropic understand: `{"error": {message, type, …}, "type"}`."""
     kind = "server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
     return msgspec.json.encode(
         {
             "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code},

@@ -116,6 +116,8 @@ class Admission:
     """A worker with so many uncached tokens in flight has no room for more."""
     max_requests: int | None = None
     """How many requests the whole fleet is given at a time."""
+    max_fleet_prefill_tokens: int | None = None
+    """With so many uncached tokens in flight in the whole fleet nobody has room for more."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By cause: `queue full`, `timeout`, `displaced`, `shed`."""
     _queues: dict[QueueKey, dict[str, Line]] = field(default_factory=dict)
@@ -138,7 +140,8 @@ class Admission:
 
     @property
     def _is_bounded(self) -> bool:
-        return bool(self.fleet.bounded) or self.max_prefill_tokens is not None or self.max_requests is not None
+        limits = self.max_prefill_tokens, self.max_requests, self.max_fleet_prefill_tokens
+        return bool(self.fleet.bounded) or any(limit is not None for limit in limits)
 
     def has_room(self, worker: Worker) -> bool:
         """Return whether the worker may be given one more request."""
@@ -351,6 +354,9 @@ class Admission:
 
     def _has_room_for(self, queue: QueueKey, excluded: Collection[str] = ()) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
+            return False
+        most_tokens = self.max_fleet_prefill_tokens
+        if most_tokens is not None and self.load.all_prefill_tokens() >= most_tokens:
             return False
         model, url = queue
         workers, now_s = self.fleet.routable(model, excluded), self.now_s()

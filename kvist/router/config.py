@@ -215,6 +215,8 @@ class RouterConfig:
     """uncached prompt tokens in flight at which a worker gets no more requests; by default no limit"""
     max_fleet_requests: Count | None = None
     """most requests in flight to all workers; by default the sum of their own limits"""
+    max_fleet_prefill_tokens: Count | None = None
+    """uncached prompt tokens in flight to all workers at which none gets more requests; by default no limit"""
     max_queued: Annotated[int, Meta(ge=0)] = 16384
     """most requests that wait for a free worker, per model; 0: none waits"""
     queue_timeout_s: Seconds = 60.0

@@ -108,8 +108,8 @@ class Forwarder:
         self.tracing, self.access_log, self.recorder = tracing, access_log, recorder
         self.now_s = time.monotonic
         self.routing = Routing(view, Random(), self.now_s)
-        limits = config.max_queued, config.max_worker_prefill_tokens, config.max_fleet_requests
-        self.admission = Admission(fleet, load, self.now_s, pool.clock, *limits)
+        limits = config.max_worker_prefill_tokens, config.max_fleet_requests, config.max_fleet_prefill_tokens
+        self.admission = Admission(fleet, load, self.now_s, pool.clock, config.max_queued, *limits)
         self.admission.can_do_all = partial(self.routing.can_do_all, COMPLETION_PATH)
         self.reader = PromptReader(
             view.models,

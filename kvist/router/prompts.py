@@ -68,6 +68,9 @@ _REWRITING = {
 Those that only cut a prompt beyond the model's context, as `truncation` of responses, are none of them.
 """
 
+_TOKEN_IDS = {COMPLETION_PATH: "prompt", GENERATE_PATH: "input_ids"}
+"""The fields with a prompt's tokens."""
+
 INLINE_BODY_BYTES = 24 * 1024
 INLINE_CONVERSATION_BYTES = 256 * 1024
 INLINE_VALUES = 800
@@ -264,26 +267,30 @@ class PromptReader:
         return (yield from self._read_chat(path, fields, num_bytes))
 
     def _read_tokenized(self, path: str | None, body: bytes) -> ParsedRequest | None:
-        """Parse a completion of one prompt of token ids, in a tenth of the time; return None for any other body."""
-        if path != COMPLETION_PATH or not self._has_index():
+        """Parse a request to complete one prompt of token ids, in a tenth of the time; return None for any other."""
+        if path is None or path not in _TOKEN_IDS or not self._has_index():
             return None
         from kvist.indexer.compiled.json_tokens import MARK, split_token_ids
 
-        split = split_token_ids(body, b"prompt")
+        name = _TOKEN_IDS[path]
+        split = split_token_ids(body, name.encode())
         if split is None or len(split[0]) == 0:
             return None
         token_ids, rest = split
         try:
             fields = _client_fields(rest)
-            if fields.get("prompt") != [MARK]:
+            if fields.get(name) != [MARK] or fields.get("text") is not None:
                 return None
             is_renamed = self._rename(fields)
-            _check_is_plain(COMPLETION_PATH, fields)
-            request = convert(fields, CompletionRequest)
+            _check_is_plain(path, fields)
+            request = _completion_of(path, fields)
         except RequestError:  # parsing the whole body raises one that says where
             return None
         salt = request.cache_salt
-        return ParsedRequest(request.model, len(token_ids), token_ids, salt, fields=fields, is_renamed=is_renamed)
+        num_tokens = len(token_ids)
+        return ParsedRequest(
+            request.model, num_tokens, token_ids, salt, fields=fields, is_renamed=is_renamed, path=path
+        )
 
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Reading:
         previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
@@ -316,12 +323,8 @@ class PromptReader:
         return msgspec.structs.replace(parsed, obstacle="image", num_exact_tokens=num_exact)
 
     def _read_completion(self, api: str, fields: Fields, num_bytes: int) -> Reading:
-        asked = fields
-        if api == GENERATE_PATH:
-            prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
-            asked = {"prompt": prompt, "model": fields.get("model"), "cache_salt": fields.get("cache_salt")}
         try:
-            request = convert(asked, CompletionRequest)
+            request = _completion_of(api, fields)
             prompts = request.prompts
         except RequestError as error:
             return _read_other(fields, num_bytes, error)
@@ -333,7 +336,7 @@ class PromptReader:
             if isinstance(longest, list):
                 token_ids = np.array(longest, np.uint32)
             else:
-                tokenizer = self._loaded_tokenizer(asked)
+                tokenizer = self._loaded_tokenizer(fields)
                 if num_bytes > tokenizer.max_inline_bytes:
                     yield
                 token_ids = tokenizer.tokenize_text(longest, add_special_tokens=request.add_special_tokens)
@@ -353,6 +356,14 @@ class PromptReader:
         if not self._needs_tokens():
             raise RequestError(400, "the policy does not use prompts, so text is not tokenised", code="not_needed")
         return tokenizer
+
+
+def _completion_of(api: str, fields: Fields) -> CompletionRequest:
+    """Return what a body of SGLang's own API or of completions asks to be completed."""
+    if api == GENERATE_PATH:
+        prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
+        fields = {"prompt": prompt, "model": fields.get("model"), "cache_salt": fields.get("cache_salt")}
+    return convert(fields, CompletionRequest)
 
 
 def _rest_of(reading: Reading) -> ParsedRequest:

@@ -105,7 +105,7 @@ async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_b
         waiting = [asyncio.create_task(front.complete("a")), asyncio.create_task(front.complete("b", priority=5))]
         await until(lambda: queued(front) == 2)
         refused = await front.complete("c", priority=5)
-        assert refused.status_code == 429
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
         waiting.append(asyncio.create_task(front.complete("d")))
@@ -214,13 +214,20 @@ async def test_a_worker_at_its_bound_is_passed_over_for_one_with_room(worker, ro
 
 
 async def test_the_fleet_as_a_whole_and_uncached_tokens_are_bounded_too(worker, router, gated, until) -> None:
-    for bound in ({"max_fleet_requests": 2}, {"max_worker_prefill_tokens": 150}):
-        async with worker(answer=gated) as one, router(one.url, block_size=16, **bound) as front:
-            asked = [asyncio.create_task(front.complete([idx] * 100)) for idx in range(1, 5)]
-            await until(lambda: len(one.completions) + queued(front) == 4)
-            assert len(one.completions) == 2
-            gated.let(4)
-            assert [(await each).status_code for each in asked] == [200] * 4
+    for bound in ({"max_fleet_requests": 2}, {"max_worker_prefill_tokens": 150}, {"max_fleet_prefill_tokens": 150}):
+        num_workers = 1 if "max_worker_prefill_tokens" in bound else 2
+        async with worker(answer=gated) as one, worker(answer=gated) as two:
+            urls = [one.url, two.url][:num_workers]
+
+            def num_sent() -> int:
+                return len(one.completions) + len(two.completions)
+
+            async with router(*urls, block_size=16, **bound) as front:
+                asked = [asyncio.create_task(front.complete([idx] * 100)) for idx in range(1, 5)]
+                await until(lambda: num_sent() + queued(front) == 4)
+                assert num_sent() == 2
+                gated.let(4)
+                assert [(await each).status_code for each in asked] == [200] * 4
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -178,6 +178,7 @@ class Life:
             "max_worker_requests": choose([None, 1, 2, 4]),
             "max_fleet_requests": choose([None, None, None, 5]),
             "max_worker_prefill_tokens": choose([None, None, 500]),
+            "max_fleet_prefill_tokens": choose([None, None, None, 1500]),
             "max_queued": choose([1, 6, 16384]),
             "queue_timeout_s": choose([0.03, 60.0, 60.0]),
             "request_timeout_s": choose([None, None, 0.1]),

@@ -75,6 +75,7 @@ async def test_what_takes_long_to_read_is_left_for_a_thread(reader: PromptReader
         (with_fastokens, CHAT_PATH, chat_of(*["x"] * 500), many),
         (PromptReader(OneModel(None)), CHAT_PATH, chat_of("x" * 200_000), chat_of("x" * 262_144)),
         (by_ids, COMPLETION_PATH, body(prompt=[7] * 600_000), body(prompt=[7] * 1_050_000)),
+        (by_ids, GENERATE_PATH, body(input_ids=[7] * 600_000), body(input_ids=[7] * 1_050_000)),
     ]:
         now = each.read_now(path, longest)
         assert isinstance(now, ParsedRequest)
@@ -229,6 +230,7 @@ async def test_a_model_is_named_by_text_and_none_by_an_empty_one(reader: PromptR
     [
         ({"text": "hello world"}, [2, 3]),
         ({"input_ids": [5, 6, 7], "text": None}, [5, 6, 7]),
+        ({"input_ids": [5, 6, 7], "text": "hello world"}, [2, 3]),
         ({"text": ["hello", "hello world"]}, [2, 3]),
         ({"input_ids": [[1], [5, 6]]}, [5, 6]),
     ],
@@ -236,9 +238,10 @@ async def test_a_model_is_named_by_text_and_none_by_an_empty_one(reader: PromptR
 async def test_sglangs_own_endpoint_takes_text_or_tokens(
     reader: PromptReader, fields: dict[str, Any], token_ids: list[int]
 ) -> None:
-    ask = await reader.read(GENERATE_PATH, body(**fields))
-    assert (ask.token_ids.tolist(), ask.model) == (token_ids, "m")
-    assert ask.obstacle == (None if ask.num_prompts == 1 else "batch")
+    for each in (reader, PromptReader(reader._models, lambda: True)):
+        ask = await each.read(GENERATE_PATH, body(**fields))
+        assert (ask.token_ids.tolist(), ask.model, ask.path) == (token_ids, "m", GENERATE_PATH)
+        assert ask.obstacle == (None if ask.num_prompts == 1 else "batch")
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:

@@ -142,7 +142,7 @@ class Router(ComposedContext):
             self._view = Keeper(config, pool, now_s(), registry=CollectorRegistry())
         view = self.view = await exits.enter_async_context(self._view)
         index, clock = view.index, LoopClock(asyncio.get_running_loop())
-        limits = config.max_worker_prefill_tokens, config.max_fleet_requests
+        limits = config.max_worker_prefill_tokens, config.max_fleet_requests, config.max_fleet_prefill_tokens
         self._admission = Admission(view.fleet, view.load, now_s, clock, 0, *limits)  # no request waits here
         self._routing = Routing(view, Random(), now_s)
         self._reader = PromptReader(

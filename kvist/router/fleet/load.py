@@ -152,6 +152,10 @@ class LoadTracker:
         """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
         return self._sum(worker, _PREFILL)
 
+    def all_prefill_tokens(self) -> int:
+        """Return those of all workers."""
+        return sum(map(self.prefill_tokens, self._workers))
+
     def prompt_speeds(self) -> dict[str, float]:
         """Return how many prompt tokens a second each worker's ranks compute, learnt from times to first tokens."""
         totals: dict[str, tuple[float, float]] = {}
