@@ -32,7 +32,7 @@ from kvist.tracing import check_traces_endpoint
 _logger = logging.getLogger(__name__)
 
 DialectName: TypeAlias = Literal["kvist", "vllm", "sglang", "tensorrt_llm"]
-PolicyName: TypeAlias = Literal["kv", "least-loaded", "round-robin"]
+PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
 
 DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
 """The room that an 8B model leaves for KV on a GPU of 80 GB. If workers are expected to cache twice to eight times what

@@ -28,7 +28,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"port": "30000"}, "port", "int, got str"),
         ({"polciy": 1}, "polciy", "such as policy"),
         ({"zzz": 1}, "zzz", "a known key"),
-        ({"policy": "prefix"}, "policy", "one of kv, least-loaded, round-robin"),
+        ({"policy": "prefix"}, "policy", "one of kv, least-loaded, power-of-two, round-robin, random"),
         ({"models": {"m": {"pth": "/m"}}}, "models", "expected known keys alone, not pth"),
         ({"processes": "all"}, "processes", "one of auto, a number"),
         ({"block_size": 0}, "block_size", "int >= 1"),

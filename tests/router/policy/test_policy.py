@@ -35,6 +35,12 @@ def test_least_loaded_breaks_ties_by_queued_prefill_then_chance() -> None:
     assert BASELINES["least-loaded"](fleet, 0).probabilities == [0.5, 0.5, 0, 0]
 
 
+def test_power_of_two_gives_the_chances_of_winning_a_random_pair() -> None:
+    fleet = [candidate(running_requests=count) for count in (0, 1, 1, 5)]
+    assert BASELINES["power-of-two"](fleet, 0).probabilities == pytest.approx([1 / 2, 1 / 4, 1 / 4, 0])
+    assert BASELINES["power-of-two"](fleet[:1], 0).probabilities == [1]
+
+
 def test_round_robin_counts_with_the_turn_it_is_given() -> None:
     fleet = [candidate(name) for name in "abc"]
     taken = [decide("round-robin", TEN_BLOCKS, fleet, turn, random.Random(1)).chosen for turn in range(5)]
@@ -43,8 +49,8 @@ def test_round_robin_counts_with_the_turn_it_is_given() -> None:
 
 def test_overlap_tokens_of_a_decision_are_those_the_engine_can_reuse() -> None:
     fleet = [candidate(overlap=(4, 10))]
-    assert decide("round-robin", TEN_BLOCKS, fleet, 0, random.Random(1)).overlap_tokens == 9 * 16
-    assert decide("round-robin", TEN_BLOCKS, [candidate()], 0, random.Random(1)).overlap_tokens == 0
+    assert decide("random", TEN_BLOCKS, fleet, 0, random.Random(1)).overlap_tokens == 9 * 16
+    assert decide("random", TEN_BLOCKS, [candidate()], 0, random.Random(1)).overlap_tokens == 0
 
 
 loads = st.builds(
