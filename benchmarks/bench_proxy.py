@@ -49,11 +49,10 @@ WAITING = ("_worker (concurrent/futures/thread.py", "EpollSelector.select")
 
 
 def measure(router: Router, chats: Chats, work: Work, num_clients: int, duration_s: float) -> Sample:
-    """Return a sample of one work through one router; what is sent again was sent before."""
+    """Return a sample of one work through one router; what its many clients send again was sent before."""
     load = Load(router.port, chats, work)
-    return uvloop.run(
-        drive(load, num_clients, duration_s, router.cpu_s, warm_up=2 * work.pool_size * (work.num_pooled > 0))
-    )
+    warm_up = 2 * work.pool_size if work.num_pooled and num_clients == work.num_clients else 0
+    return uvloop.run(drive(load, num_clients, duration_s, router.cpu_s, warm_up))
 
 
 def quantile_ms(samples: list[Sample], percent: int) -> float:
