@@ -89,6 +89,8 @@ class UnreportedPrompts:
         steps = [hashes[start : min(start + STEP_BLOCKS, expected.capacity)] for start in starts]
         # Stored before they are marked: a block that is forgotten meanwhile is removed, too.
         for start, step in zip(starts, steps, strict=True):  # all of them: the index may have evicted some
+            if self._expected.get(holder) is not expected:  # the worker has restarted, or is gone
+                return
             self.radix.store(holder, Tier.GPU, int(hashes[start - 1]) if start else None, step)
             yield
         for step in reversed(steps):

@@ -22,6 +22,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 from kvist.router.expected import ExpectedBlocks
 from kvist.router.index import FleetIndex
+from kvist.router.unreported import holder_of
 
 TOKENS = list(range(1000, 1160))  # ten blocks
 VLLM = 'vllm:cache_config_info{{engine="{}",block_size="16",num_gpu_blocks="{}",enable_prefix_caching="{}"}} 1.0\n'
@@ -126,6 +127,15 @@ async def test_long_prompts_are_recorded_in_steps_one_prompt_after_the_other(mon
         index.record_computed(rank, hashes([8, *TOKENS, *TOKENS]))
         await until(lambda: overlap(index, "w", [8, *TOKENS, *TOKENS]) == 11)
         await until(lambda: [status.num_blocks for status in index.ranks("w")] == [11])
+        gone = WorkerRank("gone", 0)
+        index.unreported.set_room("gone", 11)
+        index.record_computed(gone, first)
+        await asyncio.sleep(0)
+        assert overlap(index, "gone", TOKENS) == 2
+        index.unreported.forget("gone")
+        index.record_computed(rank, first)
+        await until(lambda: overlap(index, "w", TOKENS) == 10)
+        assert index.radix.slot_of(holder_of(gone)) is None
         check_invariants(index.radix)
 
 
