@@ -28,11 +28,12 @@ from zlib import crc32
 
 from kvist.http import Deadline, LoopClock, Request
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import Fields
+from kvist.openai.requests import Fields, with_fields, without_field
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.policy.decision import Role
+from kvist.router.prompts import FORM_PATHS, ParsedRequest
 from kvist.router.tenants.rows import Field
 from kvist.router.tenants.tenant import Tenant
 
@@ -420,6 +421,17 @@ def priority_of(fields: Fields, best: int, *, is_administrator: bool) -> int:
         return best
     priority = max(-(2**31), min(priority, 2**31 - 1))
     return priority if is_administrator else max(best, priority)
+
+
+def with_priority(body: bytes, parsed: ParsedRequest, priority: int, worker: Worker, *, by_default: bool) -> bytes:
+    """Return the body with its priority for a worker that schedules by it, else without; by default if it says neither.
+
+    Forms have none.
+    """
+    says = worker.identity.uses_priority
+    if body and parsed.path not in FORM_PATHS and (by_default if says is None else says):
+        return with_fields(body, {"priority": priority})
+    return without_field(body, parsed.fields, "priority")
 
 
 def timeout_of(request: Request, longest_s: float) -> float:

@@ -21,6 +21,7 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_event
 from kvist.openai.requests import with_fields
 from kvist.router import spans
+from kvist.router.admission import with_priority
 from kvist.router.config import RouterConfig
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.dialect import MAX_KEPT_BYTES, LocalReason
@@ -84,6 +85,8 @@ class _Attempt(ResponseReceiver):
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
         forwarded = forwarded_headers(request, router.config, target.worker, owner.request_id)
+        by_default = router.config.workers_use_priority
+        body = with_priority(body, owner.parsed, owner.priority, worker, by_default=by_default)
         headers = self._call.headers(forwarded) + router.routing.rank_headers(target)
         client = request.client[0] if request.client else None
         self.exchange = router.pool.send(

@@ -222,7 +222,7 @@ class RouterConfig:
     queue_timeout_s: Seconds = 60.0
     """seconds a request may wait; its header x-kvist-queue-timeout may set less"""
     workers_use_priority: bool = False
-    """forward a request's priority to workers, which schedule by it"""
+    """forward a request's priority also to workers that do not say whether they schedule by it: vLLM"""
     connect_timeout_s: Seconds = _UPSTREAM.connect_timeout_s
     """seconds to connect to a worker"""
     first_byte_timeout_s: Seconds = _UPSTREAM.first_byte_timeout_s

@@ -228,6 +228,11 @@ class Forwarding:
         return self.parsed.fields.get("stream") is True
 
     @property
+    def priority(self) -> int:
+        """Return the request's priority, lower first."""
+        return priority_of(self.parsed.fields, self.tenant.priority, is_administrator=self.is_administrator)
+
+    @property
     def is_pair(self) -> bool:
         """Return whether two workers were asked at once: neither is of use without the other."""
         return self.prefill is not None and self.prefill.is_pair
@@ -329,8 +334,6 @@ class Forwarding:
             self._match(_MAX_MATCH_RETRIES)
             return
         self.body = without_field(self.request.body, parsed.fields, *REPORT_MODE)
-        if not router.config.workers_use_priority:  # vLLM does not allow one that it does not use
-            self.body = without_field(self.body, parsed.fields, "priority")
         self.body = with_model(self.body, parsed)
         self._reading_step.end()
         api = APIS.get(parsed.path, "other")
@@ -341,15 +344,12 @@ class Forwarding:
                 self.tenant.check_models(parsed.model, parsed.fields)
                 self._isolate()
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
-            priority = priority_of(parsed.fields, self.tenant.priority, is_administrator=self.is_administrator)
-            if router.config.workers_use_priority and priority != parsed.fields.get("priority", 0):
-                self.body = with_fields(self.body, {"priority": priority})
             self.spending = router.limits.enter(self.tenant)
             work = partial(router.routing.work_of, self.parsed) if router.config.has_tenants else lambda: 0.0
             self._enter_queue = partial(
                 router.admission.enter,
                 model=parsed.model,
-                priority=priority,
+                priority=self.priority,
                 timeout_s=timeout_s,
                 tenant=self.tenant,
                 work=work,

@@ -88,6 +88,32 @@ async def test_a_client_may_only_worsen_its_own_priority(worker, router, gated, 
         assert [json.loads(received.body)["priority"] for received in one.completions] == [0, -9, 0, 0]
 
 
+async def test_each_worker_gets_priorities_if_it_schedules_by_them(worker, router) -> None:
+    sglang = {"disaggregation_mode": "null", "enable_priority_scheduling": True}
+    lowest_first = sglang | {"schedule_low_priority_values_first": True}
+    async with (
+        worker(server_info=lowest_first) as scheduling,
+        worker(server_info=sglang) as highest_first,
+        worker(models=[{"id": "m", "owned_by": "vllm"}]) as silent,
+    ):
+        workers = scheduling, highest_first, silent
+        for flag, expected in ((False, [True, False, False]), (True, [True, False, True])):
+            async with router(*(one.url for one in workers), policy="round-robin", workers_use_priority=flag) as front:
+                for number, fields in enumerate([{"priority": 4}] * 3 + [{}] * 3):
+                    assert (await front.complete(str(number), **fields)).status_code == 200
+            for one, uses_priority in zip(workers, expected, strict=True):
+                priorities = [json.loads(received.body).get("priority") for received in one.completions[-2:]]
+                assert priorities == ([4, 0] if uses_priority else [None, None])
+
+
+async def test_a_form_has_no_priority(worker, router) -> None:
+    form = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+    async with worker() as one, router(one.url, workers_use_priority=True) as front:
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await front.client.post("/v1/audio/transcriptions", content=form, headers=headers)
+        assert (answer.status_code, [received.body for received in one.completions]) == (200, [form])
+
+
 async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_back(
     worker, router, gated, until
 ) -> None:

@@ -25,7 +25,7 @@ from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
-from kvist.router.admission import Admission
+from kvist.router.admission import Admission, priority_of, with_priority
 from kvist.router.config import RouterConfig, log_changes
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
@@ -45,7 +45,7 @@ class RoutedRequest:
     """
 
     def __init__(self, router: Router, choice: Choice, *, is_streamed: bool) -> None:
-        parsed, self.decision, self.body, _ = choice
+        parsed, self.decision, body, _ = choice
         target = self.decision.chosen.target
         self.worker = target.worker
         """Its URL; `decision` says from what it was chosen."""
@@ -55,6 +55,9 @@ class RoutedRequest:
         worker = router.view.fleet.get(target.worker)
         assert worker is not None
         self._worker, self._admission = worker, router._admission
+        priority = priority_of(parsed.fields, 0, is_administrator=False)
+        by_default = router._config.workers_use_priority
+        self.body = with_priority(body, parsed, priority, worker, by_default=by_default)
         self._is_trial = worker.breaker.begin()
         router.view.load.count_dispatch()
         self._load = router._routing.begin(time.monotonic(), self.decision, is_streamed=is_streamed)

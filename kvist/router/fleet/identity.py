@@ -69,6 +69,8 @@ class Identity(msgspec.Struct, frozen=True):
     """How fast it fetches the part of a prompt that another worker holds; None if it neither fetches nor gives any."""
     has_upper_bounds: bool = False
     """Whether a hit also needs what its events do not tell of: SGLang's sliding windows, and states (Mamba)."""
+    uses_priority: bool | None = None
+    """Whether it schedules by the `priority` of requests, lower first."""
 
     def has_restarted(self, earlier: Identity) -> bool:
         """Return whether the worker's process is a new one, by the start times then and now, if both are known."""
@@ -224,6 +226,7 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
         event_endpoints=(info.kv_events.endpoint,) if info.kv_events else (),
         data_parallel_size=info.data_parallel_size,
         role=info.role,
+        uses_priority=False,
         transfer_endpoints=transfers.endpoints,
         cache_block=(info.block_size, info.kv_cache_dtype),
         # Rounded, as the measured speed changes all the time.
@@ -236,6 +239,7 @@ def _sglang_identity(server_info: Mapping[str, Any], known: Identity) -> Identit
     published = _read_as(_SglangEvents, server_info.get("kv_events"))
     states = _read_as(list[_SglangState], server_info.get("internal_states")) or []
     has_windows = any(state.memory_usage.token_capacity_swa is not None for state in states)
+    lowest_first = ("enable_priority_scheduling", "schedule_low_priority_values_first")
     fields = {
         "engine": "sglang",
         "version": server_info.get("version"),
@@ -244,6 +248,7 @@ def _sglang_identity(server_info: Mapping[str, Any], known: Identity) -> Identit
         "role": mode if mode in ("prefill", "decode") else Role.BOTH,
         "cache_block": [server_info.get("page_size"), server_info.get("kv_cache_dtype")],
         "bootstrap_port": server_info.get("disaggregation_bootstrap_port"),
+        "uses_priority": all(server_info.get(name) is True for name in lowest_first),
     }
     return msgspec.convert(msgspec.structs.asdict(known) | fields, Identity)
 

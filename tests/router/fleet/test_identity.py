@@ -148,6 +148,22 @@ async def test_an_sglang_with_windows_or_states_has_upper_bounds(
         assert (await identity(one.url)).has_upper_bounds is has_upper_bounds
 
 
+@pytest.mark.parametrize(
+    ("server_info", "uses_priority"),
+    [
+        (SGLANG | {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, True),
+        (SGLANG | {"enable_priority_scheduling": True, "schedule_low_priority_values_first": False}, False),
+        (SGLANG | {"enable_priority_scheduling": False, "schedule_low_priority_values_first": True}, False),
+        (SGLANG, False),
+        (KVIST, False),
+        (None, None),
+    ],
+)
+async def test_a_worker_schedules_by_priority_as_it_says(worker, server_info: Any, uses_priority) -> None:
+    async with worker(server_info=server_info) as one:
+        assert (await identity(one.url)).uses_priority is uses_priority
+
+
 @pytest.mark.parametrize("server_info", [None, {"model_path": "x", "block_size": "16", "version": 3}, [1, 2]])
 async def test_of_other_engines_only_the_models_are_read(worker, server_info: Any) -> None:
     models = [{"id": "base", "max_model_len": 9}, {"id": "lora", "parent": "base"}]
