@@ -62,13 +62,6 @@ RELOADED = frozenset(
 """Fields that may change while the router runs; the others need a restart."""
 
 
-def log_changes(changed: list[str], fixed: list[str]) -> None:
-    """Log which settings were reloaded, and which of those that differ need a restart."""
-    _logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
-    if fixed:
-        _logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
-
-
 TierCredits: TypeAlias = Annotated[
     tuple[Annotated[float, Meta(ge=0, le=1)], ...], Meta(min_length=len(Tier), max_length=len(Tier))
 ]
@@ -293,14 +286,21 @@ class RouterConfig:
             if not shares or shares.keys() & self.aliases.keys():
                 raise InvalidValueError(f"aliases.{name}", shares, "models, which are no aliases")
 
-    def changed_to(self, other: RouterConfig) -> tuple[RouterConfig, list[str], list[str]]:
-        """Return this configuration with the reloadable fields of another, which changed, and which could not."""
+    def changed_to(self, other: RouterConfig) -> RouterConfig:
+        """Return this configuration with the reloadable fields of another; log what changes, and what needs a restart.
+
+        Raises InvalidValueError.
+        """
         changed = [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
         fixed = [name for name in changed if name not in RELOADED]
         if "policy" in changed and "kv" in (self.policy, other.policy):  # that needs an index, or has one too many
             fixed.append("policy")
         changed = [name for name in changed if name not in fixed]
-        return replace(self, **{name: getattr(other, name) for name in changed}), changed, fixed
+        renewed = replace(self, **{name: getattr(other, name) for name in changed})
+        _logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
+        if fixed:
+            _logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
+        return renewed
 
     @property
     def every_worker_url(self) -> tuple[str, ...]:
@@ -309,12 +309,10 @@ class RouterConfig:
 
     @property
     def has_tenants(self) -> bool:
-        """Return whether tenants are configured."""
         return self.tenants is not None or self.auth_url is not None
 
     @property
     def asks_for_keys(self) -> bool:
-        """Return whether clients need a key."""
         return self.api_key is not None or self.has_tenants
 
     @property
@@ -339,7 +337,6 @@ class RouterConfig:
         return Role.DECODE if url in self.decode_worker_urls else None
 
     def of(self, model: str | None) -> RouterConfig:
-        """Return the configuration of one model."""
         own = self.models.get(model or "")
         values = {} if own is None else {name: value for name, value in asdict(own).items() if value is not None}
         path = values.pop("path", self.model_path)

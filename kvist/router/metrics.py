@@ -123,7 +123,6 @@ class RouterMetrics(Collector):
                 self._observed[name,] = [0.0] * (len(bounds) + 2)
 
     def observe(self, value: float, *name_and_labels: str) -> None:
-        """Add a value to a histogram."""
         bounds, observed = _HISTOGRAMS[name_and_labels[0]][0], self._observed.get(name_and_labels)
         if observed is None:
             observed = self._observed[name_and_labels] = [0.0] * (len(bounds) + 2)

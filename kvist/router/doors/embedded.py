@@ -26,7 +26,7 @@ from kvist.errors import InvalidValueError
 from kvist.http import LoopClock
 from kvist.openai.requests import without_field
 from kvist.router.admission import Admission, priority_of, with_priority
-from kvist.router.config import RouterConfig, log_changes
+from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper
 from kvist.router.doors.tls import Certificates
 from kvist.router.healing import REPORT_MODE
@@ -159,13 +159,11 @@ class Router(ComposedContext):
 
         Only where it finds its workers itself. Raises InvalidValueError, and changes nothing, if one is wrong.
         """
-        renewed, changed, fixed = self._config.changed_to(config)
-        self.certificates.renew(renewed)
         assert isinstance(self.view, Keeper)
-        self.view.reconfigure(renewed)
-        self._config = renewed
-        log_changes(changed, fixed)
-        return renewed
+        self.certificates.renew()
+        self._config = self._config.changed_to(config)
+        self.view.reconfigure(self._config)
+        return self._config
 
     async def route(
         self, path: str, body: bytes, excluded: Collection[str] = (), *, is_sheddable: bool = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from itertools import chain
@@ -119,14 +119,12 @@ class Keeper(ComposedContext):
         *,
         registry: CollectorRegistry | Collector,
         gauges: Callable[[], Iterator[Metric | None]] = lambda: iter(()),
-        counted: Callable[[], Iterable[Metric | None]] | None = None,
-        on_removed: Callable[[str], None] = lambda _: None,
         descriptor: int | None = None,
     ) -> None:
         """Its metrics are the fleet's, those that `gauges` yields, and those of `registry`, which a thread reads.
 
-        Usage by tenants is among the metrics that `counted` yields, by default `gauges`. `load` is by default counted
-        in this process alone. If there is a `descriptor`, the index lies in its file, for other processes to read.
+        `load` is by default counted in this process alone. If there is a `descriptor`, the index lies in its file, for
+        other processes to read.
         """
         now_s = time.monotonic
         load = LoadTracker(LoadBoard(num_replicas=num_replicas(config))) if load is None else load
@@ -134,11 +132,11 @@ class Keeper(ComposedContext):
         self.index = FleetIndex(config, now_s, descriptor) if config.policy == "kv" else None
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
-        self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s, on_removed)
+        self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s)
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
         measured, discovered = (self.fleet, load, self.index, self.replicas), self.membership.discovery.metrics
         self._page = MetricsPage(lambda: chain(fleet_metrics(*measured), discovered(), gauges()), registry)
-        self._counted, self._started_s = counted or gauges, started_s
+        self._started_s = started_s
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_more)
         self._endpoints: dict[tuple[str, str], Callable[[Question], Answer]] = {
@@ -149,7 +147,9 @@ class Keeper(ComposedContext):
             ("DELETE", "/workers"): self._drain_worker,
             ("GET", "/get_loads"): self._loads,
             ("GET", "/regret"): self._regret_of_window,
-            ("GET", "/usage"): lambda asked: json_answer({"usage": used(self._counted(), asked.tenant)}),
+            ("GET", "/usage"): lambda asked: json_answer(
+                {"usage": used(chain(gauges(), registry.collect()), asked.tenant)}
+            ),
             ("GET", STATE_PATH): lambda asked: Answer(HTTPStatus.OK, self._live.state(asked.query)),
         }
 
@@ -188,7 +188,6 @@ class Keeper(ComposedContext):
             return error_answer(RequestError(HTTPStatus.BAD_REQUEST, str(error)))
 
     def on_routed(self, request: Routed) -> None:
-        """Add an answered request to the statistics of `GET /regret`."""
         now_s = time.monotonic()
         if now_s - self._sized_at_s > _RESIZE_S:
             ranks = (rank for worker in self.fleet.workers for rank in self.fleet.ranks(worker))
@@ -196,7 +195,6 @@ class Keeper(ComposedContext):
         self._regret.add(now_s, [request], self._capacity_blocks)
 
     def on_journal_entry(self, entry: JournalEntry) -> None:
-        """Add a request to the live page."""
         self._live.add(entry)
 
     def _on_tokenizer(self, tokenizer: ChatTokenizer) -> None:
@@ -213,7 +211,6 @@ class Keeper(ComposedContext):
             replicas.on_response = lambda response_id, worker: conversations.store(response_id, worker, None)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Apply another configuration."""
         self.models.reconfigure(config)
         self.membership.reconfigure(config)
 
@@ -279,7 +276,6 @@ class Keeper(ComposedContext):
 
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
-    """Return an answer of JSON."""
     return Answer(status, msgspec.json.encode(value))
 
 
@@ -295,10 +291,8 @@ def question_of(
 
 
 def send_answer(answer: Answer, responder: Responder) -> None:
-    """Send an answer over HTTP."""
     responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
 
 
 def error_answer(error: RequestError) -> Answer:
-    """Return an error as an answer."""
     return Answer(error.status, error_body(error))

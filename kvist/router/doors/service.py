@@ -43,7 +43,7 @@ from kvist.metrics_page import server_metrics
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.access_log import AccessLog
 from kvist.router.attempts import forwarded_headers, worker_failure
-from kvist.router.config import RouterConfig, log_changes
+from kvist.router.config import RouterConfig
 from kvist.router.doors.auth import (
     METRICS_PATH,
     MODELS_PATH,
@@ -131,13 +131,11 @@ class RouterService(ComposedContext):
 
         Certificates are read from their files again. Raises InvalidValueError, and changes no setting, if that fails.
         """
-        renewed, changed, fixed = self._config.changed_to(config)
-        self._certificates.renew(renewed)
-        self._config = renewed
+        self._certificates.renew()
+        self._config = self._config.changed_to(config)
         self._keys.reconfigure(self._config)
         self.keeper.reconfigure(self._config)
         self._forwarder.config = self._config
-        log_changes(changed, fixed)
 
     async def _open(self, exits: AsyncExitStack) -> None:
         config = self._config
@@ -147,6 +145,7 @@ class RouterService(ComposedContext):
         keeper = self.keeper = await exits.enter_async_context(self._open_keeper(pool, self._metrics, self._gauges))
         self.fleet = keeper.fleet
         self._metrics.has_worker = lambda url: self.fleet.get(url) is not None
+        self.fleet.on_removed = lambda _: self._metrics.forget_removed()
         self._access_log = recorder = None
         if config.access_log is not None:
             self._access_log = AccessLog(config.access_log, config.access_log_sample)
@@ -195,14 +194,7 @@ class RouterService(ComposedContext):
     def _own_keeper(
         self, pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
     ) -> Keeper:
-        return Keeper(
-            self._config,
-            pool,
-            self._started_s,
-            registry=metrics.registry,
-            gauges=gauges,
-            on_removed=lambda _: metrics.forget_removed(),
-        )
+        return Keeper(self._config, pool, self._started_s, registry=metrics.registry, gauges=gauges)
 
     def _gauges(self) -> Iterator[Metric | None]:
         if self._server is not None:  # a keeper process may ask before it is there

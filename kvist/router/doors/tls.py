@@ -38,10 +38,10 @@ class Certificates:
             context = self._context(ssl.Purpose.SERVER_AUTH, "worker_ca", "worker_certificate", "worker_key")
         return UpstreamPool(limits, tls=context)
 
-    def renew(self, config: RouterConfig) -> None:
+    def renew(self) -> None:
         """Read the files again."""
         for context, certificate, key in self._contexts:
-            _load_certificate(context, config, certificate, key)
+            self._load_certificate(context, certificate, key)
 
     def _context(self, purpose: ssl.Purpose, authority: str, certificate: str, key: str) -> ssl.SSLContext:
         """Return a context of the files in these fields.
@@ -53,17 +53,16 @@ class Certificates:
             context = ssl.create_default_context(purpose, cafile=path)
         except OSError as error:
             raise InvalidValueError(authority, path, f"a readable PEM file ({error})") from None
-        _load_certificate(context, self._config, certificate, key)
+        self._load_certificate(context, certificate, key)
         self._contexts.append((context, certificate, key))
         return context
 
-
-def _load_certificate(context: ssl.SSLContext, config: RouterConfig, certificate: str, key: str) -> None:
-    """Load the certificate of these fields, if there is one, into a context; raises InvalidValueError."""
-    path = getattr(config, certificate)
-    try:
-        # Another context tries it first: one that has loaded a certificate but not its key is of no use any more.
-        for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), context) if path is not None else ():
-            each.load_cert_chain(path, getattr(config, key))
-    except OSError as error:  # ssl.SSLError is one
-        raise InvalidValueError(certificate, path, f"readable PEM files ({error})") from None
+    def _load_certificate(self, context: ssl.SSLContext, certificate: str, key: str) -> None:
+        """Load the certificate of these fields, if there is one, into a context."""
+        path = getattr(self._config, certificate)
+        try:
+            # Another context tries it first: one that has loaded a certificate but not its key is of no use any more.
+            for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), context) if path is not None else ():
+                each.load_cert_chain(path, getattr(self._config, key))
+        except OSError as error:  # ssl.SSLError is one
+            raise InvalidValueError(certificate, path, f"readable PEM files ({error})") from None

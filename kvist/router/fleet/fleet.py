@@ -74,6 +74,8 @@ class Fleet:
         """Is called when a worker has changed and may have room that it had not, or None where any may have."""
         self.on_paused: Callable[[Worker], None] = lambda _: None
         """Is called when a worker has asked for no requests for a while."""
+        self.on_removed: Callable[[str], None] = lambda _: None
+        """Is called with the URL of a worker that was removed."""
         self.on_models: Callable[[], None] = lambda: None
         """Is called when the models that workers serve have changed."""
         self.renderings = Renderings()
@@ -89,11 +91,11 @@ class Fleet:
             self._refresh()
 
     def remove(self, url: str) -> None:
-        """Remove a worker."""
         self.bounded.discard(url)
         self.renderings.differing.pop(url, None)
         del self._workers[url], self._known[url]
         self._refresh()
+        self.on_removed(url)
 
     def _refresh(self) -> None:
         self._sizes_of_models.clear()

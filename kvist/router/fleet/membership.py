@@ -60,7 +60,6 @@ class Membership(ComposedContext):
         load: LoadTracker,
         index: FleetIndex | None,
         now_s: Callable[[], float],
-        on_removed: Callable[[str], None],
     ) -> None:
         """Start with the configured workers; `index` is None if the policy does not use it."""
         self._config = config
@@ -68,7 +67,6 @@ class Membership(ComposedContext):
         self._fleet = fleet
         self._load = load
         self._index = index
-        self._on_removed = on_removed
         self._wanted: dict[str, dict[str, WantedWorker]] = {SETTINGS: {}, ADMINISTRATOR: {}}
         self._removed: set[str] = set()
         """Those that an administrator removed; one comes back when a source wants it that did not."""
@@ -226,7 +224,6 @@ class Membership(ComposedContext):
         self._load.forget(worker.url)
         self._renderings.forget(worker.url)
         self._fleet.remove(worker.url)
-        self._on_removed(worker.url)
         logger.info("worker removed url=%s", worker.url)
 
     async def _check_regularly(self, worker: Worker) -> None:

@@ -353,7 +353,6 @@ class RemoteKeeper(ComposedContext):
             self.fleet.remove(url)
             del self._news[url]
             self.load.forget(url)
-            self._metrics.forget_removed()
             if self.index is not None:
                 self.index.set_ranks(url, [])
 

@@ -73,12 +73,10 @@ class KeeperProcess(ComposedContext):
                 self._started_s,
                 self._load,
                 registry=self._metrics,
-                counted=self._metrics.collect,
-                on_removed=self._on_removed,
                 descriptor=self._descriptor,
             )
         )
-        self._keeper.fleet.on_room = self._send_worker
+        self._keeper.fleet.on_room, self._keeper.fleet.on_removed = self._send_worker, self._on_removed
         if self._keeper.replicas is not None:
             self._keeper.replicas.on_response = lambda response_id, worker: self._broadcast(
                 encode(messages.ResponseStored(response_id, worker, None))
@@ -96,10 +94,9 @@ class KeeperProcess(ComposedContext):
 
     def reload(self, config: RouterConfig) -> None:
         """Apply the settings that may change while the router runs; raises InvalidValueError before any changes."""
-        renewed, _, _ = self._config.changed_to(config)
-        self._certificates.renew(renewed)
-        self._config = renewed
-        self._keeper.reconfigure(renewed)
+        self._certificates.renew()
+        self._config = self._config.changed_to(config)
+        self._keeper.reconfigure(self._config)
 
     # Sending.
 
@@ -281,11 +278,9 @@ class FrontMetrics(Collector):
         self._pids[front] = pid
 
     def update(self, front: int, families: Families) -> None:
-        """Replace the metrics of a front."""
         self._of_fronts[front] = families
 
     def forget(self, worker: str) -> None:
-        """Drop the series of a worker that is removed."""
         for _, _, _, samples in itertools.chain(self._of_ended, *self._of_fronts.values()):
             samples[:] = [sample for sample in samples if sample[1].get("worker") != worker]
 
