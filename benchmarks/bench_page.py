@@ -128,7 +128,7 @@ def measure(num_blocks: int, number: int) -> tuple[dict[str, float], dict[str, d
     index, load, regret = Index(num_blocks), LoadTracker(), Regret()
     fleet = Fleet(BLOCK_SIZE, index, monotonic)
     models = Models(config, fleet, lambda _: None)
-    identity = Identity("vllm", "0.12", BLOCK_SIZE, models=(ServedModel("m", None, {}),), cache_size_tokens=800_000)
+    identity = Identity("vllm", "0.12", BLOCK_SIZE, models=(ServedModel("m", {}),), cache_size_tokens=800_000)
     for url in URLS:
         worker = Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker())
         worker.set_identity(identity)

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.http.deadline import LoopClock
 from kvist.http.errors import ConnectError, UpstreamError
 from kvist.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
@@ -144,7 +144,7 @@ class UpstreamPool:
 
         Leaving the block before the body's end, cancellation included, closes the connection.
         """
-        response = UpstreamResponse(self._limits)
+        response = UpstreamResponse(self._limits, f"{base_url}{target}")
         response._exchange = exchange = self.send(response, base_url, method, target, headers, body)
         try:
             await response._next()  # the head
@@ -276,10 +276,10 @@ def _fail_all(exchanges: Iterable[Exchange], error: UpstreamError) -> None:
 class UpstreamResponse:
     """A worker's response for a coroutine: status and end-to-end headers now, the body as it comes."""
 
-    def __init__(self, limits: UpstreamLimits) -> None:
+    def __init__(self, limits: UpstreamLimits, url: str) -> None:
         self.status = 0
         self.headers: Headers = []
-        self._limits = limits
+        self._limits, self._url = limits, url
         self._exchange: Exchange
         self._received: asyncio.Queue[bytes | UpstreamError | None] = asyncio.Queue()  # None is the body's end
         self._num_unread_bytes = 0
@@ -304,6 +304,15 @@ class UpstreamResponse:
         """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
         while (piece := await self._next()) is not None:
             yield piece
+
+    async def read(self, max_bytes: int) -> bytes:
+        """Return the whole body; raises UpstreamError, and MalformedMessageError if it has more bytes."""
+        body = bytearray()
+        async for piece in self.body():
+            body += piece
+            if len(body) > max_bytes:
+                raise MalformedMessageError(self._url, f"more than {max_bytes} bytes")
+        return bytes(body)
 
     async def _next(self) -> bytes | None:
         """Waits for the next piece, None at the end; raises what the exchange failed with."""

@@ -157,9 +157,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._responder: Responder | None = None  # of the request that is being answered
         self._task: asyncio.Task[None] | None = None  # of the handler, or of `_yield_turn`
         self._producer: Producer | None = None
-        self._drain_waiters: list[asyncio.Future[None]] = []
         self._num_body_bytes_held = 0
-        self._is_write_paused = False
+        self._can_write = asyncio.Event()
+        self._can_write.set()
         self._is_advancing = False
         self._is_discarding = False
         self._is_guest = False
@@ -185,7 +185,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._is_discarding:
             return
         self._parser.feed(self._state.read_buffer[:num_bytes])
-        if not (self._is_busy or self._is_write_paused):
+        if not self._is_busy and self._can_write.is_set():
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
             self._transport.pause_reading()
@@ -206,19 +206,15 @@ class ServerConnection(asyncio.BufferedProtocol):
         self.lost.set_result(None)
 
     def pause_writing(self) -> None:
-        self._is_write_paused = True
+        self._can_write.clear()
         self._deadline.set("write", self._limits.write_timeout_s)
         if self._producer is not None:
             self._producer.pause()
 
     def resume_writing(self) -> None:
-        self._is_write_paused = False
+        self._can_write.set()
         if self._deadline.phase == "write":
             self._deadline.clear()
-        waiters, self._drain_waiters = self._drain_waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
         if self._producer is not None:
             self._producer.resume()
         elif not self._is_busy:
@@ -234,10 +230,8 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     async def drained(self) -> None:
         """Returns at once while the write buffer is under its high-water mark; raises once the client is gone."""
-        while self._is_write_paused:
-            waiter = self._loop.create_future()
-            self._drain_waiters.append(waiter)
-            await waiter
+        while not self._can_write.is_set():
+            await self._can_write.wait()
         if self._transport.is_closing():
             raise ClientDisconnectedError("the client closed the connection")
 
@@ -302,7 +296,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _start_requests(self) -> None:
         num_answered = 0
-        while not (self._is_busy or self._is_write_paused or self._is_discarding or self._transport.is_closing()):
+        while not (self._is_busy or self._is_discarding or self._transport.is_closing()) and self._can_write.is_set():
             try:
                 request = self._parser.next_request()
                 self._count_body(self._parser.num_body_bytes if request is None else len(request.body))
@@ -338,7 +332,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._on_handler_done(None)
         else:
             self._producer = work
-            if self._is_write_paused:
+            if not self._can_write.is_set():
                 work.pause()
 
     async def _yield_turn(self) -> None:
@@ -365,13 +359,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._parser.pop_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
-            limits = self._limits
-            timeouts_s = {
-                "idle": limits.idle_timeout_s,
-                "header": limits.header_timeout_s,
-                "body": limits.body_timeout_s,
-            }
-            self._deadline.set(phase, timeouts_s[phase])
+            self._deadline.set(phase, getattr(self._limits, f"{phase}_timeout_s"))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
@@ -391,7 +379,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         elif responder is not None and (error is not None or not responder.is_finished):
             self._log_failure(error)
             self._count_body(0)
-            self._fail(responder)
+            if responder.has_started:  # the client is to notice
+                self.cut()
+            else:
+                self._responder = None
+                self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
             return
         self._on_answered()
 
@@ -414,14 +406,6 @@ class ServerConnection(asyncio.BufferedProtocol):
             return
         self._state.counts.num_handler_failures += 1
         logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
-
-    def _fail(self, responder: Responder) -> None:
-        """Answers 500, or cuts off a response that has begun, so that the client notices."""
-        if responder.has_started:
-            self.cut()
-        else:
-            self._responder = None
-            self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
 
     def _cancel_handler(self) -> None:
         """Stops the handler, because the client has left; one whose response is finished may end by itself."""

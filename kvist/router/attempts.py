@@ -100,7 +100,6 @@ class _Attempt(ResponseReceiver):
         return self._load.num_tokens if num_tokens is None else num_tokens
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Record the status and the headers."""
         self._call.set(spans.of_answer, status)
         if status >= _SERVER_ERROR:
             self._call.fail(f"answered {status}")
@@ -124,8 +123,8 @@ class _Attempt(ResponseReceiver):
             worker = self.decision.chosen.target.worker
             self.on_failure(UpstreamError(worker, f"sent no byte for {silent_s:g} s"))
 
-    def stop(self, status: int, error: Exception) -> None:
-        """Close the exchange, as nobody waits for the answer any more."""
+    def stop(self, status: int, error: Exception | None = None) -> None:
+        """Close the exchange, as nobody waits for the rest of the answer any more."""
         self.exchange.close()
         self._end(status, error)
 
@@ -205,7 +204,6 @@ class PrefillAttempt(_Attempt):
         self.owner.on_prefilled(self, handoff)
 
     def on_failure(self, error: UpstreamError) -> None:
-        """Report that the prompt was not computed."""
         super().on_failure(error)
         self.owner.on_prefill_failed(self, error.reason)
 
@@ -257,21 +255,17 @@ class AnswerAttempt(_Attempt):
             return
         self._judge_worker()
         if status in RETRIED_STATUSES and owner.may_retry():
-            self.exchange.close()
-            self._end(status)
+            self.stop(status)
             owner.on_answer_failed(self.decision, f"answered {status}")
 
     def on_data(self, piece: bytes) -> None:
-        """Relay the next bytes."""
         if not self.has_begun:
             if self.status == _NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
-                self.exchange.close()
-                self._end(self.status)
+                self.stop(self.status)
                 self.owner.on_no_endpoint(self.decision)
                 return
             if self.status == _NOT_FOUND and _NO_MODEL.search(piece, 0, 512) and self.owner.may_retry():
-                self.exchange.close()
-                self._end(self.status)
+                self.stop(self.status)
                 self.owner.on_answer_failed(self.decision, "has no such model")
                 return
             if self._buffer is not None and self.status == OK:
@@ -329,8 +323,7 @@ class AnswerAttempt(_Attempt):
         owner = self.owner
         may_ask = not owner.is_pair or owner.may_retry()
         if may_ask:
-            self.exchange.close()
-            self._end(_SERVER_ERROR)
+            self.stop(_SERVER_ERROR)
             owner.on_transfer_failed(self.decision)
         return may_ask
 
@@ -395,12 +388,10 @@ class AnswerAttempt(_Attempt):
         return True
 
     def pause(self) -> None:
-        """Stop reading from the worker."""
         if self.has_begun:
             self.exchange.pause()
 
     def resume(self) -> None:
-        """Read from the worker again."""
         if self.exchange.is_paused:
             self.exchange.resume()
 

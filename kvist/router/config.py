@@ -326,7 +326,6 @@ class RouterConfig:
         return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     def url_at(self, port: int) -> str:
-        """Return the URL of a router that listens on this port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{port}"
 

@@ -32,7 +32,6 @@ class StoredResponse:
 
     @property
     def messages(self) -> list[Message] | None:
-        """Return the messages, decoded."""
         if self.messages_json is None:
             return None
         messages: list[Message] = msgspec.json.decode(self.messages_json)

@@ -224,7 +224,6 @@ class Forwarding:
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether the client asks for a stream."""
         return self.parsed.fields.get("stream") is True
 
     @property
@@ -240,19 +239,16 @@ class Forwarding:
     # What the client does.
 
     def pause(self) -> None:
-        """Stop reading the worker's answer, as the client does not keep up."""
         self.is_client_slow = True
         if isinstance(self.attempt, AnswerAttempt | SplitAttempt):
             self.attempt.pause()
 
     def resume(self) -> None:
-        """Read the worker's answer again."""
         self.is_client_slow = False
         if isinstance(self.attempt, AnswerAttempt | SplitAttempt):
             self.attempt.resume()
 
     def stop(self) -> None:
-        """End the request, as the client has left."""
         error = ClientDisconnectedError("the client left")
         self._cancel(CLIENT_LEFT_STATUS, error)
         self.end(error)
@@ -383,7 +379,6 @@ class Forwarding:
         self._run(self._match, _MAX_MATCH_RETRIES)
 
     def on_refused(self, error: RequestError) -> None:
-        """Refuse the request, as it waited in vain."""
         self._waiting_step.end(error)
         self._refuse(error)
 

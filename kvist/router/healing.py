@@ -97,12 +97,6 @@ class _Healing:
         self.num_unchanged_in_a_row = 0 if new else self.num_unchanged_in_a_row + 1
         return Report.LACKING if is_lacking else Report.KNOWN
 
-    def reached_end(self) -> End | None:
-        """Return why healing ends now, None if it goes on."""
-        if self.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW:
-            return End.STABLE
-        return End.REPORT_LIMIT if self.num_asked >= MAX_ASKED else None
-
 
 class Healer:
     """Decides which requests ask for a full report, and ends that by what their answers show."""
@@ -133,8 +127,9 @@ class Healer:
                 healing.end = None
             return
         self._metrics.counts["full_reports", target.worker, report] += 1
-        if (end := healing.reached_end()) is not None:
-            healing.end = end
+        is_stable = healing.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW
+        if is_stable or healing.num_asked >= MAX_ASKED:
+            end = healing.end = End.STABLE if is_stable else End.REPORT_LIMIT
             self._metrics.counts["healed", target.worker, end] += 1
             text = "partial rank gets no more requests for full reports: %s worker=%s rank=%d num_asked=%d num_hits=%d"
             logger.info(text, end, *target, healing.num_asked, healing.num_hits)

@@ -122,7 +122,6 @@ class FleetState:
     namespace: tuple[str, str] = ("", "")
 
     def endpoint_of(self, source: Source) -> str:
-        """Return the URL under which the stream is followed."""
         return source.url
 
     def find(self, head: NamespaceHead) -> Namespaced | None:
@@ -133,7 +132,6 @@ class FleetState:
         return self
 
     def resume(self, into: Namespaced, state: StreamState) -> Source | None:
-        """Park a stream."""
         assert state.progress is not None
         try:
             return into.indexer.park(state.worker, state.url, state.rank, state.progress, state.block_size)
@@ -192,12 +190,10 @@ class FleetIndex(ComposedContext):
 
     @property
     def has_joined(self) -> bool:
-        """Return whether the index is compiled, so that prompts can be hashed and matched."""
         return self.joined_at_s is not None
 
     @property
     def num_clearings(self) -> int:
-        """Return a number that changes whenever a rank comes or is cleared."""
         return 0 if self.radix is None else self.radix.num_clearings
 
     def follow(self, worker: str, endpoints: Sequence[str], block_size: int | None = None) -> None:
@@ -227,19 +223,15 @@ class FleetIndex(ComposedContext):
                 self._indexer.limit_ranks(worker, num_ranks)
 
     def endpoints(self, worker: str) -> tuple[str, ...]:
-        """Return the streams followed for the worker."""
         return self._streams[worker].endpoints if worker in self._streams else ()
 
     def has_reported(self, worker: str) -> bool:
-        """Return whether some stream has reported on the worker."""
         return bool(self._states(worker))
 
     def is_expecting(self, worker: str) -> bool:
-        """Return whether the worker's cache is only guessed, from the prompts it was sent: it streams no events."""
         return self.unreported.has_room(worker) and not self.has_reported(worker)
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
-        """Record that a rank now holds all blocks of a prompt, unless its events have said so."""
         steps = self.unreported.record(target, hashes)
         if len(hashes) <= STEP_BLOCKS and not self._recordings:
             deque(steps, maxlen=0)
@@ -315,7 +307,6 @@ class FleetIndex(ComposedContext):
         return RankStatus(target, state, num_blocks, clearing, is_guessed, slot, is_counted, expected_clearing)
 
     def source_statistics(self) -> Iterator[SourceStatistics]:
-        """Yield the counters of each stream."""
         if self._indexer is not None:
             yield from self._indexer.each_statistics()
 

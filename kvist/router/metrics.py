@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -42,67 +42,48 @@ _LOADS = {
 }
 
 
-_COUNTERS: Mapping[str, tuple[str, ...]] = {
-    "requests": (
-        "Requests sent to workers; status 0: the worker failed, 499: the client left",
-        *("worker", "status", "policy"),
+_COUNTERS = {
+    "requests worker status policy": "Requests sent to workers; status 0: the worker failed, 499: the client left",
+    "readings api outcome obstacle": (
+        "Requests by how much of their prompts was tokenised: tokens, partly or load (none), and why not"
     ),
-    "readings": (
-        "Requests by how much of their prompts was tokenised: tokens, partly or load (none), and why not",
-        *("api", "outcome", "obstacle"),
-    ),
-    "unmatched": ("Requests routed by load, as the index was being written to at each try to read it",),
-    "refusals": ("Requests the router refused itself", "status"),
-    "retries": ("Requests retried, by the worker that failed", "worker"),
-    "disaggregated": ("Requests prefilled by one worker and decoded by another",),
-    "local_prefills": ("Requests prefilled by the answering worker although there are prefill workers", "reason"),
-    "disaggregation_fallbacks": ("Prefills or transfers that failed", "reason"),
-    "pulls": ("Fetches of a prefix from another worker", "outcome"),
-    "pulled_tokens": ("Prompt tokens fetched instead of computed",),
-    "full_reports": (
-        "Full reports of cached blocks by partial ranks, by what they showed",
-        *("worker", "report"),
-    ),
-    "healed": ("Partial ranks that are no longer asked for full reports", "worker", "reason"),
-    "prompt_tokens": ("Prompt tokens routed", "worker", "model"),
-    "overlap_tokens": ("Prompt tokens predicted to be cached", "worker", "model"),
-    "output_tokens": (
-        "Output tokens of complete answers: as reported or, if a stream has no usage, its events",
-        *("worker", "model"),
+    "unmatched": "Requests routed by load, as the index was being written to at each try to read it",
+    "refusals status": "Requests the router refused itself",
+    "retries worker": "Requests retried, by the worker that failed",
+    "disaggregated": "Requests prefilled by one worker and decoded by another",
+    "local_prefills reason": "Requests prefilled by the answering worker although there are prefill workers",
+    "disaggregation_fallbacks reason": "Prefills or transfers that failed",
+    "pulls outcome": "Fetches of a prefix from another worker",
+    "pulled_tokens": "Prompt tokens fetched instead of computed",
+    "full_reports worker report": "Full reports of cached blocks by partial ranks, by what they showed",
+    "healed worker reason": "Partial ranks that are no longer asked for full reports",
+    "prompt_tokens worker model": "Prompt tokens routed",
+    "overlap_tokens worker model": "Prompt tokens predicted to be cached",
+    "output_tokens worker model": (
+        "Output tokens of complete answers: as reported or, if a stream has no usage, its events"
     ),
 }
-"""Texts and labels."""
-_HISTOGRAMS: Mapping[str, tuple[Sequence[float], str, *tuple[str, ...]]] = {
+"""The text of each, by its name and its labels."""
+_HISTOGRAMS = {
     "prefill_seconds": (_TTFT_BUCKETS_S, "Time to compute a prompt for another worker"),
-    "transfer_seconds": (
-        _TTFT_BUCKETS_S,
-        "From sending a request to a decode worker to the first byte of its answer",
-    ),
-    "overlap_error_tokens": (
+    "transfer_seconds": (_TTFT_BUCKETS_S, "From sending a request to a decode worker to the first byte of its answer"),
+    "overlap_error_tokens worker sign": (
         _ERROR_BUCKETS_TOKENS,
         "Difference between predicted and reported cached tokens of a request",
-        *("worker", "sign"),
     ),
-    "queue_seconds": (_TTFT_BUCKETS_S, "Time that queued requests waited for a worker", "model"),
-    "time_to_first_byte_seconds": (
+    "queue_seconds model": (_TTFT_BUCKETS_S, "Time that queued requests waited for a worker"),
+    "time_to_first_byte_seconds worker model": (
         _TTFT_BUCKETS_S,
         "From a request's arrival to the first byte of its answer's body",
-        *("worker", "model"),
     ),
-    "request_seconds": (
+    "request_seconds model": (
         _REQUEST_BUCKETS_S,
         "From a request's arrival to the end of its complete answer of status 200",
-        "model",
     ),
-    "inter_token_seconds": (
-        _TOKEN_BUCKETS_S,
-        "Mean time between tokens of such an answer, if streamed",
-        "model",
-    ),
+    "inter_token_seconds model": (_TOKEN_BUCKETS_S, "Mean time between tokens of such an answer, if streamed"),
 }
-"""Buckets, texts and labels."""
-_OF_WORKERS = frozenset(name for name, about in (*_COUNTERS.items(), *_HISTOGRAMS.items()) if "worker" in about)
-"""Their first label is a worker's URL."""
+_LABELS = {name: labels for name, *labels in map(str.split, (*_COUNTERS, *_HISTOGRAMS))}
+_BOUNDS = {name.split()[0]: bounds for name, (bounds, _) in _HISTOGRAMS.items()}
 
 
 class RouterMetrics(Collector):
@@ -116,14 +97,13 @@ class RouterMetrics(Collector):
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
-        self.counts = Counter[tuple[str, ...]]({(name,): 0 for name, (_, *labels) in _COUNTERS.items() if not labels})
-        self._observed: dict[tuple[str, ...], list[float]] = {}
-        for name, (bounds, _, *labels) in _HISTOGRAMS.items():
-            if not labels:
-                self._observed[name,] = [0.0] * (len(bounds) + 2)
+        self.counts = Counter[tuple[str, ...]]({(name,): 0 for name in _COUNTERS if " " not in name})
+        self._observed: dict[tuple[str, ...], list[float]] = {
+            (name,): [0.0] * (len(_BOUNDS[name]) + 2) for name in _HISTOGRAMS if " " not in name
+        }
 
     def observe(self, value: float, *name_and_labels: str) -> None:
-        bounds, observed = _HISTOGRAMS[name_and_labels[0]][0], self._observed.get(name_and_labels)
+        bounds, observed = _BOUNDS[name_and_labels[0]], self._observed.get(name_and_labels)
         if observed is None:
             observed = self._observed[name_and_labels] = [0.0] * (len(bounds) + 2)
         observed[bisect_left(bounds, value)] += 1
@@ -138,10 +118,9 @@ class RouterMetrics(Collector):
         self.observe(abs(error_tokens), "overlap_error_tokens", decision.chosen.target.worker, sign)
 
     def forget_removed(self) -> None:
-        """Drop the series of workers that were removed."""
         for series in (self.counts, self._observed):
             for key in [*series]:
-                if key[0] in _OF_WORKERS and not self.has_worker(key[1]):
+                if "worker" in _LABELS[key[0]] and not self.has_worker(key[1]):
                     series.pop(key, None)  # another thread may have done so
 
     def collect(self) -> Iterator[Metric]:
@@ -149,16 +128,16 @@ class RouterMetrics(Collector):
         self.forget_removed()  # those whose last answers ended later may have been counted again
         counters = {
             name: CounterMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
-            for name, (text, *labels) in _COUNTERS.items()
+            for (name, *labels), text in ((key.split(), text) for key, text in _COUNTERS.items())
         }
         for (name, *labels), count in list(self.counts.items()):
             counters[name].add_metric(labels, count)
         histograms = {
             name: HistogramMetricFamily(f"{PREFIX}_{name}", text, labels=labels)
-            for name, (_, text, *labels) in _HISTOGRAMS.items()
+            for (name, *labels), text in ((key.split(), text) for key, (_, text) in _HISTOGRAMS.items())
         }
         for (name, *labels), (*counts, total) in list(self._observed.items()):
-            bounds = [*map(floatToGoString, _HISTOGRAMS[name][0]), "+Inf"]
+            bounds = [*map(floatToGoString, _BOUNDS[name]), "+Inf"]
             histograms[name].add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
         yield from (*counters.values(), *histograms.values())
 

@@ -31,7 +31,6 @@ def name_of(request: Request) -> str:
 
 
 def of_request(request: Request, request_id: bytes) -> Attributes:
-    """Describe the request."""
     return {
         "http.request.method": request.method,
         "url.path": request.path,
@@ -41,7 +40,6 @@ def of_request(request: Request, request_id: bytes) -> Attributes:
 
 
 def of_prompt(parsed: ParsedRequest) -> Attributes:
-    """Describe the prompt, as far as it is known."""
     return {
         "gen_ai.request.model": parsed.model,
         "kvist.prompt_tokens": parsed.num_tokens,
@@ -75,12 +73,10 @@ def of_decision(decision: Decision | None) -> Attributes:
 
 
 def of_answer(status: int, first_byte_s: float | None = None) -> Attributes:
-    """Describe the client's answer: its status, and when it began."""
     return {"http.response.status_code": status, "gen_ai.response.time_to_first_chunk": first_byte_s}
 
 
 def of_usage(usage: ReportedUsage) -> Attributes:
-    """Describe the usage that the worker reports."""
     return {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -89,7 +85,6 @@ def of_usage(usage: ReportedUsage) -> Attributes:
 
 
 def of_call(decision: Decision) -> Attributes:
-    """Describe the worker that is asked."""
     target = decision.chosen.target
     place = urlsplit(target.worker)
     return {"server.address": place.hostname, "server.port": place.port, "kvist.rank": target.rank}

@@ -146,7 +146,6 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
 def explain_workers(
     fleet: Fleet, load: LoadTracker, index: FleetIndex | None, regret: Regret, now_s: float
 ) -> list[dict[str, Any]]:
-    """Explain the state of each worker."""
     sources: dict[str, list[dict[str, Any]]] = {}
     for source in index.source_statistics() if index is not None else ():
         sources.setdefault(source.worker, []).append(_explain_source(source, fleet))

@@ -63,18 +63,13 @@ _RESIZE_S = 1.0
 """How often the size of all caches together is computed anew."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(Request, frozen=True):
     """A request to one of these endpoints.
 
     `is_draining` says that the router that received it drains, `tenant` who asks for its own usage, `is_outsider` that
     the client may learn no more than whether the router is ready.
     """
 
-    method: str
-    path: str
-    query: str = ""
-    content_type: str = ""
-    body: bytes = b""
     is_draining: bool = False
     tenant: str | None = None
     is_outsider: bool = False
@@ -246,7 +241,7 @@ class Keeper(ComposedContext):
 
     def _add_worker(self, question: Question) -> Answer:
         # A foreign page in a browser can post to loopback, but with this content type only if it is allowed to.
-        if question.content_type.partition(";")[0].strip() != "application/json":
+        if (question.header(b"content-type") or b"").partition(b";")[0].strip() != b"application/json":
             raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
         try:
             new = msgspec.json.decode(question.body, type=WantedWorker)
@@ -279,15 +274,11 @@ def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
     return Answer(status, msgspec.json.encode(value))
 
 
-def question_of(
-    request: Request, config: RouterConfig, is_draining: bool = False, tenant: str | None = None
-) -> Question:
+def question_of(request: Request, config: RouterConfig, is_draining: bool, tenant: str | None = None) -> Question:
     """Return an operator's HTTP request as a question."""
-    content_type = (request.header(b"content-type") or b"").decode("latin-1")
     is_outsider = config.asks_for_keys and not is_administrator(request, config.admin_key)
-    return Question(
-        request.method, request.path, request.query, content_type, request.body, is_draining, tenant, is_outsider
-    )
+    asked = msgspec.structs.asdict(request)
+    return Question(**asked, is_draining=is_draining, tenant=tenant, is_outsider=is_outsider)
 
 
 def send_answer(answer: Answer, responder: Responder) -> None:

@@ -98,12 +98,10 @@ class LiveState:
         self._next_refresh = asyncio.get_running_loop().call_later(UNWATCHED_INTERVAL_S, self.start)
 
     def close(self) -> None:
-        """Stop refreshing."""
         if self._next_refresh is not None:
             self._next_refresh.cancel()
 
     def add(self, entry: JournalEntry) -> None:
-        """Add a request that has ended."""
         self._requests.append((self._number + 1, msgspec.Raw(entry.row)))
         self._num_skipped += entry.num_skipped
         self._tree.add(entry, time.monotonic())

@@ -86,7 +86,7 @@ async def stream(
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), *_HEADERS]
     responder.start(HTTPStatus.OK, headers)
     while True:
-        answer = await ask(Question("GET", STATE_PATH, urlencode(asked)))
+        answer = await ask(Question("GET", f"{STATE_PATH}?{urlencode(asked)}", [], b"", None))
         name = b"state"
         if answer.status == HTTPStatus.OK:
             asked["since"] = str(msgspec.json.decode(answer.body, type=_Head).number)

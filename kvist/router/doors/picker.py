@@ -32,7 +32,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvist.contexts import ComposedContext
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.http import HttpServer, Request, Responder
 from kvist.openai.errors import RequestError, error_body
@@ -94,11 +94,10 @@ class Picker(ComposedContext):
             self.metrics_port = (await exits.enter_async_context(page)).port
         await server.start()
         exits.push_async_callback(server.stop, self._config.shutdown_timeout_s)
-        for name, coroutine in [
-            ("kvist-picker-health", self._update_health()),
-            *(("kvist-picker-objectives", each.follow()) for each in objectives),
-        ]:
-            exits.callback(asyncio.create_task(coroutine, name=name).cancel)
+        tasks = await exits.enter_async_context(BackgroundTasks())
+        tasks.create_task(self._update_health(), name="kvist-picker-health")
+        for each in objectives:
+            tasks.create_task(each.follow(), name="kvist-picker-objectives")
         exits.push_async_exit(self._drain)
 
     def reload(self, config: RouterConfig) -> None:

@@ -31,6 +31,14 @@ class BlockSizes(NamedTuple):
     unit: int
 
 
+class _Serving(NamedTuple):
+    """What follows from which workers serve a model; `workers` are those whose engine gets requests."""
+
+    workers: list[Worker]
+    block_sizes: BlockSizes
+    engine: str | None
+
+
 class Fleet:
     """All methods belong to the event loop."""
 
@@ -59,9 +67,7 @@ class Fleet:
         self._known: dict[str, tuple[object, ...]] = {}
         """What all that is computed from workers' identities follows from, by worker."""
         self._last_sizes: Mapping[str, int] = {}
-        self._sizes_of_models: dict[str | None, BlockSizes] = {}
-        self._engines_of_models: dict[str | None, str | None] = {}
-        self._serving: dict[str | None, list[Worker]] = {}
+        self._models: dict[str | None, _Serving] = {}
         self.has_prefill_workers = False
         """Whether some worker, in whatever state, has the role to compute prompts for others."""
         self.has_roles = False
@@ -98,9 +104,7 @@ class Fleet:
         self.on_removed(url)
 
     def _refresh(self) -> None:
-        self._sizes_of_models.clear()
-        self._engines_of_models.clear()
-        self._serving.clear()
+        self._models.clear()
         self._ranks.clear()
         roles = {worker.role for worker in self._workers.values()}
         self.has_prefill_workers, self.has_roles = Role.PREFILL in roles, bool(roles - {Role.BOTH})
@@ -119,28 +123,29 @@ class Fleet:
 
     def block_sizes(self, model: str | None) -> BlockSizes:
         """Return the tokens per block of the workers that serve the model."""
-        known = {} if self._index is None else self._index.block_sizes
-        if known is not self._last_sizes:
-            self._last_sizes = known
-            self._sizes_of_models.clear()
-        sizes = self._sizes_of_models.get(model)
-        if sizes is None:
-            urls = [worker.url for worker in self._workers.values() if worker.serves(model)]
-            each = tuple(sorted({known[url] for url in urls if url in known}))
-            sizes = BlockSizes(each or (self._block_size,), gcd(*each) or self._block_size)
-            if model in self._model_ids or model is None:  # clients may make up any number of others
-                self._sizes_of_models[model] = sizes
-        return sizes
+        return self._serving(model).block_sizes
 
     def engine_of(self, model: str | None) -> str | None:
         """Return the engine of the workers that serve the model and name one; of several, vLLM, or else none."""
-        if model in self._engines_of_models:
-            return self._engines_of_models[model]
-        engines = {worker.engine for worker in self._workers.values() if worker.engine and worker.serves(model)}
-        engine = "vllm" if "vllm" in engines else engines.pop() if len(engines) == 1 else None
-        if model in self._model_ids or model is None:
-            self._engines_of_models[model] = engine
-        return engine
+        return self._serving(model).engine
+
+    def _serving(self, model: str | None) -> _Serving:
+        known = {} if self._index is None else self._index.block_sizes
+        if known is not self._last_sizes:
+            self._last_sizes = known
+            self._models.clear()
+        serving = self._models.get(model)
+        if serving is None:
+            workers = [worker for worker in self._workers.values() if worker.serves(model)]
+            sizes = tuple(sorted({known[worker.url] for worker in workers if worker.url in known}))
+            block_sizes = BlockSizes(sizes or (self._block_size,), gcd(*sizes) or self._block_size)
+            engines = {worker.engine for worker in workers if worker.engine}
+            engine = "vllm" if "vllm" in engines else engines.pop() if len(engines) == 1 else None
+            allowed = [worker for worker in workers if self.engines is None or worker.engine in self.engines]
+            serving = _Serving(allowed, block_sizes, engine)
+            if model in self._model_ids or model is None:  # clients may make up any number of others
+                self._models[model] = serving
+        return serving
 
     def block_size_of(self, worker: str, model: str | None) -> int:
         """Return the tokens per block of a worker; if unknown, the smallest of those that serve the model."""
@@ -153,23 +158,14 @@ class Fleet:
         return list(self._workers.values())
 
     def get(self, url: str) -> Worker | None:
-        """Return the worker of this URL."""
         return self._workers.get(url)
 
     def routable(self, model: str | None, excluded: Collection[str] = ()) -> list[Worker]:
         """Return the workers that may take a request for the model now."""
-        now_s, serving = self._now_s(), self._serving.get(model)
-        if serving is None:
-            serving = [
-                worker
-                for worker in self._workers.values()
-                if worker.serves(model) and (self.engines is None or worker.engine in self.engines)
-            ]
-            if model in self._model_ids or model is None:  # clients may make up any number of others
-                self._serving[model] = serving
+        now_s = self._now_s()
         return [
             worker
-            for worker in serving
+            for worker in self._serving(model).workers
             if worker.health.is_healthy
             and not worker.is_draining
             and (worker.breaker.state is CircuitState.CLOSED or worker.breaker.allows(now_s))

@@ -37,8 +37,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """An entry of a worker's model list; a LoRA adapter names its base model as `parent`. `entry` is all it said."""
 
     id: str
-    parent: str | None
     entry: dict[str, Any]
+    parent: str | None = None
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -139,11 +139,6 @@ class _SglangMemory(msgspec.Struct, frozen=True):
 
 class _SglangState(msgspec.Struct, frozen=True):
     memory_usage: _SglangMemory
-
-
-class _ModelEntry(msgspec.Struct, frozen=True):
-    id: str
-    parent: str | None = None
 
 
 class _ModelList(msgspec.Struct, frozen=True):
@@ -338,27 +333,20 @@ async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple
         return None
     try:
         entries = msgspec.json.decode(body, type=_ModelList).data
-        named = [(msgspec.convert(entry, _ModelEntry), entry) for entry in entries]
+        return tuple(msgspec.convert({**entry, "entry": entry}, ServedModel) for entry in entries)
     except msgspec.DecodeError as error:
         raise MalformedMessageError(f"{url}/v1/models", str(error)) from None
-    return tuple(ServedModel(model.id, model.parent, entry) for model, entry in named)
 
 
 async def fetch(
     pool: UpstreamPool, url: str, target: str, authorization: Headers, body: bytes = b""
 ) -> tuple[int, bytes]:
     """Return status and body of a worker's answer to a GET, or to a POST of JSON; raises as `probe` does."""
-    pieces, num_bytes = [], 0
     headers = [(b"accept", b"application/json"), *authorization]
     if body:
         headers.append((b"content-type", b"application/json"))
     async with pool.exchange(url, "POST" if body else "GET", target, headers, body) as response:
-        async for piece in response.body():
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > MAX_ANSWER_BYTES:
-                raise MalformedMessageError(f"{url}{target}", f"more than {MAX_ANSWER_BYTES} bytes")
-        return response.status, b"".join(pieces)
+        return response.status, await response.read(MAX_ANSWER_BYTES)
 
 
 def _plain_host(host: str) -> str:

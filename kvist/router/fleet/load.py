@@ -98,8 +98,8 @@ class LoadTracker:
         self._other_rows = [(number, row) for number, row in enumerate(rows) if number != front]
         starts = [row + TENANTS_WORD for row in rows]
         self.tenants = TenantRows(self.ints, self._floats, starts, front)
-        self._cells: dict[WorkerRank, range] = {}
-        self._workers: dict[str, list[range]] = {}
+        self._cells: dict[str, dict[WorkerRank, range]] = {}
+        """Those of each worker's ranks."""
         self.on_freed: Callable[[], None] = lambda: None
         """Is called when a request of this process has ended, or its prefill has."""
 
@@ -130,14 +130,12 @@ class LoadTracker:
         Returns None where the process that assigns columns has not given it one yet. Raises InvalidValueError if the
         board has no room for it.
         """
-        cells = self._cells.get(target)
+        cells = self._cells.get(target.worker, {}).get(target)
         if cells is None and (cells := self.board.cells(target)) is not None:
-            self._cells[target] = cells
-            self._workers.setdefault(target.worker, []).append(cells)
+            self._cells.setdefault(target.worker, {})[target] = cells
         return cells
 
     def load(self, target: WorkerRank) -> Load:
-        """Return the rank's load now."""
         ints, running, prefill = self.ints, 0, 0
         for cell in self.register(target) or ():
             running += ints[cell + _RUNNING]
@@ -154,7 +152,7 @@ class LoadTracker:
 
     def all_prefill_tokens(self) -> int:
         """Return those of all workers."""
-        return sum(map(self.prefill_tokens, self._workers))
+        return sum(map(self.prefill_tokens, self._cells))
 
     def prompt_speeds(self) -> dict[str, float]:
         """Return how many prompt tokens a second each worker's ranks compute, learnt from times to first tokens."""
@@ -174,12 +172,12 @@ class LoadTracker:
 
     def set_last_byte_at(self, worker: str, at_s: float) -> None:
         """Record when this process last received a byte from the worker."""
-        for cells in self._workers.get(worker, ()):
+        for cells in self._cells.get(worker, {}).values():
             self._floats[cells[self._front] + _LAST_BYTE_AT] = at_s
 
     def last_byte_at_s(self, worker: str) -> float:
         """Return when any front last recorded that it received a byte from the worker; 0.0 if none did."""
-        every = self._workers.get(worker, ())
+        every = self._cells.get(worker, {}).values()
         return max((self._floats[cell + _LAST_BYTE_AT] for cells in every for cell in cells), default=0.0)
 
     @property
@@ -198,7 +196,6 @@ class LoadTracker:
         return int(self.board.queues.sum())
 
     def set_listening(self) -> None:
-        """Record that this front listens."""
         self.ints[self.own_row + FrontField.LISTENING] = 1
 
     def count_dispatch(self) -> None:
@@ -247,11 +244,9 @@ class LoadTracker:
 
     def forget(self, worker: str) -> None:
         """Drop the worker's history, so that a later worker of the same name starts afresh."""
-        for target in [target for target in self._cells if target.worker == worker]:
-            del self._cells[target]
-        self._workers.pop(worker, None)
+        self._cells.pop(worker, None)
         self.board.forget(worker)
 
     def _sum(self, worker: str, field: int) -> int:
         ints = self.ints
-        return sum(ints[cell + field] for cells in self._workers.get(worker, ()) for cell in cells)
+        return sum(ints[cell + field] for cells in self._cells.get(worker, {}).values() for cell in cells)

@@ -86,7 +86,6 @@ class Models(ComposedContext):
                 raise InvalidValueError(field, path, f"a model's directory ({files.problem or _TOKENIZER})")
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Apply another configuration."""
         self._config = config
         self.refresh()
 
@@ -103,7 +102,6 @@ class Models(ComposedContext):
         return self._fleet.engine_of(model)
 
     def policy(self, model: str | None) -> ModelPolicy:
-        """Return the model's policy by the configuration."""
         known = model if model in self._files_of else None
         if known not in self._policies:
             config = self._config.of(self._bases.get(known, known))
@@ -220,7 +218,6 @@ class Models(ComposedContext):
 
 
 def read_files(path: str) -> ModelFiles:
-    """Read a model's directory."""
     try:
         tokenizer, problem = ChatTokenizer.load(Path(path)), None
     except InvalidValueError as error:

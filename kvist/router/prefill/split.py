@@ -95,7 +95,6 @@ class SplitPart(Responder):
         return None if computed_by is None else computed_by.chosen.target
 
     def start(self, status: int, headers: Headers) -> None:
-        """Keep the head."""
         self.status, self.headers = status, headers
 
     def send(self, piece: bytes) -> None:
@@ -149,23 +148,19 @@ class SplitAttempt:
 
     @property
     def num_output_tokens(self) -> int:
-        """Return how many tokens all answers have."""
         return self.usage.completion_tokens or 0
 
     # What the client does.
 
     def pause(self) -> None:
-        """Stop reading from the workers."""
         for part in self.parts:
             part.request.pause()
 
     def resume(self) -> None:
-        """Read from the workers again."""
         for part in self.parts:
             part.request.resume()
 
     def stop(self, *_: object) -> None:
-        """Close the exchanges, as nobody waits for the answer any more."""
         for part in self.parts:
             if part.is_running:
                 part.is_running = False

@@ -46,7 +46,7 @@ from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.models import Models
-from kvist.router.fleet.worker import Capacity, CircuitBreaker, HealthGauge, Worker
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import Overlaps, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
@@ -91,11 +91,9 @@ class SharedIndex:
 
     @property
     def has_joined(self) -> bool:
-        """Return whether prompts can be hashed and matched."""
         return self._reader is not None
 
     def attach(self, reader: RadixReader) -> None:
-        """Use this index from now on."""
         self._reader = reader
 
     def detach(self) -> None:
@@ -148,7 +146,6 @@ class SharedIndex:
         return [replace(rank, num_blocks=reader.num_held(rank.slot or 0, rank.clearing or 0)) for rank in ranks]
 
     def is_expecting(self, worker: str) -> bool:
-        """Return whether the worker streams no events, so that its cache is guessed from the prompts it was given."""
         return any(status.is_approximate for status in self._ranks.get(worker, ()))
 
     def record_computed(self, target: WorkerRank, hashes: NDArray[np.uint64]) -> None:
@@ -328,12 +325,8 @@ class RemoteKeeper(ComposedContext):
         worker.registered_by = news.registered_by
         worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
         worker.last_failure = news.last_failure
-        paused_until_s = max(
-            news.paused_until_s, worker.capacity.paused_until_s
-        )  # ours may be on its way to the keeper
-        worker.capacity = Capacity(
-            news.max_requests, None, paused_until_s, news.warms_from, ends_a_second=news.ends_a_second
-        )
+        paused_until_s = worker.capacity.paused_until_s  # ours may be on its way to the keeper
+        worker.capacity = replace(news.capacity, paused_until_s=max(news.capacity.paused_until_s, paused_until_s))
         worker.set_identity(news.identity)
         self.fleet.put(worker)
         if news.is_bounded:

@@ -28,7 +28,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.doors.keeper import Keeper, Question
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.worker import Change, Worker
+from kvist.router.fleet.worker import Capacity, Change, Worker
 from kvist.router.processes import messages
 from kvist.router.processes.messages import Families, Link, Message, ToKeeper, WorkerNews, encode
 from kvist.router.sources import WantedWorker
@@ -146,7 +146,8 @@ class KeeperProcess(ComposedContext):
         ranks = [] if index is None else [replace(rank, num_blocks=0) for rank in index.ranks(worker.url)]
         for rank in ranks:
             self._load.register(rank.target)
-        breaker = worker.breaker
+        breaker, known = worker.breaker, worker.capacity
+        ends_a_second = round(known.ends_a_second, 1)
         return WorkerNews(
             worker.url,
             worker.configured_event_sources,
@@ -157,10 +158,7 @@ class KeeperProcess(ComposedContext):
             worker.is_draining,
             worker.last_failure,
             (breaker.state, breaker.failures_in_a_row, breaker.retry_at_s),
-            worker.capacity.max_requests,
-            worker.capacity.paused_until_s,
-            worker.capacity.warms_from,
-            round(worker.capacity.ends_a_second, 1),
+            Capacity(known.max_requests, None, known.paused_until_s, known.warms_from, ends_a_second),
             worker.url in fleet.bounded,
             worker.num_given_up,
             ranks,
@@ -285,7 +283,6 @@ class FrontMetrics(Collector):
             samples[:] = [sample for sample in samples if sample[1].get("worker") != worker]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric once."""
         yield from _merged([self._of_ended, *self._of_fronts.values(), families_of(self._own.collect())])
 
 

@@ -17,7 +17,7 @@ from kvist.router.doors.journal import JournalEntry
 from kvist.router.doors.keeper import Answer, Question
 from kvist.router.fleet.identity import Identity
 from kvist.router.fleet.rendering import Kind
-from kvist.router.fleet.worker import Change, CircuitState
+from kvist.router.fleet.worker import Capacity, Change, CircuitState
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role
 from kvist.router.regret import Routed
@@ -49,10 +49,8 @@ class WorkerNews(Message, frozen=True):
     last_failure: str | None
     circuit: tuple[CircuitState, int, float]
     """The state, the failures in a row, and when an open circuit may be tried again."""
-    max_requests: int | None
-    paused_until_s: float
-    warms_from: int | None
-    ends_a_second: float
+    capacity: Capacity
+    """Its bound as a fixed one, without what that is learnt from."""
     is_bounded: bool
     num_given_up: int
     ranks: list[RankStatus]
@@ -199,7 +197,6 @@ class Link:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the link was closed."""
         return self._writer.is_closing()
 
     def close(self) -> None:

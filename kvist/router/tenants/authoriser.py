@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvist.contexts import BackgroundTasks, ComposedContext
+from kvist.errors import MalformedMessageError
 from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
 from kvist.router.tenants.tenant import DEFAULT, Tenant
 
@@ -76,7 +77,7 @@ class Authoriser(ComposedContext):
         try:
             async with self._pool.clock.timeout(self._timeout_s):
                 verdict = await self._answer(key)
-        except (TimeoutError, UpstreamError, ValueError) as error:  # msgspec's errors are, too
+        except (TimeoutError, UpstreamError, MalformedMessageError, ValueError) as error:  # msgspec's errors are, too
             if not self._is_failing:
                 logger.error("authoriser gave no valid answer url=%s reason=%s", self._url, str(error) or "timeout")
             self._is_failing = True
@@ -95,14 +96,10 @@ class Authoriser(ComposedContext):
         return verdict
 
     async def _answer(self, key: bytes) -> Verdict:
-        """Send the request; raises UpstreamError, and ValueError for an answer that cannot be used."""
+        """Send the request; raises UpstreamError, and the others for an answer that cannot be used."""
         headers = [(b"accept", b"application/json"), (b"authorization", b"Bearer " + key)]
-        body = b""
         async with self._pool.exchange(self._origin, "GET", self._target, headers) as response:
-            async for piece in response.body():
-                body += piece
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
+            body = await response.read(MAX_ANSWER_BYTES)
         if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             return HTTPStatus(response.status)
         if not 200 <= response.status < 300:

@@ -74,7 +74,6 @@ class Limits:
         )
 
     def set_levels(self, tenant: Tenant, requests: float, tokens: float) -> None:
-        """Set how much is in the tenant's buckets now."""
         self.rows.write(tenant.name, Field.AT, self.now_s(), requests, tokens)
 
 

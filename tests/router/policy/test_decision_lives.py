@@ -166,7 +166,7 @@ class Life:
         self.num_lives += 1
         self.lives[url] = self.num_lives
         models = self.random.choice([("m",), ("m",), ("m", "n"), ("n",)])
-        entries = tuple(ServedModel(name, None, {"id": name, "owned_by": "x"}) for name in models)
+        entries = tuple(ServedModel(name, {"id": name, "owned_by": "x"}) for name in models)
         worker = Worker(url, (), HealthGauge(is_healthy=True), CircuitBreaker(2, 5.0))
         worker.set_identity(Identity(engine=self.random.choice(["vllm", "vllm", "other"]), models=entries))
         worker.capacity = Capacity(self.random.choice([None, None, 1, 2]))
