@@ -84,13 +84,16 @@ def print_holders(args: argparse.Namespace, script: Script) -> None:
     from kvist.openai.tokenization import ChatTokenizer
     from kvist.router.prompts import OneModel, PromptReader
 
-    model = OneModel(None if args.model_path is None else ChatTokenizer.load(Path(args.model_path)))
+    try:
+        model = OneModel(None if args.model_path is None else ChatTokenizer.load(Path(args.model_path)))
+    except InvalidValueError as error:
+        raise InvalidValueError("--model-path", error.value, error.expected) from None
     try:
         ask = asyncio.run(PromptReader(model).read(None, args.prompt.read_bytes()))
     except (KvistError, OSError) as error:
         raise InvalidValueError("--prompt", str(args.prompt), f"a file with a request ({error})") from None
     if ask.token_ids is None:
-        hint = ": --model-path" if args.model_path is None else ""
+        hint = ": --model-path" if ask.obstacle == "no_tokenizer" else ""
         expected = f"a prompt whose tokens are known ({ask.untokenized_reason}{hint})"
         raise InvalidValueError("--prompt", str(args.prompt), expected)
     with _play_into_index(script) as (player, _):

@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
-    """Return the report on a recording, as a router makes it of its requests; workers cache so many tokens each."""
+    """Return the report on a recording, as a router makes it of its requests; workers cache so many tokens each.
+
+    Of a trace that names no worker it says what a cache of that size would have held.
+    """
     from kvist.router.regret import Regret
     from kvist.simulate.trace import read_lines
 
@@ -76,7 +79,12 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     for at_s, _, line in lines:
         if line.input_length is not None and line.status == 200:
             regret.add(at_s, [_parse_routed(line)], num_workers * cache_tokens // line.block_size)
-    return regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
+    report = regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
+    if not any(line.worker for _, _, line in lines):  # nobody routed these requests, so nothing was lost
+        for row in (report["total"], *(row for name in report if name.startswith("by_") for row in report[name])):
+            row["lost_tokens"] = {}
+        report["losses"], report["costliest_prefixes"] = [], []
+    return report
 
 
 def _parse_routed(line: TraceLine) -> Routed:
@@ -109,13 +117,17 @@ def _print_report(report: dict[str, Any]) -> None:
     total, sample = report["total"], report["sample"]
     prompt = total["prompt_tokens"]
     error = f"± {min(1.0, 2 * sample['standard_error']):.1%}, from a sample of {sample['blocks']:,} blocks"
-    steps = (
+    steps: Sequence[tuple[str, str]] = (
         ("pooled_cache_tokens", f"one cache as large as all together would have held ({error})"),
         ("held_tokens", "some worker held"),
         ("routed_tokens", f"the chosen worker held, {total['in_flight_tokens']:,} of them still being computed"),
         ("reported_tokens", f"engines found, of the {total['prompt_tokens_with_report']:,} for which they report it"),
     )
     by_tenant = report["by_tenant"] if len(report["by_tenant"]) > 1 else []
+    by_worker, evicted = [row for row in report["by_worker"] if row["worker"]], "Evicted blocks"
+    if report["by_worker"] and not by_worker:
+        steps = ((steps[0][0], f"one cache of --cache-tokens would have held ({error})"),)
+        evicted = "Blocks that it would have held"
     wholes = {"reported_tokens": total["prompt_tokens_with_report"]}
     tokens = [(f"{total[name]:,}", percent(total[name], wholes.get(name, prompt)), means) for name, means in steps]
     costliest = [
@@ -129,13 +141,16 @@ def _print_report(report: dict[str, Any]) -> None:
         ((*columns, "tenant"), [(*_summary_cells(row), row["tenant"]) for row in by_tenant]),
         (
             (*columns, "model", "worker"),
-            [(*_summary_cells(row), row["model"], row["worker"]) for row in report["by_worker"]],
+            [(*_summary_cells(row), row["model"], row["worker"]) for row in by_worker],
         ),
         (("lost tokens", "requests", "length", "costliest prefixes"), costliest),
     ]
     spans = (
         ("reuse_distance_blocks", "Reuse distance: up to {:,} other blocks in half of all reuses"),
-        ("retention_needed_s", "Evicted blocks were used again: within {:,} s in half of all cases"),
+        ("retention_needed_s", f"{evicted} were used again: within {{:,}} s in half of all cases"),
+    )
+    popularity = (
+        "Popularity: the tenth of the blocks that is used most has {10%:.0%} of all uses, half of them {50%:.0%}."
     )
     display(
         f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which",
@@ -145,6 +160,7 @@ def _print_report(report: dict[str, Any]) -> None:
             for name, text in spans
             if (counts := report[name])
         ),
+        *((popularity.format(**sample["share_of_uses_by_top_blocks"]),) if sample["blocks"] else ()),
     )
 
 

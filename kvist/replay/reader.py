@@ -117,7 +117,7 @@ class _PartReader:
         num_bytes = len(MCAP0_MAGIC)
         begin = self._file.read(num_bytes)
         if not MCAP0_MAGIC.startswith(begin):
-            raise self._damage(repr(begin), f"a recording, which is an MCAP file and begins with {MCAP0_MAGIC!r}")
+            raise self._damage(repr(begin), f"a recording of events, an MCAP file, which begins with {MCAP0_MAGIC!r}")
         self._file.seek(max(num_bytes, self._file.seek(0, os.SEEK_END) - num_bytes))
         is_closed = self._file.read(num_bytes) == MCAP0_MAGIC
         self._file.seek(0)

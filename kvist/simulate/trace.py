@@ -168,16 +168,23 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
-    """Yield the place and content of each line of a file, or of a folder's files; raises InvalidValueError."""
-    decode = msgspec.json.Decoder(TraceLine, strict=False).decode
+    """Yield the place and content of each line of a file, or of a folder's files; raises InvalidValueError.
+
+    For a text, a line for each of its prompts follows, with hashes of its characters. Without time stamps they come one
+    a second.
+    """
+    decode, num_lines = msgspec.json.Decoder(TraceLine, strict=False).decode, 0
     for part in sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]:
-        for number, line in enumerate(_lines(part), 1):
-            if line.strip():
+        for number, text in enumerate(_lines(part), 1):
+            if text.strip():
                 place = f"{part}, line {number}"
                 try:
-                    yield place, decode(line)
+                    line = decode(text)
                 except (msgspec.DecodeError, UnicodeEncodeError) as error:
-                    raise InvalidValueError(place, line.strip()[:80], f"a request ({error})") from None
+                    raise InvalidValueError(place, text.strip()[:80], f"a request ({error})") from None
+                for each in _hash_prompts(line, 1e3 * num_lines):
+                    yield place, each
+                    num_lines += 1
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
@@ -193,17 +200,17 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     for place, line in read_lines(path):
         if line.status != HTTPStatus.OK:
             continue
-        own_block_size = TEXT_BLOCK_SIZE if line.hash_ids is None else line.block_size if line.hash_ids else None
-        block_size = block_size or own_block_size
-        if own_block_size not in (None, block_size):
-            raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
-        requests += _parse_requests(place, line, float(len(requests)))
+        if line.hash_ids:
+            block_size = block_size or line.block_size
+            if line.block_size != block_size:
+                raise InvalidValueError(f"{place}: block_size", line.block_size, f"{block_size}, as in lines before")
+        requests.append(_parse_request(place, line))
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
     begins_at_s = requests[0].at_s
     requests = [replace(each, idx=idx, at_s=each.at_s - begins_at_s) for idx, each in enumerate(requests)]
-    block_size, answers = block_size or TRACE_BLOCK_SIZE, {}
+    block_size, answers = block_size or line.block_size, {}
     for request, before in _previous_turns(requests):
         if before is not None and before.took_s > 0 and request.blocks[: len(before.blocks)] == before.blocks:
             end = (before.num_tokens + before.num_output_tokens) // block_size
@@ -219,37 +226,45 @@ def _lines(path: Path) -> Iterator[str]:
         except EOFError:
             return
         except (zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
-            raise InvalidValueError("trace", str(path), f"lines of JSON, in gzip if it ends in .gz ({error})") from None
+            expected = f"lines of JSON, in gzip if it ends in .gz ({error})"
+            if isinstance(error, UnicodeDecodeError) and b"MCAP" in error.object[:8]:
+                expected = "recorded requests, not the events that `kvist record` writes and `kvist replay` reads"
+            raise InvalidValueError("trace", str(path), expected) from None
 
 
-def _parse_requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
-    """Yield a line's request, or one for each turn."""
-    at_s = default_at_s if line.timestamp is None else line.recording_started_at + line.timestamp / 1e3
-    if line.hash_ids is not None and line.timestamp is not None and line.input_length:
-        blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
-        request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
-        yield replace(request, pause_s=line.pause_s, session=line.session)
-        return
+def _parse_request(place: str, line: TraceLine) -> Request:
+    if line.hash_ids is None or line.timestamp is None or not line.input_length:
+        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text or turns"
+        raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
+    at_s = line.recording_started_at + line.timestamp / 1e3
+    blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
+    request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
+    return replace(request, pause_s=line.pause_s, session=line.session)
+
+
+def _hash_prompts(line: TraceLine, default_timestamp: float) -> Iterator[TraceLine]:
+    """Yield the line, or if it has texts instead of hashes, one for each prompt: a text after all those before it."""
     turns, text = line.turns, line.prompt or line.text or line.text_input
     if text:
         turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
-    if not turns:
-        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text or turns"
-        raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
-    prompt = ""
+    if not turns or (line.hash_ids is not None and line.timestamp is not None and line.input_length):
+        yield line
+        return
+    prompt, timestamp = "", default_timestamp if line.timestamp is None else line.timestamp
     for turn in turns:
         prompt += turn.text
-        at_s = at_s + turn.delay / 1e3 if turn.timestamp is None else turn.timestamp / 1e3
-        num_tokens = max(1, len(prompt) // CHARACTERS_A_TOKEN)
-        yield Request(0, at_s, _hash_blocks(prompt), num_tokens, turn.output_length or DEFAULT_OUTPUT_TOKENS)
+        timestamp = timestamp + turn.delay if turn.timestamp is None else turn.timestamp
+        num_tokens, num_output = max(1, len(prompt) // CHARACTERS_A_TOKEN), turn.output_length or DEFAULT_OUTPUT_TOKENS
+        hashes = _hash_blocks(prompt)
+        yield TraceLine(timestamp, num_tokens, num_output, hashes, block_size=TEXT_BLOCK_SIZE, status=line.status)
 
 
-def _hash_blocks(text: str) -> tuple[int, ...]:
+def _hash_blocks(text: str) -> list[int]:
     """Return a hash of each full block of a text with all blocks before it."""
     size, blocks = TEXT_BLOCK_SIZE * CHARACTERS_A_TOKEN, [0]
     for end in range(size, len(text) + 1, size):
         blocks.append(xxh3_64_intdigest(text[end - size : end].encode(errors="replace"), blocks[-1]))
-    return tuple(blocks[1:])
+    return blocks[1:]
 
 
 MADE_UP_BLOCK_SIZE = 64

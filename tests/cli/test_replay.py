@@ -227,7 +227,7 @@ def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
     assert (code, "expected a file that can be read (it is a pipe)" in errors) == (2, True)
     (tmp_path / "letter").write_text("dear aunt")
     code, output, errors = run(capsys, tmp_path / "letter", "--stats")
-    assert (code, output, "expected a recording, which is an MCAP file" in errors) == (1, "", True)
+    assert (code, output, "expected a recording of events, an MCAP file" in errors) == (1, "", True)
 
 
 def test_an_empty_file_is_an_empty_recording(capsys, tmp_path):
@@ -252,6 +252,11 @@ def test_who_held_a_prompt_at_a_time(recorded, tmp_path, capsys):
     code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
     assert code == 2
     assert "a prompt whose tokens are known (the router has no tokeniser of the model: --model-path)" in err
+    code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt, "--model-path", "/nowhere")
+    assert (code, "--model-path: got '/nowhere', expected a directory with tokenizer.json" in err) == (2, True)
+    prompt.write_text("")
+    code, _, err = run(capsys, recorded, "--at", "2", "--prompt", prompt)
+    assert (code, "(body: object missing required field `prompt`)" in err) == (2, True)
     code, _, err = run(capsys, recorded, "--at", "2")
     assert (code, "--at" in err) == (2, True)
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvist.cli import main
+from kvist.events.transports import Message
+from kvist.replay import RecordedSource, RecordingWriter
 
 
 def recorded(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -93,11 +95,50 @@ def test_a_smaller_cache_would_not_have_held_it_either(tmp_path: Path, capsys: p
     assert "evicted before reuse" not in json.loads(capsys.readouterr().out)["total"]["lost_tokens"]
 
 
+def test_a_trace_that_nobody_routed_says_what_it_repeats_and_of_nothing_that_it_was_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["".join(chr(65 + (idx * idx + number) % 26) for idx in range(60_000)) for number in (0, 1, 0, 1)]
+    for name, lines in (
+        ("mooncake", [{**line, "worker": None, "held_tokens": None} for line in lines_of(3200)[:4]]),
+        ("vllm bench", [{"prompt": text} for text in texts]),
+        ("aiperf", [{"text": text, "timestamp": 1000 * idx} for idx, text in enumerate(texts)]),
+    ):
+        path = recorded(tmp_path / "trace.jsonl", lines)
+        assert main(["why", path, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        total = report["total"]
+        assert total["requests"] == 4, name
+        assert total["pooled_cache_tokens"] == pytest.approx(total["prompt_tokens"] / 2, rel=0.3), name
+        assert [total["lost_tokens"], report["losses"], report["costliest_prefixes"]] == [{}, [], []]
+        assert main(["why", path]) == 0
+        shown = capsys.readouterr().out
+        assert "one cache of --cache-tokens would have held" in shown
+        assert re.search("^Blocks that it would have held were used again: within [0-9]+ s", shown, re.MULTILINE)
+        assert not re.search("worker|lost|Evicted", shown)
+
+
+def test_how_uses_are_spread_over_blocks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, *_ = lines_of(3200)
+    often = [{**first, "input_length": 1600 * 16, "hash_ids": first["hash_ids"][:1600]}] * 6
+    assert main(["why", recorded(tmp_path / "requests.jsonl", [second, first, *often])]) == 0
+    shown = capsys.readouterr().out  # 1,600 of 6,400 blocks are used seven times
+    tenth, half = map(int, re.findall(r"([0-9]+)%", shown[shown.index("Popularity: ") :]))
+    assert tenth == pytest.approx(700 * 0.64 / 16, abs=6)
+    assert half == pytest.approx(100 * (1600 * 7 + 1600) / 16_000, abs=6)
+
+
 def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["why", recorded(tmp_path / "empty.jsonl", [])]) == 2
     assert "expected a line for each request" in capfd.readouterr().err
     assert main(["why", recorded(tmp_path / "bad.jsonl", [{"timestamp": "noon"}])]) == 2
     assert "bad.jsonl, line 1" in capfd.readouterr().err
+    with RecordingWriter(tmp_path / "fleet.mcap") as writer:
+        writer.add(RecordedSource("a", "tcp://h:1"), Message(b"kv/a/0", 0, b"x"), 10**9)
+    for command in ("why", "simulate"):
+        assert main([command, str(tmp_path / "fleet.mcap")]) == 2
+        expected = "expected recorded requests, not the events that `kvist record` writes and `kvist replay` reads"
+        assert f"trace: got '{tmp_path / 'fleet.mcap'}', {expected}" in capfd.readouterr().err
     for neither in ("/nowhere/missing.jsonl", "127.0.0.1:9"):
         assert main(["why", neither]) == 2
         assert f"got '{neither}', expected a router, as http://" in capfd.readouterr().err

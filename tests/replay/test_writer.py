@@ -134,7 +134,7 @@ def test_appending_goes_on_behind_the_last_part_when_the_first_were_deleted(make
 
 def test_appending_to_what_is_no_recording_changes_nothing(tmp_path):
     (tmp_path / "x").write_bytes(b"a letter to my aunt")
-    with pytest.raises(RecordingError, match="expected a recording, which is an MCAP file"):
+    with pytest.raises(RecordingError, match="expected a recording of events, an MCAP file"):
         RecordingWriter(tmp_path / "x", appends=True)
     assert parts_of(tmp_path) == ["x"]
 
