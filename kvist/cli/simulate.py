@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import import_module
-from itertools import cycle, islice, product
-from math import lcm
+from itertools import count, cycle, islice, product
+from math import inf, lcm
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,12 +157,16 @@ def run(args: argparse.Namespace) -> int:
         shown,
         config.policy,
     )
-    fleets = _Fleets(config, trace, machines, conditions)
+    fleets, rows, code = _Fleets(config, trace, machines, conditions), list[dict[str, Any]](), 0
     with progress_line() as show:
-        if config.max_ttft_p99:
-            rows = [fleets.find_smallest(policy, config.max_ttft_p99, show) for policy in config.policy.split(",")]
-        else:
-            rows = list(fleets.compare(show))
+        try:
+            for row in fleets.find_smallest(show) if config.max_ttft_p99 else fleets.compare(show):
+                rows.append(row)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            code = 130  # what is done took minutes
+            _logger.warning("interrupted; what is done follows")
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if config.report is not None:
@@ -173,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         arguments["machines"] = [asdict(machine) for machine in machines]
         results = {"arguments": arguments, "requests": len(trace.requests), "results": rows}
         write_output("--json", config.json, json.dumps(results) + "\n")
-    return 0
+    return code
 
 
 def _read_config(args: argparse.Namespace) -> SimulateConfig:
@@ -199,26 +204,35 @@ class _Fleets:
         """Yield a row for each load, fleet size and policy, and for each change of the fleet that is asked about."""
         config, silent = self.config, self.config.silent
         loads = [None] if config.speedup else _numbers("--load", config.load)
-        cells = list(product(loads, _sizes(config.workers), config.policy.split(",")))
-        for number, (load, size, policy) in enumerate(cells):
+        cells, done = list(product(loads, _sizes(config.workers), config.policy.split(","))), count()
+        num_runs = len(cells) * config.seeds * (1 + bool(config.add_workers) + bool(silent))
+
+        def show_next(text: str) -> None:
+            show(text, next(done), num_runs)
+
+        for load, size, policy in cells:
             fleets = [(str(size), size, silent)]
             if config.add_workers:
                 fleets.append((f"{size} + {config.add_workers}", size + config.add_workers, silent))
             if silent:
                 fleets.append((f"{size} (all with events)", size, 0))
             for fleet, num_workers, num_silent in fleets:
-                show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
-                runs = self._run_seeds(policy, load, size, num_workers, num_silent)
                 pace = load or f"{config.speedup:g}x pace"
+                show_run = partial(show_next, f"{policy}, {fleet} workers, load {pace}")
+                runs = self._run_seeds(policy, load, size, num_workers, num_silent, show_run)
                 yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
 
-    def find_smallest(self, policy: str, max_ttft_p99_s: float, show: ShowProgress) -> dict[str, Any]:
-        """Return the row of the fewest workers whose median p99 is in the limit; more are taken as no worse."""
+    def find_smallest(self, show: ShowProgress) -> Iterator[dict[str, Any]]:
+        """Yield for each policy the row of the fewest workers that keep the limit; more are taken as no worse."""
+        for policy in self.config.policy.split(","):
+            yield self._find_smallest(policy, self.config.max_ttft_p99 or inf, show)
+
+    def _find_smallest(self, policy: str, max_ttft_p99_s: float, show: ShowProgress) -> dict[str, Any]:
         sizes, runs_of = _sizes(self.config.workers), dict[int, list[dict[str, float]]]()
 
         def is_enough(size: int) -> bool:
-            show(f"{policy}, {size} workers", 0, None)
-            runs_of[size] = self._run_seeds(policy, None, size, size, self.config.silent)
+            show_run = partial(show, f"{policy}, {size} workers", 0, None)
+            runs_of[size] = self._run_seeds(policy, None, size, size, self.config.silent, show_run)
             return bool(median(each["ttft_p99_s"] for each in runs_of[size]) <= max_ttft_p99_s)
 
         candidates = range(min(sizes), max(sizes) + 1)
@@ -228,7 +242,13 @@ class _Fleets:
         return {**row, "policy": policy, "runs": runs_of[size or candidates[-1]]}
 
     def _run_seeds(
-        self, policy: str, load: float | None, size: int, num_workers: int, num_silent: int
+        self,
+        policy: str,
+        load: float | None,
+        size: int,
+        num_workers: int,
+        num_silent: int,
+        show_run: Callable[[], None],
     ) -> list[dict[str, float]]:
         """Return each seed's outcome for so many workers, at a `load` of `size` workers, or at the trace's own pace."""
         from kvist.simulate.fleet import at_load, measure
@@ -238,6 +258,7 @@ class _Fleets:
         machines, runs = list(islice(cycle(self.machines), max(size, num_workers) + num_more)), []
         conditions = replace(self.conditions, num_silent=num_silent)
         for seed in range(config.seeds):
+            show_run()
             if load:
                 fleet = machines[: size + num_more]
                 paced = at_load(self.trace, fleet, load, seed, config.burstiness, conditions.memory)
@@ -274,7 +295,7 @@ def _memory(config: SimulateConfig) -> Memory:
 
     memory = memory_of(config.model_path) if config.model_path else Memory()
     if config.window:
-        window, *shares = _numbers("--window", config.window.replace(":", ","))
+        window, *shares = _numbers("--window", config.window, ":")
         if len(shares) != 1 or shares[0] >= 1 or window < 1:
             raise InvalidValueError("--window", config.window, "tokens, and a share of the layers below 1: 1024:0.83")
         memory = Memory(int(window), shares[0])
@@ -305,13 +326,13 @@ def _trace(name: str | None, num_requests: int | None) -> Trace:
     return made_up(num_requests or 4000) if made_up else read_trace(Path(name), num_requests)
 
 
-def _numbers(flag: str, text: str) -> list[float]:
+def _numbers(flag: str, text: str, separator: str = ",") -> list[float]:
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(separator)]
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < float("inf") for number in numbers):
-        raise InvalidValueError(flag, text, "numbers above 0, with commas between them")
+        raise InvalidValueError(flag, text, f"numbers above 0, with {separator!r} between them")
     return numbers
 
 
@@ -327,8 +348,8 @@ def _outage(text: str) -> tuple[float, float]:
 
 def _sizes(text: str) -> list[int]:
     """Return fleet sizes; a range has its ends, and each double of the lower between them."""
-    lower, dots, upper = text.partition("..")
-    numbers = _numbers("--workers", f"{lower},{upper}" if dots else text)
+    dots = ".." if ".." in text else ""
+    numbers = _numbers("--workers", text, dots or ",")
     sizes = [*map(int, numbers)]
     if sizes != numbers or (dots and (len(sizes) != 2 or sizes[0] > sizes[1])):
         raise InvalidValueError("--workers", text, "numbers from 1 on, or a range such as 4..16")

@@ -77,7 +77,7 @@ CHARTS = {
     "itl_p99_s": ("p99 of inter-token latency", "seconds"),
     "cached": ("found in caches", "share of prompt tokens"),
     "regret_s": ("regret: what a pooled cache would have saved", "seconds of computing per request"),
-    "load_after_hits": (f"load after hits (near collapse from {NEAR_COLLAPSE:g})", "share of the fleet's capacity"),
+    "load_after_hits": ("load after hits", "share of the fleet's capacity"),
 }
 STYLE = """body{font-family:sans-serif;margin:1.5em}svg{width:100%;max-width:45em;height:auto;vertical-align:top}
 div{overflow-x:auto}table{border-collapse:collapse}
@@ -107,6 +107,8 @@ def html_report(title: str, rows: Rows) -> str:
             if name == "cached":
                 found = (run["cached"] / run["pooled_cache_share"] for run in row["runs"] if run["pooled_cache_share"])
                 beside[f"pooled cache{fleet}"][row[over]] = median([*found] or [0.0])
+            if name == "load_after_hits":
+                beside["near collapse"][row[over]] = NEAR_COLLAPSE
             if name == "regret_s":
                 elsewhere = median(run["regret_held_elsewhere_s"] for run in row["runs"])
                 beside[f"{row['policy']}{fleet}: held by another worker"][row[over]] = elsewhere

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from html import escape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from kvist.cli import main
 from kvist.cli._terminal import display, make_table
+from kvist.simulate import fleet
 from kvist.simulate.report import COLUMNS
 
 SMALL = ["simulate", "tool-agents", "--requests", "40", "--seeds", "2"]
@@ -85,10 +88,44 @@ def test_a_report_is_one_file_with_charts_of_each_policy_and_the_table(
         for chart in charts:
             texts = {text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")}
             assert {*policy_lines, policy_lines[0].replace("kv", "dynamo")} <= texts
+            assert ("near collapse" in texts) == ("load after hits" in texts)
         assert html.count("<tr>") == 1 + printed.count("kv  ") + printed.count("dynamo  ")
         assert not re.search(r'(?:src|href)="(?!#)', html), "the file needs no other"
         said = [line for line in printed.splitlines() if " instead of " in line or "collapse" in line]
         assert all(f"<p>{escape(line)}</p>" in html for line in said)
+
+
+@pytest.mark.parametrize(("num_runs", "loads"), [(5, [0.3, 0.5]), (1, None)])
+def test_what_is_done_when_it_is_interrupted_is_shown_and_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_runs: int,
+    loads: list[float] | None,
+) -> None:
+    measure, left, path = fleet.measure, iter(range(num_runs)), tmp_path / "runs.json"
+
+    def until_ctrl_c(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(fleet, "measure", until_ctrl_c)
+    flags = ["--policy", "kv", "--workers", "2", "--load", "0.3,0.5,0.7", "--json", str(path)]
+    assert main([*SMALL, *flags]) == 130
+    assert capsys.readouterr().out.count(" kv ") == len(loads or [])
+    assert (loads is None) == (path.read_text() == "")
+    assert loads is None or [row["load"] for row in json.loads(path.read_text())["results"]] == loads
+
+
+def test_every_run_moves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, float, float | None]] = []
+    monkeypatch.setattr("kvist.cli.simulate.progress_line", lambda: nullcontext(lambda *told: shown.append(told)))
+    assert main([*SMALL, "--policy", "kv", "--workers", "2", "--load", "0.5", "--add-workers", "1"]) == 0
+    assert main([*SMALL, "--policy", "kv", "--workers", "2", "--max-ttft-p99", "9"]) == 0
+    fleets = ["kv, 2 workers, load 0.5"] * 2 + ["kv, 2 + 1 workers, load 0.5"] * 2
+    assert shown[:4] == [(fleet, number, 4) for number, fleet in enumerate(fleets)]
+    assert shown[4:] == [("kv, 2 workers", 0, None)] * 2
 
 
 def test_rates_are_learnt_from_a_recording_and_simulated_with(
@@ -155,6 +192,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "kv,best"], "--policy: got 'best'"),
         (["--workers", "0"], "--workers"),
         (["--workers", "8..4"], "--workers"),
+        (["--workers", "8.."], "--workers: got '8..', expected numbers above 0, with '..' between them"),
         (["--workers", "many"], "--workers"),
         (
             ["--workers", "4,41"],
@@ -173,6 +211,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--burstiness", "0"], "--burstiness"),
         (["--window", "1024"], "--window"),
         (["--window", "1024:1.5"], "--window"),
+        (["--window", "1024:"], "--window: got '1024:', expected numbers above 0, with ':' between them"),
         (["--host-tokens", "-1"], "--host-tokens"),
         (["--prefill-workers", "-1"], "--prefill-workers"),
         (
