@@ -98,9 +98,10 @@ def decode_snapshot_part(payload: bytes, source: str) -> SnapshotPart:
 
 def _decode_known_events(payload: bytes) -> DecodedBatch:
     """Return the batch without the events of types that only a later version knows."""
-    *fields, events = _any_decoder.decode(payload)[: _EVENTS_IDX + 1]
-    known = [event for event in events if not _is_of_unknown_type(event)]
-    return DecodedBatch(_batch_decoder.decode(_encoder.encode([*fields, known])), len(events) - len(known))
+    fields = _any_decoder.decode(payload)
+    events = fields[_EVENTS_IDX]
+    fields[_EVENTS_IDX] = known = [event for event in events if not _is_of_unknown_type(event)]
+    return DecodedBatch(_batch_decoder.decode(_encoder.encode(fields)), len(events) - len(known))
 
 
 def _is_of_unknown_type(event: object) -> bool:

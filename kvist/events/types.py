@@ -128,6 +128,8 @@ class Batch(RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
 
     timestamp_s: float
     events: tuple[Event, ...]
+    rules_version: NonNegative = 0
+    """Which rules of the rank's companion held when the batch was closed, counted from 1; 0 if it has none."""
 
 
 class SnapshotPart(RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):

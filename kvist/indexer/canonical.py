@@ -61,8 +61,18 @@ class _Rank:
     topic: bytes | None = None
     is_incomplete: bool = False
     """Whether its publisher does not know all blocks that the engine holds."""
+    version: tuple[int, int] = (0, 0)
+    """The epoch of its last batch or heartbeat, and that one's `rules_version`."""
     rules: tuple[GroupRule, ...] | None = None
     """Of a companion: what a hit needs of each group's blocks; None before a heartbeat tells."""
+    version_of_rules: tuple[int, int] | None = None
+    """The version that these rules have."""
+
+    def on_version(self, batch: Batch) -> None:
+        """Record under which rules a batch was closed; of its epoch, only a later one counts."""
+        if batch.epoch == self.session.epoch:
+            before = self.version[1] if self.version[0] == batch.epoch else 0
+            self.version = batch.epoch, max(before, batch.rules_version)
 
 
 class CanonicalFollower:
@@ -177,6 +187,7 @@ class CanonicalFollower:
         for number in self.silent_ranks(since_s):
             rank = self._ranks[number]
             if number not in named and number < MAX_RANKS:
+                rank.version = (0, 0)
                 self._apply_steps(rank, rank.session.on_rank_gone(now_s), now_s)
             elif number not in named:  # a companion: the publisher no longer tells of other groups
                 self._drop_rank(rank)
@@ -273,12 +284,16 @@ class CanonicalFollower:
         rank.is_incomplete = not heartbeat.is_complete
         self._counters.has_upper_bounds = heartbeat.is_upper_bound
         self._counters.count_lag(batch.timestamp_s, time.time())  # the last batch may have come in an answer, late
-        if batch.rank >= MAX_RANKS and heartbeat.rules != rank.rules:
-            rank.rules = heartbeat.rules
-            if not rank.rules:
-                self._index.clear(*rank.source)  # which removes its rules, too
-            self._set_groups(batch.rank)
-        return rank.session.on_heartbeat(batch.epoch, batch.sequence, published, held, now_s)
+        steps = rank.session.on_heartbeat(batch.epoch, batch.sequence, published, held, now_s)
+        rank.on_version(batch)
+        if batch.rank >= MAX_RANKS and batch.epoch == rank.session.epoch:
+            rank.version_of_rules = batch.epoch, batch.rules_version
+            if heartbeat.rules != rank.rules:
+                rank.rules = heartbeat.rules
+                if not rank.rules:
+                    self._index.clear(*rank.source)  # which removes its rules, too
+                self._set_groups(batch.rank)
+        return steps
 
     def _set_groups(self, number: int) -> None:
         """Set the rules of a rank, or of the rank of a companion, in the index again, after a clear or a change."""
@@ -295,8 +310,7 @@ class CanonicalFollower:
             return SourceState.RESYNCING
         is_inexact, companion = self._is_inexact(rank), self._ranks.get(rank.source.companion.rank)
         if companion is not None:  # unless it is exact, it is not known what hits need
-            is_inexact |= companion.is_incomplete or companion.rules is None
-            is_inexact |= companion.session.state is not SourceState.LIVE
+            is_inexact |= companion.is_incomplete or companion.session.state is not SourceState.LIVE
         state = rank.session.state
         return SourceState.PARTIAL if state is SourceState.LIVE and is_inexact else state
 
@@ -315,6 +329,7 @@ class CanonicalFollower:
             return
         assert isinstance(step, Apply)
         batch = step.body
+        rank.on_version(batch)
         result = self._index.apply(rank.source, batch.events)
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
         self._counters.count_applied(len(batch.events), batch.timestamp_s, now_s, time.time())
@@ -323,11 +338,23 @@ class CanonicalFollower:
             self._set_groups(rank.source.rank)
 
     def _update_resyncing(self, rank: _Rank) -> None:
-        """Add the rank to `resyncing` or remove it; called once the steps so far are applied."""
-        if rank.session.state is SourceState.RESYNCING:
-            self._resyncing.add(rank.source)
+        """Add the rank, or that of a companion, to `resyncing` or remove it; called once the steps so far are applied.
+
+        It counts while its companion, if any, is known as well, and tells of the same rules: they come with heartbeats,
+        behind batches that may already need them.
+        """
+        source = WorkerRank(self._worker, rank.source.rank % MAX_RANKS)
+        published, companion = self._ranks.get(source.rank), self._ranks.get(source.companion.rank)
+        followed = [each for each in (published, companion) if each is not None]
+        is_resyncing = any(each.session.state is SourceState.RESYNCING for each in followed)
+        if published is not None and companion is not None:
+            is_resyncing |= not companion.version_of_rules == companion.version == published.version
+        elif published is not None:
+            is_resyncing |= published.version[1] > 0
+        if published is not None and is_resyncing:
+            self._resyncing.add(source)
         else:
-            self._resyncing.discard(rank.source)
+            self._resyncing.discard(source)
 
     def _decode(self, message: Message) -> Batch | None:
         """Return the message's batch; None for one that is malformed or has another block size, which is counted."""
@@ -356,7 +383,7 @@ class CanonicalFollower:
     def _drop_rank(self, rank: _Rank) -> None:
         del self._ranks[rank.source.rank]
         self._index.clear(*rank.source)
-        self._resyncing.discard(rank.source)
+        self._update_resyncing(rank)
 
 
 def _is_heartbeat(batch: Batch) -> bool:

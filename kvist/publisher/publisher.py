@@ -331,7 +331,7 @@ class KvEventPublisher:
     def _heartbeat_facts(self) -> list[object]:
         """Return what only heartbeats say; one is sent at once when it changes."""
         streams = tuple(self._streams.values())
-        return [(each.is_exact, each.is_expressible, each.companion and each.companion.rules) for each in streams]
+        return [(each.is_exact, each.is_expressible, each.rules_version) for each in streams]
 
     def _send_heartbeats(self) -> None:
         if self._outbox:

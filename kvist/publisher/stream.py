@@ -91,6 +91,8 @@ class Stream:
         """Whether no report of the engine was lost, as far as is known."""
         self.rules: tuple[GroupRule, ...] = ()
         """Of a companion: what hits of its rank need."""
+        self.rules_version = 0
+        """How often those rules were set, for the batches of both; 0 for a rank without a companion."""
         self.is_upper_bound = False
         """Whether hits also need what the stream does not publish."""
         self.next_sequence = 0
@@ -114,7 +116,8 @@ class Stream:
         return self.is_complete
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
-        return Batch(*self._source, self._epoch, self.next_sequence, self._block_size, timestamp_s, events)
+        place = self.next_sequence, self._block_size
+        return Batch(*self._source, self._epoch, *place, timestamp_s, events, self.rules_version)
 
 
 class Companion(Stream):
@@ -145,6 +148,7 @@ class Companion(Stream):
         kinds = [*dict.fromkeys(others)]
         self._rule_of, self._kind_of, self._num_kinds = [*others], [kinds.index(rule) for rule in others], len(kinds)
         self.rules = (published, *kinds) if others or published != GroupRule(0) else ()
+        self.rules_version = self._published.rules_version = self.rules_version + 1
         self._remove_all()
         self.on_published({name for name, _ in self._counts})
 

@@ -20,9 +20,9 @@ EVENTS: tuple[Event, ...] = (
     Cleared(),
     Heartbeat(num_blocks=3, digest=2**63),
 )
-BATCH = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, EVENTS)
+BATCH = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, EVENTS, rules_version=3)
 GOLDEN = bytes.fromhex(
-    "98"  # an array of eight
+    "99"  # an array of nine
     "a66b7669737431"  # "kvist1"
     "a8776f726b65722d30"  # worker
     "01"  # rank
@@ -36,6 +36,7 @@ GOLDEN = bytes.fromhex(
     "93a772656d6f766564c408000000000000000002"
     "91a7636c6561726564"
     "96a968656172746265617403cf8000000000000000c390c2"
+    "03"  # rules version
 )
 
 
@@ -56,6 +57,11 @@ def test_a_batch_has_the_documented_bytes():
 
 def test_the_documented_bytes_decode_to_the_batch():
     assert decode_batch(GOLDEN, "w") == (BATCH, 0)
+
+
+def test_a_batch_of_the_version_before_has_no_rules_version():
+    before = b"\x98" + GOLDEN[1:-1]
+    assert decode_batch(before, "w") == (msgspec.structs.replace(BATCH, rules_version=0), 0)
 
 
 u64 = st.integers(0, 2**64 - 1)

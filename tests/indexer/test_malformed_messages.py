@@ -54,9 +54,9 @@ def canonical(sequence: int) -> bytes:
 def broken_canonical(sequence: int) -> list[bytes]:
     """Return batches of that number which are none."""
     good = canonical(sequence)
-    assert good[0] == 0x98
-    fields = [bytes([0x99]) + good[1:] + value for value in NO_VALUES]
-    fields += [bytes([0x9A]) + good[1:] + values for values in (b"\xc1\xc0", b"\xc0\xc1", b"\xc1" * 9)]
+    assert good[0] == 0x99
+    fields = [bytes([0x9A]) + good[1:] + value for value in NO_VALUES]
+    fields += [bytes([0x9B]) + good[1:] + values for values in (b"\xc1\xc0", b"\xc0\xc1", b"\xc1" * 9)]
     at = good.index(b"\xa6stored") - 1
     fields += [good[:at] + bytes([good[at] + 1]) + good[at + 1 :] + value for value in NO_VALUES]
     return [*fields, good[:-1], good + b"\xc0", b"", b"\xc1", good[:9], good.replace(b"\xa1w", b"\xa1\xff")]

@@ -50,8 +50,8 @@ def test_what_is_not_replaced_stays_byte_for_byte_with_fields_of_later_versions(
     fields = msgspec.msgpack.decode(message.payload, type=list[msgspec.Raw])
     later = message._replace(payload=msgspec.msgpack.encode([*fields, "a field of tomorrow"]))
     sent = msgspec.msgpack.decode(rounds(later, num_rounds=2)[1][0].payload, type=list[msgspec.Raw])
-    assert [bytes(field) for field in sent[:3] + sent[4:8]] == [bytes(field) for field in fields[:3] + fields[4:]]
-    assert msgspec.msgpack.decode(sent[8]) == "a field of tomorrow"
+    assert [bytes(field) for field in sent[:3] + sent[4:9]] == [bytes(field) for field in fields[:3] + fields[4:]]
+    assert msgspec.msgpack.decode(sent[9]) == "a field of tomorrow"
 
 
 def test_epochs_that_leave_no_room_for_a_round_are_an_error(make, rounds):
