@@ -222,9 +222,6 @@ class FleetIndex(ComposedContext):
             if self._indexer is not None:
                 self._indexer.limit_ranks(worker, num_ranks)
 
-    def endpoints(self, worker: str) -> tuple[str, ...]:
-        return self._streams[worker].endpoints if worker in self._streams else ()
-
     def has_reported(self, worker: str) -> bool:
         return bool(self._states(worker))
 
@@ -329,7 +326,11 @@ class FleetIndex(ComposedContext):
             memory = mmap.mmap(self._descriptor, 0)
             self.radix = RadixIndex(max_blocks=self._max_blocks, segment_bits=segment_bits, memory=memory)
         self.unreported.radix = self.radix
-        self._open_state()
+        if self._config.state_dir is not None:
+            from kvist.indexer.dumps.keeper import StateKeeper
+
+            folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
+            self._keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)
         self.joined_at_s = self._now_s()
         _logger.info("index ready")
 
@@ -365,10 +366,3 @@ class FleetIndex(ComposedContext):
             for endpoint in streams.endpoints:
                 self._indexer.add_source(worker, endpoint, block_size=streams.block_size)
             self._indexer.drop_parked(worker)
-
-    def _open_state(self) -> None:
-        if self._config.state_dir is not None:
-            from kvist.indexer.dumps.keeper import StateKeeper
-
-            folder, interval_s = Path(self._config.state_dir), self._config.state_interval_s
-            self._keeper = StateKeeper(folder, "router", interval_s, lambda: self._kept, self._now_s)

@@ -216,5 +216,4 @@ def _source_gauges(index: FleetIndex) -> Iterator[Metric | None]:
 
 
 def gauge_of(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    """Return a gauge of the router's, without values."""
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=labels)

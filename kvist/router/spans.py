@@ -59,7 +59,6 @@ def of_plan(plan: Plan) -> Attributes:
 
 
 def of_decision(decision: Decision | None) -> Attributes:
-    """Describe which rank was chosen, and by what rule."""
     if decision is None:
         return {"kvist.worker": "none"}
     return {

@@ -293,7 +293,7 @@ async def test_a_stream_tells_the_block_size_of_a_router_that_was_not_told(engin
         cache.store(TOKENS)
         async with FleetIndex(RouterConfig(), time.monotonic) as index:
             index.follow("w", [cache.publisher.endpoint] * 2)
-            assert index.endpoints("w") == (cache.publisher.endpoint,)
+            assert index._streams["w"].endpoints == (cache.publisher.endpoint,)
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
             assert index.block_sizes == {"w": 16}
 
@@ -325,4 +325,4 @@ async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:
         for wrong in ("http://127.0.0.1:1", "tcp://127.0.0.1:port", ""):
             with pytest.raises(InvalidValueError):
                 index.follow("w", [wrong])
-        assert index.endpoints("w") == ("tcp://127.0.0.1:50001",)
+        assert index._streams["w"].endpoints == ("tcp://127.0.0.1:50001",)

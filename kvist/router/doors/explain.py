@@ -139,7 +139,6 @@ def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, An
 
 
 def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
-    """Return a rank's load under its name."""
     return target._asdict() | msgspec.structs.asdict(load)
 
 

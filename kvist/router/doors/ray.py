@@ -78,7 +78,6 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
         self._fleet.follow(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Stop routing to this replica."""
         super().on_replica_actor_died(replica_id)
         if self._fleet is not None:
             self._fleet.follow(self._replicas.values())
@@ -112,7 +111,6 @@ class KvistRequestRouter(RequestRouter):  # type: ignore[misc]
             self._running[replica_id.unique_id, pending_request.metadata.internal_request_id].append(routed)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Release the request's load."""
         super().on_request_completed(replica_id, internal_request_id)
         for routed in self._running.pop((replica_id.unique_id, internal_request_id), ()):
             routed.answered()

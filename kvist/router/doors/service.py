@@ -122,7 +122,6 @@ class RouterService(ComposedContext):
 
     @property
     def url(self) -> str:
-        """Return where the router listens."""
         assert self._server is not None
         return self._config.url_at(self._server.port)
 

@@ -61,6 +61,7 @@ class Source:
     url: SourceUrl
     task: asyncio.Task[None] = field(init=False)
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it was asked, whether or not it answered."""
     is_complete: bool = False
     problem: str | None = None
     num_workers: int = 0
@@ -68,7 +69,6 @@ class Source:
 
     @property
     def state(self) -> str:
-        """Return the state, as explained above."""
         return "failed" if self.problem is not None else "starting" if self.answered_at_s is None else "ok"
 
 
@@ -97,15 +97,9 @@ class Discovery:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every source has named its workers."""
         return all(source.is_complete for source in self.sources.values())
 
-    async def wait_until_tried(self) -> None:
-        """Wait until every source was asked once, whether or not it answered."""
-        await asyncio.gather(*(source.was_tried.wait() for source in self.sources.values()))
-
     def explain(self) -> list[dict[str, Any]]:
-        """Return the state of each source, for an operator to read."""
         now_s = monotonic()
         return [
             {

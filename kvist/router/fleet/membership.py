@@ -83,7 +83,7 @@ class Membership(ComposedContext):
         # A router that listened before it had asked anybody would refuse its first requests.
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_CHECKS_S):
-                await self.discovery.wait_until_tried()
+                await asyncio.gather(*(source.was_tried.wait() for source in self.discovery.sources.values()))
                 await asyncio.gather(*(worker.was_checked.wait() for worker in self._fleet.workers))
 
     def check_renderings(self) -> None:
@@ -323,12 +323,10 @@ class Membership(ComposedContext):
         self._fleet.put(worker)
         if self._index is None or worker.is_draining:
             return
-        has_events = bool(worker.configured_event_sources) or bool(identity.event_endpoints)
-        block_size = identity.block_size if has_events else None
         if identity.data_parallel_size is not None:
             self._index.limit_ranks(worker.url, identity.data_parallel_size)
         if worker.configured_event_sources:
-            self._index.follow(worker.url, worker.configured_event_sources, block_size)
+            self._index.follow(worker.url, worker.configured_event_sources, identity.block_size)
         else:
             self._follow_announced(worker, identity, self._index)
         if has_restarted:

@@ -39,12 +39,7 @@ OBSTACLES = frozenset({LocalReason.SEVERAL_SEQUENCES, LocalReason.LOGPROBS, Loca
 """Reasons that lie in the request itself: no pair of the dialect can do it."""
 
 FALLBACKS = frozenset(
-    {
-        LocalReason.PREFILL_REFUSED,
-        LocalReason.PREFILL_FAILED,
-        LocalReason.DECODE_FAILED,
-        LocalReason.TRANSFER_FAILED,
-    }
+    {LocalReason.PREFILL_REFUSED, LocalReason.PREFILL_FAILED, LocalReason.DECODE_FAILED, LocalReason.TRANSFER_FAILED}
 )
 """Reasons that arise only after the prompt was sent to a prefill worker."""
 

@@ -67,14 +67,7 @@ class KeeperProcess(ComposedContext):
     async def _open(self, exits: AsyncExitStack) -> None:
         pool: UpstreamPool = await exits.enter_async_context(self._certificates.worker_pool())
         self._keeper = await exits.enter_async_context(
-            Keeper(
-                self._config,
-                pool,
-                self._started_s,
-                self._load,
-                registry=self._metrics,
-                descriptor=self._descriptor,
-            )
+            Keeper(self._config, pool, self._started_s, self._load, registry=self._metrics, descriptor=self._descriptor)
         )
         self._keeper.fleet.on_room, self._keeper.fleet.on_removed = self._send_worker, self._on_removed
         if self._keeper.replicas is not None:

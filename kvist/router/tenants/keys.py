@@ -51,7 +51,6 @@ class Keys(ComposedContext):
         self.reconfigure(config)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Use the keys of these settings from now on."""
         self._is_open = not config.asks_for_keys
         keys = (config.api_key, config.admin_key)
         self._own = {sha256(key.encode()).digest() for key in keys if key is not None}
