@@ -64,18 +64,18 @@ def parse_base_url(base_url: str, name: str = "base_url") -> Origin:
     )
 
 
-class _Worker:
+class PooledWorker:
     """The connections to one worker, and the exchanges that wait for one, the oldest first."""
 
-    def __init__(self, origin: Origin) -> None:
-        self.origin = origin
-        self.name = Name(origin.host)
+    def __init__(self, base_url: str) -> None:
+        self.base_url, self.origin = base_url, parse_base_url(base_url)
+        self.name = Name(self.origin.host)
         self.connections: set[UpstreamConnection] = set()
         self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
         self.waiting: deque[Exchange] = deque()
         self.num_connecting = 0
-        self.last_byte_s: float | None = None
-        """When the last byte came over a connection that is closed now."""
+        self.last_byte_s = -math.inf
+        """When the last byte came, by the pool's clock."""
 
 
 class UpstreamPool:
@@ -92,7 +92,7 @@ class UpstreamPool:
         """The clock of workers' timeouts, inside the context."""
         self._limits = limits or UpstreamLimits()
         self._tls = tls
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, PooledWorker] = {}
         self._connecting: set[asyncio.Task[None]] = set()
 
     def send(
@@ -117,7 +117,7 @@ class UpstreamPool:
         """
         worker = self._workers.get(base_url)
         if worker is None:
-            worker = self._workers[base_url] = _Worker(parse_base_url(base_url))
+            worker = self._workers[base_url] = PooledWorker(base_url)
         origin = worker.origin
         fields = [(b"host", origin.host_header), *end_to_end(headers, _NOT_FORWARDED)]
         if forwarded_for is not None:
@@ -133,7 +133,7 @@ class UpstreamPool:
             if connection.begin(exchange):
                 return exchange
         worker.waiting.append(exchange)
-        self._connect_more(base_url, worker)
+        self._connect_more(worker)
         return exchange
 
     @asynccontextmanager
@@ -155,8 +155,7 @@ class UpstreamPool:
     def silent_s(self, base_url: str) -> float:
         """Return for how long no byte has come from a worker, by the pool's clock; inf if none ever came."""
         worker = self._workers.get(base_url)
-        times_s = [worker.last_byte_s, *(each.last_byte_s for each in worker.connections)] if worker is not None else []
-        return self.clock.now_s() - max((time_s for time_s in times_s if time_s is not None), default=-math.inf)
+        return math.inf if worker is None else self.clock.now_s() - worker.last_byte_s
 
     async def __aenter__(self) -> Self:
         self.clock = LoopClock(asyncio.get_running_loop())
@@ -169,28 +168,28 @@ class UpstreamPool:
         for task in self._connecting:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
-        for base_url, worker in self._workers.items():
-            _fail_all(worker.waiting, ConnectError(base_url, "is asked no more, as the pool closes"))
+        for worker in self._workers.values():
+            _fail_all(worker.waiting, ConnectError(worker.base_url, "is asked no more, as the pool closes"))
             for connection in worker.connections:
                 connection.abort()
         await asyncio.sleep(0)  # the loop closes the sockets in its next turn
 
-    def _connect_more(self, base_url: str, worker: _Worker) -> None:
+    def _connect_more(self, worker: PooledWorker) -> None:
         """Opens a connection for each waiting exchange, up to `max_connecting`."""
         while worker.waiting and worker.waiting[0].receiver is None:
             worker.waiting.popleft()
         while worker.num_connecting < min(len(worker.waiting), self._limits.max_connecting):
             worker.num_connecting += 1
-            task = self.clock.loop.create_task(self._connect(base_url, worker), name=f"kvist-connect {base_url}")
+            task = self.clock.loop.create_task(self._connect(worker), name=f"kvist-connect {worker.base_url}")
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, base_url: str, worker: _Worker) -> None:
-        waiting = [*worker.waiting]
+    async def _connect(self, worker: PooledWorker) -> None:
+        base_url, waiting = worker.base_url, [*worker.waiting]
         timeout_s, error = self._limits.connect_timeout_s, None
         try:
             async with self.clock.timeout(timeout_s):
-                connection = await self._open(base_url, worker)
+                connection = await self._open(worker)
         except TimeoutError:
             error = ConnectError(base_url, f"no connection within {timeout_s:g} s")
         except OSError as failure:
@@ -198,14 +197,13 @@ class UpstreamPool:
         finally:
             worker.num_connecting -= 1
         if error is None:
-            worker.connections.add(connection)
             self._on_free(connection)
         else:
             _fail_all(waiting, error)
-        self._connect_more(base_url, worker)
-        self._forget_unused(base_url, worker)
+        self._connect_more(worker)
+        self._forget_unused(worker)
 
-    async def _open(self, base_url: str, worker: _Worker) -> UpstreamConnection:
+    async def _open(self, worker: PooledWorker) -> UpstreamConnection:
         """Returns a connection to the first of the worker's addresses that accepts one; raises OSError."""
         origin = worker.origin
         if origin.is_tls and self._tls is None:
@@ -214,7 +212,7 @@ class UpstreamPool:
         for address in await worker.name.addresses():
             try:
                 _, connection = await self.clock.loop.create_connection(
-                    lambda: UpstreamConnection(base_url, self._limits, self.clock, self._on_free, self._on_lost),
+                    lambda: UpstreamConnection(worker, self._limits, self.clock, self._on_free, self._forget_unused),
                     address,
                     origin.port,
                     ssl=self._tls if origin.is_tls else None,
@@ -231,7 +229,7 @@ class UpstreamPool:
 
     def _on_free(self, connection: UpstreamConnection) -> None:
         """Gives the connection to the exchange that has waited longest, or keeps it if there is room."""
-        base_url, worker = connection.worker, self._workers[connection.worker]
+        worker = connection.worker
         while worker.waiting:
             exchange = worker.waiting.popleft()
             if exchange.receiver is None:
@@ -239,9 +237,9 @@ class UpstreamPool:
             if not connection.begin(exchange):
                 if connection.is_reused:
                     worker.waiting.appendleft(exchange)
-                    self._connect_more(base_url, worker)
+                    self._connect_more(worker)
                 else:
-                    _fail_all([exchange], ConnectError(base_url, "closed the connection as soon as it was open"))
+                    _fail_all([exchange], ConnectError(worker.base_url, "closed the connection as soon as it was open"))
             return
         if len(worker.idle) < self._limits.max_idle_connections:
             worker.idle[connection] = None
@@ -249,19 +247,10 @@ class UpstreamPool:
         else:
             connection.abort()
 
-    def _on_lost(self, connection: UpstreamConnection) -> None:
-        """Removes a connection that is closed."""
-        worker = self._workers.get(connection.worker)
-        if worker is not None:
-            worker.idle.pop(connection, None)
-            worker.connections.discard(connection)
-            worker.last_byte_s = max(worker.last_byte_s or -math.inf, connection.last_byte_s or -math.inf)
-            self._forget_unused(connection.worker, worker)
-
-    def _forget_unused(self, base_url: str, worker: _Worker) -> None:
+    def _forget_unused(self, worker: PooledWorker) -> None:
         """Removes a worker without connections and waiting exchanges, which may be gone for good."""
         if not (worker.connections or worker.waiting or worker.num_connecting):
-            self._workers.pop(base_url, None)
+            self._workers.pop(worker.base_url, None)
 
 
 def _fail_all(exchanges: Iterable[Exchange], error: UpstreamError) -> None:

@@ -10,7 +10,7 @@ import re
 import select
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from kvist.http.body import Body, ChunkedBody, LengthBody, UntilCloseBody
 from kvist.http.deadline import Deadline, LoopClock
@@ -23,6 +23,9 @@ from kvist.http.errors import (
 )
 from kvist.http.fields import Headers, content_length, end_to_end, list_members, parse_fields, pick
 from kvist.http.limits import UpstreamLimits
+
+if TYPE_CHECKING:
+    from kvist.http.pool import PooledWorker
 
 _STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?")
 
@@ -168,21 +171,19 @@ class Exchange:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to `worker`; between exchanges any byte or end of stream from there makes it unusable."""
+    """A connection to a worker; between exchanges any byte or end of stream from there makes it unusable."""
 
     def __init__(
         self,
-        worker: str,
+        worker: "PooledWorker",
         limits: UpstreamLimits,
         clock: LoopClock,
         on_free: "Callable[[UpstreamConnection], None]",
-        on_lost: "Callable[[UpstreamConnection], None]",
+        on_lost: "Callable[[PooledWorker], None]",
     ) -> None:
-        """`on_free`: another exchange may follow; `on_lost`: none will."""
+        """`on_free`: another exchange may follow; `on_lost`: none will, and it is no longer one of the worker's."""
         self.worker = worker
         self.is_reused = False
-        self.last_byte_s: float | None = None
-        """When the last byte came, by the clock."""
         self._clock = clock
         self._limits = limits
         self._deadline = Deadline(clock, self._on_expired)
@@ -194,6 +195,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.worker.connections.add(self)
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
@@ -202,12 +204,12 @@ class UpstreamConnection(asyncio.Protocol):
         if exchange is None or exchange.receiver is None:
             self._transport.abort()
             return
-        self.last_byte_s = self._clock.now_s()
+        self.worker.last_byte_s = self._clock.now_s()
         parser, had_head = self._parser, self._parser.head is not None
         try:
             piece = parser.feed(data)
         except MalformedHttpError as error:
-            self._fail(UpstreamProtocolError(self.worker, str(error)))
+            self._fail(UpstreamProtocolError(self.worker.base_url, str(error)))
             return
         if parser.head is not None and not had_head:
             exchange.receiver.on_head(*parser.head)
@@ -229,8 +231,10 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.close()
         if self._exchange is not None:
-            self._fail(UpstreamClosedError(self.worker, f"closed the connection ({exc or 'end of stream'})"))
-        self._on_lost(self)
+            self._fail(UpstreamClosedError(self.worker.base_url, f"closed the connection ({exc or 'end of stream'})"))
+        self.worker.connections.discard(self)
+        self.worker.idle.pop(self, None)
+        self._on_lost(self.worker)
 
     # What the exchange and the pool call.
 
@@ -303,4 +307,4 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             limits = self._limits
             timeout_s = limits.first_byte_timeout_s if phase == "first_byte" else limits.idle_timeout_s
-            self._fail(UpstreamTimeoutError(self.worker, f"{phase} timeout after {timeout_s:g} s"))
+            self._fail(UpstreamTimeoutError(self.worker.base_url, f"{phase} timeout after {timeout_s:g} s"))
