@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, closing
 from functools import partial
-from typing import Self
 
-from kvist.contexts import BackgroundTasks
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.follow import Turns, follow
@@ -31,10 +31,11 @@ MAX_SNAPSHOTS_AT_ONCE = 8
 SWEEP_INTERVAL_S = 0.2
 
 
-class Indexer:
+class Indexer(ComposedContext):
     """Keeps an index in step with the streams of a fleet; no silent, slow or malformed source ever raises here.
 
-    Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop.
+    Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop; in the
+    end the index keeps what it has.
     Blocks of several sizes can be in one index, because a block's hash depends on its size.
     """
 
@@ -81,19 +82,10 @@ class Indexer:
         if not is_held:
             self._released.set()
 
-    async def __aenter__(self) -> Self:
-        """Start housekeeping; sources can be added from here on."""
-        self._reads = Reads(self._max_delay_s)
-        await self._tasks.__aenter__()
+    async def _open(self, exits: AsyncExitStack) -> None:
+        self._reads = exits.enter_context(closing(Reads(self._max_delay_s)))
+        await exits.enter_async_context(self._tasks)
         self._tasks.create_task(self._sweep(), name="kvist-sweep")
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Stop following; the index keeps what it has."""
-        try:
-            await self._tasks.__aexit__(kind, error, trace)
-        finally:
-            self._reads.close()
 
     def add_source(self, worker: str, url: str, *, rank: int = 0, block_size: int | None = None) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import islice
-from typing import Generic, Self
+from typing import Generic
 
+from kvist.contexts import ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.broker import ANSWER, ASK, BrokerUrl, unpack
@@ -167,8 +168,11 @@ class BrokerPublication(ABC, Generic[ClientT]):
                 await self._link.publish(self._url.name(ANSWER, question), page)
 
 
-class BrokerSubscription(ABC, Generic[ClientT]):
-    """Follows one worker over a link; each publication that comes after another counts as a connection, too."""
+class BrokerSubscription(ComposedContext, Generic[ClientT]):
+    """Follows one worker over a link; each publication that comes after another counts as a connection, too.
+
+    A subclass sets `_link`, enters it and subscribes over it in `_open`.
+    """
 
     is_peer_gone = False
     is_caught_up = True
@@ -182,11 +186,6 @@ class BrokerSubscription(ABC, Generic[ClientT]):
         # Several, since messages of a publication may come before and after its connection counts.
         self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
         self._num_successors = 0
-        self._stack = AsyncExitStack()
-
-    @abstractmethod
-    async def _enter(self) -> None:
-        """Set `_link`, enter it and subscribe over it, until `_stack` is closed."""
 
     @property
     def num_connects(self) -> int:
@@ -199,15 +198,6 @@ class BrokerSubscription(ABC, Generic[ClientT]):
     @property
     def problem(self) -> str | None:
         return self._link.problem
-
-    async def __aenter__(self) -> Self:
-        async with self._stack:
-            await self._enter()
-            self._stack = self._stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     async def receive(self) -> list[Message]:
         return await self._queue.receive()

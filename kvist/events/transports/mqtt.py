@@ -12,7 +12,7 @@ import math
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -138,10 +138,10 @@ class MqttSubscription(BrokerSubscription[aiomqtt.Client]):
         self._publication_id: int | None = None
         self._link = MqttLink(self._url, secrets.randbits(64), self._forget_publication)
 
-    async def _enter(self) -> None:
-        await self._stack.enter_async_context(self._link)
-        await self._stack.enter_async_context(self._link.subscription(self._topic, self._on_announcement))
-        await self._stack.enter_async_context(self._link.subscription(f"{self._topic}/+", self._on_event))
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self._link)
+        await exits.enter_async_context(self._link.subscription(self._topic, self._on_announcement))
+        await exits.enter_async_context(self._link.subscription(f"{self._topic}/+", self._on_event))
 
     async def _forget_publication(self, _: aiomqtt.Client) -> None:
         self._publication_id = None

@@ -10,7 +10,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,14 @@ class NatsSubscription(BrokerSubscription[Client]):
     def problem(self) -> str | None:
         return self._link.problem or self._history_problem
 
-    async def _enter(self) -> None:
-        self._link = await self._stack.enter_async_context(shared_link(self._url))
+    async def _open(self, exits: AsyncExitStack) -> None:
+        self._link = await exits.enter_async_context(shared_link(self._url))
         if "deliver" in self._url.options:
             reading = self._link.use_connections(self._read_history)
             task = asyncio.create_task(reading, name=f"kvist-nats-{self._url.public}")
-            self._stack.push_async_callback(cancel_and_wait, task)
+            exits.push_async_callback(cancel_and_wait, task)
         else:
-            await self._stack.enter_async_context(self._link.subscription(self._url.name(STREAM, "*"), self._on_event))
+            await exits.enter_async_context(self._link.subscription(self._url.name(STREAM, "*"), self._on_event))
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask the publisher; if it does not answer, read the stream that the URL names, if any."""

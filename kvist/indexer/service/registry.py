@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NamedTuple, Self
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvist.contexts import BackgroundTasks
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
@@ -143,7 +144,7 @@ class Member:
         return source.url if stream is None else stream.endpoint
 
 
-class Registry:
+class Registry(ComposedContext):
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
     def __init__(
@@ -158,12 +159,8 @@ class Registry:
         self._tasks = BackgroundTasks()
         self._registering = asyncio.Lock()
 
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
+    async def _open(self, exits: AsyncExitStack) -> None:
+        await exits.enter_async_context(self._tasks)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -196,7 +193,7 @@ class Registry:
             self._check_new(namespace, block_size, instance_id, dp_rank)
             member = self._members.get(namespace)
             if member is None:
-                member = self._members[namespace] = await self._open(namespace, block_size)
+                member = self._members[namespace] = await self._open_index(namespace, block_size)
             member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url, rank=dp_rank)
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
         _logger.info(
@@ -244,7 +241,7 @@ class Registry:
         if dp_rank in member.instances.get(instance_id, {}):
             raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} dp_rank {dp_rank} already registered")
 
-    async def _open(self, namespace: Namespace, block_size: int) -> Member:
+    async def _open_index(self, namespace: Namespace, block_size: int) -> Member:
         opened: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         running = self._tasks.create_task(self._run(namespace, block_size, opened), name=f"kvist-index {namespace}")
         try:

@@ -7,9 +7,9 @@ import logging
 import random
 import socket
 from collections.abc import Callable
-from typing import Self
+from contextlib import AsyncExitStack, closing
 
-from kvist.contexts import BackgroundTasks
+from kvist.contexts import BackgroundTasks, ComposedContext
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest
@@ -25,7 +25,7 @@ from kvist.events.transports.zmtp.wire import PeerError, Splitter
 _logger = logging.getLogger(__name__)
 
 
-class ZmtpSubscription:
+class ZmtpSubscription(ComposedContext):
     """A subscriber's end for all topics.
 
     It reads no further than its inbox holds until that is taken: then the publisher queues, and at its high-water mark
@@ -52,7 +52,6 @@ class ZmtpSubscription:
         self._link: Link | None = None
         self.num_connects = 0
         """How often a publisher was connected so far, and its handshake done."""
-        self._tasks = BackgroundTasks()
 
     @property
     def is_caught_up(self) -> bool:
@@ -63,21 +62,11 @@ class ZmtpSubscription:
     def num_malformed(self) -> int:
         return self._malformed.num
 
-    async def __aenter__(self) -> Self:
-        self._listener = listen(self._address) if self._endpoint.is_bound else None
-        self._reads = self._shared_reads or Reads()
-        await self._tasks.__aenter__()
-        self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            await self._tasks.__aexit__(kind, error, trace)
-        finally:
-            if self._listener is not None:
-                self._listener.close()
-            if self._reads is not self._shared_reads:
-                self._reads.close()
+    async def _open(self, exits: AsyncExitStack) -> None:
+        self._listener = exits.enter_context(listen(self._address)) if self._endpoint.is_bound else None
+        self._reads = self._shared_reads or exits.enter_context(closing(Reads()))
+        tasks = await exits.enter_async_context(BackgroundTasks())
+        tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
 
     async def receive(self) -> MessageBlock:
         while self._link is None or self._link.inbox.num_messages == 0:
