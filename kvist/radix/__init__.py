@@ -8,7 +8,6 @@ interface, `values` has what it returns, and `reader` matches in another process
 
 from kvist.radix.index import RadixIndex
 from kvist.radix.reader import RadixReader
-from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import ApplyResult, Depths, Match, Residencies, Statistics
 
-__all__ = ["ApplyResult", "Depths", "Match", "RadixIndex", "RadixReader", "Residencies", "Snapshot", "Statistics"]
+__all__ = ["ApplyResult", "Depths", "Match", "RadixIndex", "RadixReader", "Residencies", "Statistics"]

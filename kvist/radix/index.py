@@ -7,7 +7,7 @@ import mmap
 import operator
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import blocks, housekeeping, layout, matching
 from kvist.radix.compiled.layout import Records
 from kvist.radix.memory import CORE_BYTES, Sweeper, index_bytes, reserved, reserved_array, segment_bits_for
-from kvist.radix.snapshot import Snapshot
+from kvist.radix.snapshot import begin_snapshot
 from kvist.radix.values import ApplyResult, Match, Residencies, Statistics
 
 _U64_END = 1 << 64
@@ -254,18 +254,18 @@ class RadixIndex:
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
-    def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
+    def snapshot(self, max_blocks_per_chunk: int = 4096) -> Generator[Residencies]:
         """Return an iterator over all that is held now, in no order; later changes do not show.
 
-        One snapshot at a time. It takes up to 16 bytes a block while it is open.
+        One snapshot at a time. It takes up to 16 bytes a block until it is read to its end, closed or forgotten.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
         if self._core["captured_stamp"]:
             raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
         with self.writing:
-            closed = self._sweeper.on_snapshot_closed
-            return Snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, closed)
+            on_closed = self._sweeper.on_snapshot_closed
+            return begin_snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, on_closed)
 
     def restore(self, residencies: Residencies) -> None:
         """Record that ranks hold these blocks, too, for instance a part of a snapshot; parts may come in any order."""

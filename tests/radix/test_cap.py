@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_a_snapshot_still_tells_what_is_evicted_meanwhile() -> None:
     index, chains = RadixIndex(max_blocks=1_000, segment_bits=3), random_hashes(12, 100)
     for chain in chains[:8]:
         index.store(W0, Tier.GPU, None, chain)
-    with index.snapshot(50) as snapshot:
+    with closing(index.snapshot(50)) as snapshot:
         for chain in chains[8:]:
             index.store(W1, Tier.GPU, None, chain)
             check_invariants(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -327,7 +328,7 @@ def test_an_index_goes_as_soon_as_nobody_refers_to_it(u64: U64) -> None:
         index = RadixIndex(max_blocks=max_blocks)
         index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4, 5, 6))
         index.sweep()
-        with index.snapshot() as snapshot:
+        with closing(index.snapshot()) as snapshot:
             next(snapshot)
         reference = weakref.ref(index)
         del index, snapshot
@@ -361,7 +362,7 @@ def test_a_snapshot_takes_16_bytes_a_block_however_much_changes() -> None:
         index.store(W0, Tier.GPU, None, chain)
     sweep_all(index)
     full_bytes = index.statistics().size_bytes
-    with index.snapshot() as snapshot:
+    with closing(index.snapshot()) as snapshot:
         for number, chunk in enumerate(snapshot):
             index.remove(W0, Tier.GPU, chunk.hashes[:1])
             if number == 40:
@@ -382,7 +383,7 @@ def test_what_is_copied_while_a_snapshot_begins_is_told_once(monkeypatch: pytest
         for first in range(0, len(blocks), 30):
             index.store(W0, Tier.GPU, None, blocks[first : first + 30])
             index.store(W1, Tier.GPU, None, blocks[first : first + 20])
-        with index.snapshot(100) as steps:
+        with closing(index.snapshot(100)) as steps:
             chunks = [next(steps) for _ in range(num_steps)]
             index.remove(W0, Tier.GPU, blocks)
             check_invariants(index)
@@ -456,7 +457,7 @@ def test_a_snapshot_shows_its_moment_while_everything_changes() -> None:
         index.store(WorkerRank(f"w{number % 5}", 0), Tier.GPU, None, chain)
     digests = {source: index.digest(source) for source in index.ranks()}
     copy = RadixIndex(segment_bits=0)
-    with index.snapshot(max_blocks_per_chunk=100) as snapshot:
+    with closing(index.snapshot(max_blocks_per_chunk=100)) as snapshot:
         for number, chunk in enumerate(snapshot):
             copy.restore(chunk)
             index.store(W1, Tier.HOST, None, random_hashes(500, seed=number + 10))
@@ -473,7 +474,7 @@ def test_a_snapshot_shows_its_moment_while_everything_changes() -> None:
 def test_a_segment_that_empties_and_fills_again_is_not_copied_twice(u64: U64) -> None:
     index = RadixIndex(segment_bits=0, seed=7)
     index.store(W0, Tier.GPU, None, u64(1))
-    with index.snapshot() as snapshot:
+    with closing(index.snapshot()) as snapshot:
         index.remove(W0, Tier.GPU, u64(1))
         sweep_all(index)  # gives the vacant segment's memory back
         index.store(W0, Tier.GPU, None, u64(2))

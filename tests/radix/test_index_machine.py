@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lives import seeds
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule
-from kvist.radix import ApplyResult, RadixIndex, Residencies, Snapshot, snapshot
+from kvist.radix import ApplyResult, RadixIndex, Residencies, snapshot
 
 LIVES = seeds(30)
 NUM_STEPS = 60
@@ -45,7 +45,7 @@ class Life:
         index_seed = rng.choice([KEYS_ARE_HASHES, rng.getrandbits(64)])
         self.index = RadixIndex(max_blocks=self.cap, segment_bits=rng.choice([0, 1, 3]), seed=index_seed)
         self.num_evicted = 0
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Generator[Residencies] | None = None
         # Few ranks a life, so that they meet.
         self.ranks = [*rng.sample(PLAIN, 3), *rng.sample(WIDE, rng.choice([0, 2, 20])), *GROUPED[:2]]
         self.ranks += [each.companion for each in GROUPED[:2]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Protocol
 
 from kvist.events import WorkerRank
@@ -46,7 +46,7 @@ async def write_dump(indexes: Iterable[Namespaced], write: Callable[[bytes], Awa
     await write(writer.frame(DumpHead(VERSION)))
     for each in [*indexes]:
         await _wait_for_answers(each.indexer)
-        with each.index.snapshot(BLOCKS_AT_ONCE) as snapshot:
+        with closing(each.index.snapshot(BLOCKS_AT_ONCE)) as snapshot:
             await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
             # Names may be newer than the snapshot: a block that has lost its name since was removed, and whoever loads
             # the dump receives that event, too.
