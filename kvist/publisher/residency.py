@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvist.events.engine_events import EngineHash
 from kvist.events.snapshot import HeldBlocks, blocks_digest
@@ -120,27 +119,30 @@ class Residency:
         copies: dict[tuple[EngineHash, Tier], int],
         places: dict[int, int],
         scopes: dict[int, Scope],
+        digest: int,
     ) -> Residency:
-        """Return a residency with another one's engine hashes (`names`) of each tier, copies, places and scopes."""
+        """Return a residency with another one's engine hashes (`names`) of each tier, copies, places, and so on."""
         residency = cls()
         residency.copies, residency.places, residency.scopes = copies, places, scopes
         for tier, block_of in names.items():
             residency._block_of[tier] = block_of
             num_names = Counter(block_of.values())
             residency._num_aliases |= {(block, tier): num - 1 for block, num in num_names.items() if num > 1}
-        for held in held_blocks(residency.slices()):
-            residency.digest = (residency.digest + held.holding().digest) & _U64_MASK
+        residency.digest = digest
         return residency
 
     def names(self, tier: Tier) -> dict[EngineHash, int]:
         """Return the blocks of a tier by their engine hashes."""
         return self._block_of[tier]
 
-    def slices(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield all blocks with the place of each, some at a time; nothing may change meanwhile."""
+    def slices(self) -> Iterator[HeldBlocks]:
+        """Yield all blocks, some at a time; nothing may change meanwhile."""
         blocks, places = iter(self.places), iter(self.places.values())
-        while chunk := list(islice(blocks, _NUM_BLOCKS_A_SLICE)):
-            yield chunk, list(islice(places, _NUM_BLOCKS_A_SLICE))
+        while hashes := array("Q", islice(blocks, _NUM_BLOCKS_A_SLICE)):
+            parts = array("Q", (place & _DEPTH_AND_TIERS_MASK for place in islice(places, len(hashes))))
+            packed = np.frombuffer(parts, np.uint64)
+            depths, tiers = packed >> np.uint64(_DEPTH_SHIFT), packed & np.uint64(_TIERS_MASK)
+            yield HeldBlocks(np.frombuffer(hashes, np.uint64), depths.astype(np.uint32), tiers.astype(np.uint8))
 
     def find(self, engine_hash: EngineHash) -> int | None:
         for block_of in self._block_of:
@@ -245,15 +247,6 @@ class Residency:
 
     def _update_digest(self, added: list[int], removed: list[int], tier: Tier) -> None:
         self.digest = (self.digest + blocks_digest(added, tier) - blocks_digest(removed, tier)) & _U64_MASK
-
-
-def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldBlocks]:
-    """Yield the slices of a residency as a snapshot has them."""
-    for blocks, places in slices:
-        packed = np.frombuffer(array("Q", [place & _DEPTH_AND_TIERS_MASK for place in places]), np.uint64)
-        depths: NDArray[np.uint32] = (packed >> np.uint64(_DEPTH_SHIFT)).astype(np.uint32)
-        tiers: NDArray[np.uint8] = (packed & np.uint64(_TIERS_MASK)).astype(np.uint8)
-        yield HeldBlocks(np.frombuffer(array("Q", blocks), np.uint64), depths, tiers)
 
 
 def _depth(place: int) -> int:

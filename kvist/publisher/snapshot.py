@@ -21,7 +21,6 @@ from kvist.events.codec import encode_snapshot_part
 from kvist.events.snapshot import HeldBlocks, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher.buffers import ReplayBuffer
-from kvist.publisher.residency import held_blocks
 from kvist.publisher.stream import Stream, Streams, topic_of, with_companions
 
 _Held: TypeAlias = tuple[Batch, Sequence[HeldBlocks]]
@@ -124,7 +123,7 @@ class ReplayResponder:
         def copy(streams: Streams) -> _Held:
             stream = with_companions(streams)[rank]
             heartbeat, slices = stream.heartbeat(time.time()), []
-            for held in held_blocks(stream.residency.slices()):
+            for held in stream.residency.slices():
                 slices.append(held)
                 time.sleep(0)  # an engine may wait for the interpreter
             self.num_snapshots += 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.events.snapshot import blocks_digest
 from kvist.events.types import Tier
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope, held_blocks
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope
 
 tiers = st.sampled_from([Tier.GPU, Tier.HOST])
 names = st.integers(0, 5)
@@ -53,7 +53,8 @@ def test_what_is_held_is_what_the_engines_hashes_name(scope, counts_copies, hist
             residency.clear()
             model = {tier: {} for tier in Tier}
         told = {tier: {**residency.names(tier)} for tier in Tier}
-        same = Residency.of(told, {**residency.copies}, {**residency.places}, {**residency.scopes})
+        parts = {**residency.copies}, {**residency.places}, {**residency.scopes}, residency.digest
+        same = Residency.of(told, *parts)
         for each in (residency, residency.copy(), same):
             check(each, model, scope)
             assert each.copies == {key: num - 1 for key, num in copies.items() if num > 1 and key[0] in model[key[1]]}
@@ -66,7 +67,7 @@ def check(residency, model, scope) -> None:
     assert residency.digest == digest
     told = {
         (block_hash, tier)
-        for each in held_blocks(residency.slices())
+        for each in residency.slices()
         for block_hash, tiers in zip(each.hashes.tolist(), each.tiers.tolist(), strict=True)
         for tier in Tier
         if tiers >> tier & 1
@@ -101,7 +102,7 @@ def test_the_parent_of_a_held_block_outlives_the_parent_itself():
 def depths_of(residency) -> dict[int, int]:
     return {
         block_hash: depth
-        for held in held_blocks(residency.slices())
+        for held in residency.slices()
         for block_hash, depth in zip(held.hashes.tolist(), held.depths.tolist(), strict=True)
     }
 
@@ -124,7 +125,7 @@ def test_what_is_held_is_told_in_slices(monkeypatch):
     residency = Residency()
     chain = list(range(100, 125))
     residency.hold(chain, chain, None, Tier.GPU)
-    assert [len(blocks) for blocks, _ in residency.slices()] == [10, 10, 5]
+    assert [len(held.hashes) for held in residency.slices()] == [10, 10, 5]
     assert depths_of(residency) == {block_hash: idx for idx, block_hash in enumerate(chain)}
 
 
@@ -139,7 +140,7 @@ def test_a_digest_is_that_of_what_is_held():
         hashes, tier = range(start, start + 4), Tier(start // 4 % 4)
         residency.hold(hashes, [100 + name for name in hashes], None, tier)
         residency.release(hashes[1:3], tier)
-        (held,) = held_blocks(residency.slices())
+        (held,) = residency.slices()
         assert residency.digest == residency.copy().digest == held.holding().digest
     residency.clear()
     assert residency.digest == 0
