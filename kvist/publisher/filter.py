@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 PassedEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
 
 
-class FilterState(msgspec.Struct, array_like=True):
+class FilterState(msgspec.Struct, array_like=True, frozen=True):
     """All that a filter's decisions depend on."""
 
     is_created_phase: bool = True
@@ -31,7 +31,7 @@ class FilterState(msgspec.Struct, array_like=True):
     group: int | None = None
     """The published one; None until an event names it together with the window."""
     is_learning: bool = False
-    shown_groups: set[tuple[int] | int | UnsizedWindow] = msgspec.field(default_factory=set)
+    shown_groups: frozenset[tuple[int] | int | UnsizedWindow] = frozenset()
     """Only whether there is more than one matters, so it never holds more than two."""
     has_published: bool = False
     has_published_unknown: bool = False
@@ -40,9 +40,6 @@ class FilterState(msgspec.Struct, array_like=True):
         """Raise ValueError for a window that a filter cannot have."""
         if self.window in (UNKNOWN, STATE):
             raise ValueError("the window of a filter is known")
-
-    def copy(self) -> FilterState:
-        return msgspec.structs.replace(self, shown_groups=set(self.shown_groups))
 
 
 class WindowFilter:
@@ -57,7 +54,8 @@ class WindowFilter:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._state = FilterState()
+        self.state = FilterState()
+        """Replaced at each change; set it to continue another filter."""
         self._warned: set[str] = set()
         self.num_passed = self.num_filtered = 0
 
@@ -69,7 +67,7 @@ class WindowFilter:
         if event.window is STATE:
             self.num_filtered += 1
             return ()
-        if self._state.is_created_phase:
+        if self.state.is_created_phase:
             self._end_created_phase()
         self._record_group(event.group, event.window)
         must_clear = self._learn_window(event) or self._has_become_ambiguous()
@@ -79,52 +77,48 @@ class WindowFilter:
             return (EngineCleared(rank=event.rank),) if must_clear else ()
         self.num_passed += 1
         if isinstance(event, EngineStored):
-            self._state.has_published = True
-            self._state.has_published_unknown |= event.window is UNKNOWN
+            is_unknown = self.state.has_published_unknown or event.window is UNKNOWN
+            if (True, is_unknown) != (self.state.has_published, self.state.has_published_unknown):
+                self._change(has_published=True, has_published_unknown=is_unknown)
         return (EngineCleared(rank=event.rank), event) if must_clear else (event,)
 
-    @property
-    def state(self) -> FilterState:
-        """Return a copy of all that decisions depend on."""
-        return self._state.copy()
-
-    def resume(self, state: FilterState) -> None:
-        self._state = state.copy()
+    def _change(self, **fields: Any) -> None:
+        self.state = msgspec.structs.replace(self.state, **fields)
 
     @property
     def _window(self) -> KnownWindow | None:
-        return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
+        return self.state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
 
     def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
         if isinstance(event, EngineCreated):
             self._on_created(event)
             return ()
-        if self._state.is_created_phase:
+        if self.state.is_created_phase:
             self._end_created_phase()
-        self._state.has_published_unknown = False
+        self._change(has_published_unknown=False)
         self.num_passed += 1
         return (event,)
 
     def _end_created_phase(self) -> None:
-        self._state.is_created_phase = False
-        self._state.is_learning = self._window is None
+        self._change(is_created_phase=False, is_learning=self._window is None)
 
     def _on_created(self, event: EngineCreated) -> None:
-        if not self._state.is_created_phase:
+        if not self.state.is_created_phase:
             text = "created event ignored: the published window is fixed once blocks are reported"
             self._warn_once(text, event.window)
             return
         self._record_group(event.group, event.window)
         if event.window is UNKNOWN or event.window is STATE:
             return
-        if self._window is None or _is_larger(event.window, self._window):
-            self._state.window, self._state.group = event.window, event.group
+        if self._window is None or window_size(event.window) > window_size(self._window):
+            self._change(window=event.window, group=event.group)
 
     def _record_group(self, group: int | None, window: Window) -> None:
         """Record a group by its number, or by its window if it has none; a group without either is not recorded."""
         identity = window if group is None else (group,)
-        if identity is not UNKNOWN and len(self._state.shown_groups) < 2:
-            self._state.shown_groups.add(identity)
+        shown = self.state.shown_groups
+        if identity is not UNKNOWN and len(shown) < 2 and identity not in shown:
+            self._change(shown_groups=shown | {identity})
 
     @property
     def is_upper_bound(self) -> bool:
@@ -133,25 +127,26 @@ class WindowFilter:
 
     @property
     def _has_several_groups(self) -> bool:
-        return len(self._state.shown_groups) > 1
+        return len(self.state.shown_groups) > 1
 
     def _learn_window(self, event: EngineStored | EngineRemoved) -> bool:
         """Publish the event's window from here on if it is larger; return whether the rank must be cleared first."""
         if (
             event.window is UNKNOWN
             or event.window is STATE
-            or (self._window is not None and not _is_larger(event.window, self._window))
+            or (self._window is not None and window_size(event.window) <= window_size(self._window))
         ):
             return False
-        if not self._state.is_learning:
+        if not self.state.is_learning:
             text = "the engine has a larger window than the published one, and its events are dropped"
             self._warn_once(text, event.window)
             return False
-        old_window, self._state.window, self._state.group = self._window, event.window, None
+        old_window = self._window
+        self._change(window=event.window, group=None)
         # With one group shown, what was published before its window was known is its own.
-        must_clear = self._state.has_published and (old_window is not None or self._has_several_groups)
+        must_clear = self.state.has_published and (old_window is not None or self._has_several_groups)
         if must_clear:
-            self._state.has_published = self._state.has_published_unknown = False
+            self._change(has_published=False, has_published_unknown=False)
             text = "a larger window appeared: the rank is cleared and the larger group published"
             self._warn_once(text, old_window)
         return must_clear
@@ -163,9 +158,9 @@ class WindowFilter:
 
     def _has_become_ambiguous(self) -> bool:
         """Return True once, when there is a second group, and published blocks of unknown window may be of either."""
-        if not (self._state.has_published_unknown and self._has_several_groups):
+        if not (self.state.has_published_unknown and self._has_several_groups):
             return False
-        self._state.has_published = self._state.has_published_unknown = False
+        self._change(has_published=False, has_published_unknown=False)
         text = "several groups, and the engine does not say their windows: the rank is cleared, each time"
         self._warn_once(text, None)
         return True
@@ -174,16 +169,16 @@ class WindowFilter:
         """Return whether an event that says its window passes; the first with the largest window names the group."""
         if event.window != self._window:
             return False
-        if self._state.group is None:
-            self._state.group = event.group
-            self._state.has_published_unknown &= self._has_several_groups
-        return event.group is None or event.group == self._state.group
+        if self.state.group is None and (event.group is not None or self.state.has_published_unknown):
+            is_unknown = self.state.has_published_unknown and self._has_several_groups
+            self._change(group=event.group, has_published_unknown=is_unknown)
+        return event.group is None or event.group == self.state.group
 
     def _passes_without_window(self, event: EngineStored | EngineRemoved) -> bool:
         if not self._has_several_groups:
             return True
-        if event.group is not None and self._state.group is not None:
-            return event.group == self._state.group
+        if event.group is not None and self.state.group is not None:
+            return event.group == self.state.group
         return isinstance(event, EngineRemoved) and self._window is not None
 
 
@@ -208,7 +203,3 @@ def _size_of_window(event: EngineEvent) -> float:
     """Return the size of the window of a store, 0 if the engine does not tell it or the group has states."""
     assert isinstance(event, EngineStored)
     return 0 if event.window is UNKNOWN or event.window is STATE else window_size(event.window)
-
-
-def _is_larger(window: KnownWindow, other: KnownWindow) -> bool:
-    return window_size(window) > window_size(other)

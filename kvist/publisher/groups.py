@@ -225,7 +225,7 @@ class GroupSplitter:
         return True
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], *, is_expressible: bool = True) -> None:
-        self._filter.resume(state)
+        self._filter.state = state
         self._is_expressible = is_expressible
         self._has_states = STATE_RULE in others.values()  # as far as rules tell
         self.other_rules.update(others)

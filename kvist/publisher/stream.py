@@ -296,7 +296,7 @@ class RankStream(Stream):
         """Continue another stream, unless anything was reported here. Batch 0 is left out, so that subscribers ask."""
         if self._num_events:
             return
-        self._filter.resume(state.filter)
+        self._filter.state = state.filter
         self._set_residency(state.residency)
         self._has_offloaded, self._has_forgotten = state.has_offloaded, state.has_forgotten
         self.next_sequence = 1
@@ -308,7 +308,7 @@ class RankStream(Stream):
 
     def forget_groups(self) -> None:
         """Forget which layer groups the engine has: a new process may run another model."""
-        self._filter.resume(WindowFilter().state)
+        self._filter.state = FilterState()
         self._make_splitter()
 
     @property

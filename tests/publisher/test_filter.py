@@ -272,7 +272,7 @@ def test_a_filter_that_resumes_from_a_state_goes_on_as_that_filter_would(before,
     window_filter = WindowFilter()
     admit_all(window_filter, *before)
     resumed = WindowFilter()
-    resumed.resume(window_filter.state)
+    resumed.state = window_filter.state
     for event in after:
         assert resumed.admit(event) == window_filter.admit(event)
         assert resumed.state == window_filter.state
