@@ -90,8 +90,7 @@ class Source:
         self.rank = rank
         self.bound = RankBound(num_ranks, rank)
         """Which ranks the stream may name; a rank that is followed already stays."""
-        self._num_recorded_connects = 0
-        self._num_seen_connects = 0
+        self._num_seen_connects = 0  # connections reported to the follower, or recorded before it was resumed
         self._is_receiving = False
         self._resyncing = resyncing
         self.block_size = block_size
@@ -212,12 +211,12 @@ class Source:
 
     def record_connects(self) -> None:
         """Record that the connections made so far are to the process whose blocks `resume` brings."""
-        self._num_recorded_connects = 0 if self.subscription is None else self.subscription.num_connects
+        self._num_seen_connects = 0 if self.subscription is None else self.subscription.num_connects
 
     @property
     def num_known_connects(self) -> int:
         """Return how many connections are to the process that was resumed from; 0 if the stream was not resumed."""
-        return 0 if self._follower is None else self._num_recorded_connects
+        return 0 if self._follower is None else self._num_seen_connects
 
     @property
     def was_cleared(self) -> bool:
@@ -268,8 +267,7 @@ class Source:
         """Return whether the peer that sent last is still connected, and all that it sent is applied."""
         if self.subscription is None:  # parked: no peer has connected since `resume`
             return True
-        num_seen_connects = max(self._num_seen_connects, self.num_known_connects)
-        is_seen = self.subscription.num_connects == num_seen_connects and self.subscription.is_caught_up
+        is_seen = self.subscription.num_connects == self._num_seen_connects and self.subscription.is_caught_up
         return is_seen and not self._is_receiving
 
     def _form_change_idx(self, messages: MessageBlock, now_s: float) -> int:

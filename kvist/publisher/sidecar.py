@@ -72,8 +72,7 @@ class SidecarFeed:
         self._restored: Mapping[int, RankState] | None = None
         # Ranks that reported an empty cache after the last loss in the stream, which several ranks may share.
         self._cleared_ranks: set[int] = set()
-        # What was last passed to the publisher: which ranks are complete, and how many there were.
-        self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
+        self._published_completeness: dict[int, bool] = {}  # of each rank, as last passed to the publisher
 
     @property
     def name(self) -> str:
@@ -199,15 +198,14 @@ class SidecarFeed:
             self._set_complete_ranks(self._complete_ranks)
 
     def _set_complete_ranks(self, complete_ranks: frozenset[int]) -> None:
-        completeness = (complete_ranks, len(self._ranks))
+        completeness = {rank: rank in complete_ranks for rank in self._ranks}
         if completeness == self._published_completeness:
             return
         self._published_completeness = completeness
-        ranks = frozenset(self._ranks)
 
         def set_complete(streams: Streams) -> None:
-            for rank in ranks & streams.keys():
-                streams[rank].set_complete(rank in complete_ranks)
+            for rank in completeness.keys() & streams.keys():
+                streams[rank].set_complete(completeness[rank])
 
         self._publisher.call_between_batches(set_complete)
 
