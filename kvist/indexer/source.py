@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
-from kvist.events.codec import decode_batch, decode_snapshot_part, is_canonical, is_snapshot_part
+from kvist.events.codec import decode_batch, is_canonical
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
@@ -41,6 +41,13 @@ _SECOND_BYTE = 0xA6
 
 Progress: TypeAlias = CanonicalProgress | EngineProgress
 """How far a stream was followed: what another indexer needs besides the blocks to continue from there."""
+
+
+class _Form(NamedTuple):
+    """What a batch is: canonical or an engine's own. `block_size` is None if it does not tell."""
+
+    is_canonical: bool
+    block_size: int | None
 
 
 class Source:
@@ -275,19 +282,22 @@ class Source:
         candidates = _canonical_candidates(messages)
         if self._follower is None:
             for idx, message in enumerate(messages):
-                if self._learn_block_size(message) and self._is_batch(message):
+                form = self._form_of(message)
+                if form is not None and self._learn_block_size(form.block_size):
                     return idx
         elif isinstance(self._follower, EngineFollower):
             for idx in candidates:
-                if self._is_canonical_batch(messages[idx]):
+                form = self._form_of(messages[idx])
+                if form is not None and form.is_canonical:
                     return idx
         elif self._is_new_peer or now_s - self._canonical_at_s > SILENCE_S:
             for idx, message in enumerate(messages):
-                if self._is_canonical_batch(message):
+                form = self._form_of(message)
+                if form is not None and form.is_canonical:
                     self._is_new_peer = False
                     self._canonical_at_s = now_s
                     break
-                if self._is_engine_batch(message):
+                if form is not None:
                     return idx
         elif candidates:
             self._canonical_at_s = now_s
@@ -319,17 +329,16 @@ class Source:
         self._probe_at_s = now_s + PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
         self._is_probed |= messages is not None or self._limits is NO_REPLAY
 
-    def _learn_block_size(self, message: Message) -> bool:
-        """Set the block size from the message if it is not known yet; return whether it is known now."""
-        if self.block_size is None:
-            self.block_size = _block_size_in(message.payload, self.public_url, self.endpoint.engine)
-            if self.block_size is not None:
-                self._on_block_size(self.block_size)
+    def _learn_block_size(self, block_size: int | None) -> bool:
+        """Set the block size that a message names, unless it is known already; return whether it is known now."""
+        if self.block_size is None and block_size is not None:
+            self.block_size = block_size
+            self._on_block_size(block_size)
         return self.block_size is not None
 
     def _count_malformed(self, messages: Sequence[Message]) -> None:
         """Count the messages that are no batch of either form; the others came before the first with blocks."""
-        malformed = [message.payload for message in messages if not self._is_batch(message)]
+        malformed = [message.payload for message in messages if self._form_of(message) is None]
         if malformed and self._counters.num_malformed == 0:
             text = "no batch of an engine's nor a canonical one"
             if is_canonical(malformed[0]):
@@ -343,7 +352,7 @@ class Source:
         if self._follower is not None:
             _logger.warning("stream changed its format and is cleared worker=%s url=%s", self.worker, self.public_url)
         self._reset_follower(now_s)
-        if self._is_canonical_batch(message):
+        if is_canonical(message.payload):
             self._follower = self._new_canonical_follower()
             self._canonical_at_s = now_s
         else:
@@ -388,37 +397,18 @@ class Source:
         num_ahead = int(self.endpoint.drops_last_block)
         return EngineFollower(self.worker, self.block_size, self.endpoint.engine, *shared, num_ahead)
 
-    def _is_batch(self, message: Message) -> bool:
-        return self._is_canonical_batch(message) or self._is_engine_batch(message)
-
-    def _is_canonical_batch(self, message: Message) -> bool:
-        return _is_decodable(decode_batch, message.payload, self.worker)
-
-    def _is_engine_batch(self, message: Message) -> bool:
-        return _is_decodable(decode_block_events, message.payload, self.worker, self.endpoint.engine)
-
-
-def _is_decodable(decode: Callable[..., object], *arguments: object) -> bool:
-    try:
-        decode(*arguments)
-    except MalformedMessageError:
-        return False
-    return True
+    def _form_of(self, message: Message) -> _Form | None:
+        """Return the form of a message, None if it is a batch of neither."""
+        payload, engine = message.payload, self.endpoint.engine
+        try:
+            if is_canonical(payload):
+                return _Form(True, decode_batch(payload, self.worker).batch.block_size)
+            return _Form(False, block_size_of(decode_block_events(payload, self.worker, engine).events))
+        except MalformedMessageError:
+            return None
 
 
 def _canonical_candidates(messages: MessageBlock) -> list[int]:
     """Return the indices of the messages that begin as a canonical batch does; the others are none."""
     second_bytes = np.frombuffer(messages.buffer, np.uint8)[messages.table[:, PAYLOAD_START] + 1]
     return np.flatnonzero(second_bytes == _SECOND_BYTE).tolist()
-
-
-def _block_size_in(payload: bytes, source: str, engine: str) -> int | None:
-    """Return the block size that a message names, None if it names none or is malformed."""
-    try:
-        if is_snapshot_part(payload):
-            return decode_snapshot_part(payload, source).block_size
-        if is_canonical(payload):
-            return decode_batch(payload, source).batch.block_size
-        return block_size_of(decode_block_events(payload, source, engine).events)
-    except MalformedMessageError:
-        return None
