@@ -36,6 +36,7 @@ from kvist.router.policy.work import (
     NUM_FIELDS,
     NUM_LEARNT,
     STARTED_AT,
+    UNSTREAMED_WEIGHT,
     Floats,
     merged,
 )
@@ -50,6 +51,8 @@ MAX_RESPONSES = 1000
 """The most that one summary has."""
 
 _NUM_NUMBERS, _LAST_BYTE_AT = NUM_FIELDS + len(RankField), NUM_FIELDS + RankField.LAST_BYTE_AT
+_MIN_NUMBERS = UNSTREAMED_WEIGHT + 1 + len(RankField)
+"""What the first version sent of a rank; later ones appended to its work, in front of the cells. No time is missing."""
 _TIMES = [DISPATCHED_AT, ANSWERED_AT, BUSY_UNTIL, STARTED_AT, _LAST_BYTE_AT]
 
 
@@ -64,8 +67,8 @@ class PromptMarks(NamedTuple):
 class Summary(msgspec.Struct, array_like=True, frozen=True):
     """The load that a router gives to these ranks; to all ranks that have any if it `is_whole`.
 
-    `numbers` is `[NUM_FIELDS + cells, ranks]` of little-endian f64, as on a board, but with times as seconds from now.
-    A router that has just started `is_asking` for whole summaries.
+    `numbers` is `[NUM_FIELDS + cells, ranks]` of little-endian f64, as on a board, but with times as seconds from now;
+    other versions have fewer or more fields of work. A router that has just started `is_asking` for whole summaries.
     """
 
     is_whole: bool
@@ -145,8 +148,7 @@ class ReplicaRows:
         Raises ValueError for a malformed summary.
         """
         board = self._board
-        if len(summary.numbers) != _NUM_NUMBERS * len(summary.ranks) * 8:
-            raise ValueError(f"{len(summary.numbers)} bytes of numbers for {len(summary.ranks)} ranks (other version?)")
+        received = _read_numbers(summary)
         taken = {row for row, _ in self._rows.values()}
         free = (row for row in range(board.num_fronts, board.num_rows) if row not in taken)
         row = self._rows[replica][0] if replica in self._rows else next(free, None)
@@ -156,7 +158,6 @@ class ReplicaRows:
         ranks = [WorkerRank(*rank) if self._is_known(rank[0]) else None for rank in summary.ranks]
         columns = np.array([-1 if rank is None else board.column(rank) for rank in ranks], np.int64)
         is_here = columns >= 0
-        received = np.frombuffer(summary.numbers, "<f8").reshape(_NUM_NUMBERS, len(ranks))
         numbers, named = _shifted(received[:, is_here], now_s, -math.inf, 0.0), columns[is_here]
         if summary.is_whole:
             gone = np.setdiff1d(np.array([*board.columns.values()], np.intp), named)
@@ -273,6 +274,20 @@ class Replicas(ComposedContext):
         for response_id, worker_url in summary.responses:
             self.on_response(response_id, worker_url)
         self._fleet.on_room(None)
+
+
+def _read_numbers(summary: Summary) -> Floats:
+    """Return a summary's numbers with this version's fields: 0 for what an earlier one lacks, without later ones'."""
+    num_ranks = len(summary.ranks)
+    num_received, rest = divmod(len(summary.numbers), num_ranks * 8) if num_ranks else (_NUM_NUMBERS, 0)
+    if rest or num_received < _MIN_NUMBERS:
+        text = f"expected a multiple of {num_ranks * 8}, at least {_MIN_NUMBERS} times"
+        raise ValueError(f"{len(summary.numbers)} bytes of numbers for {num_ranks} ranks, {text}")
+    received = np.frombuffer(summary.numbers, "<f8").reshape(num_received, num_ranks)
+    numbers = np.zeros((_NUM_NUMBERS, num_ranks))
+    num_fields = min(num_received - len(RankField), NUM_FIELDS)
+    numbers[:num_fields], numbers[NUM_FIELDS:] = received[:num_fields], received[-len(RankField) :]
+    return numbers
 
 
 def num_replicas(config: RouterConfig) -> int:

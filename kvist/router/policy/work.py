@@ -21,7 +21,8 @@ and rank; a decision reads all rows. Each router writes only its own row, so no 
     UNSTREAMED_WEIGHT  sum, decayed           a part of the work of their prompts
     NUM_REQUESTS       sum, decayed to now    requests dispatched; falls by a factor e every REQUESTS_WINDOW_S
 
-A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight.
+A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight. Replicas
+send each other these fields (`kvist.router.fleet.replicas`): new ones are appended, and are 0 where they are unknown.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import struct
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -195,6 +196,38 @@ def test_what_is_said_of_others_workers_and_what_is_no_summary_changes_nothing()
     with pytest.raises(ValueError, match="bytes of numbers for 2 ranks"):
         ours.rows.apply("a", msgspec.structs.replace(summary, numbers=summary.numbers[8:]), 1.0)
     assert ours.board.cell_ints[1, 1 + ours.board.columns[RANKS[1]], RankField.RUNNING] == 1
+
+
+def test_routers_of_other_versions_share_their_load() -> None:
+    """Fields of work are only appended: the one before has one less, and a later one may have more."""
+    ours = Router()
+    cells = [3.0, 70.0, 5.0, 4.0, -0.25]
+    times = [-2.0, -1.5, -math.inf, -9.0]
+    work = [1000.0, 640.0, 7.0, 0.5, 12000.0, 7.0, 900.0, 0.25, *times, 30.0, 0.125, 2.0]
+    for appended in ([], [6.0], [6.0, 99.0, 98.0]):
+        numbers = np.array([*work, *appended, *cells], "<f8").tobytes()
+        summary = msgspec.msgpack.encode([True, 3, [RANKS[0]], numbers, [], False, [], []])
+        assert ours.rows.apply("a", msgspec.msgpack.decode(summary, type=Summary), 100.0)
+        column = ours.board.columns[RANKS[0]]
+        row = ours.board.work[1][:, column].tolist()
+        assert row == [*work[:8], 98.0, 98.5, 0.0, 91.0, *work[12:], *(appended or [0.0])[:1]]
+        assert ours.board.cell_ints[1, 1 + column, : RankField.LAST_BYTE_AT].tolist() == [3, 70, 5, 4]
+        assert ours.board.cell_floats[1, 1 + column, RankField.LAST_BYTE_AT] == 99.75
+        assert ours.fronts[0].load(RANKS[0]).running_requests == 3
+    with pytest.raises(ValueError, match="152 bytes of numbers for 1 ranks, expected a multiple of 8, at least 20"):
+        ours.rows.apply("a", Summary(True, 3, [RANKS[0]], bytes(152), []), 100.0)
+
+
+def test_a_summary_has_the_bytes_of_this_version() -> None:
+    """Routers of other versions read them: fields are appended, never moved."""
+    theirs = Router(ranks=RANKS[:1])
+    column = theirs.board.columns[RANKS[0]]
+    theirs.board.work[0][:, column] = np.arange(1.0, 17.0)
+    theirs.board.cell_ints[0, 1 + column, : RankField.LAST_BYTE_AT] = 17, 18, 19, 20
+    theirs.board.cell_floats[0, 1 + column, RankField.LAST_BYTE_AT] = 21.0
+    numbers = [*range(1, 9), 8.0, 9.0, 10.0, 11.0, *range(13, 17), *range(17, 21), 20.0]
+    expected = b"\x98\xc3\x00\x91\x92\xa9http://w0\x00\xc4\xa8" + struct.pack("<21d", *numbers) + b"\x90\xc2\x90\x90"
+    assert msgspec.msgpack.encode(theirs.builder.build(1.0, is_whole=True)) == expected
 
 
 async def test_routers_beside_each_other_count_what_the_others_have_in_flight(
