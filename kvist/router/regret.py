@@ -330,14 +330,17 @@ class Regret:
         rows, tenants = defaultdict[tuple[str, str], Counter[str]](Counter), defaultdict[str, Counter[str]](Counter)
         total, distances, retentions = Counter[str](), Counter[int](), Counter[int]()
         prefixes: dict[int, CostlyPrefix] = {}
+        sums = defaultdict[tuple[str, str, str], Counter[str]](Counter)
         for bucket in buckets:
-            for (tenant, model, worker), row in bucket.rows.items():
-                for added in (rows[model, worker], tenants[tenant], total):
-                    added.update(row)
+            for key, row in bucket.rows.items():
+                sums[key].update(row)
             distances.update(bucket.distances)
             retentions.update(bucket.retentions)
             for block_hash, prefix in bucket.prefixes.items():
                 prefixes[block_hash] = prefixes.get(block_hash, CostlyPrefix()).plus(*prefix)
+        for (tenant, model, worker), summed in sums.items():
+            for added in (rows[model, worker], tenants[tenant], total):
+                added.update(summed)
         costliest = sorted(prefixes.items(), key=lambda each: -each[1].lost_tokens)[:NUM_PREFIXES_REPORTED]
         named = [(block_hash, self.name_of(block_hash)) for block_hash, _ in costliest]
         self.costly = dict([*named, *self.costly.items()][:MAX_NAMED])
