@@ -12,7 +12,7 @@ import ssl
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, cast
 
 from kvist.http.deadline import Deadline, LoopClock
@@ -85,75 +85,14 @@ class ServerStatistics:
     """All that the event loop was late by."""
 
 
-@dataclass(slots=True)
-class ServerState:
-    """What the connections of one server share: those that are open, the counts, and whether the server is closing."""
-
-    handler: Handler
-    limits: HttpLimits
-    clock: LoopClock
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
-    connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
-    """All open connections, each with its peer's address."""
-    idle: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
-    """Those with a place and without a request, the one idle for longest first."""
-    guests: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
-    """Those beyond the limits, without a place, the oldest first."""
-    peers: Counter[str | None] = field(default_factory=Counter)
-    """How many connections each address has."""
-    is_closing: bool = False
-    counts: ServerStatistics = field(default_factory=ServerStatistics)
-
-    def admit(self, connection: "ServerConnection", peer: str | None) -> bool:
-        """Adds a connection and returns whether it has a place, maybe that of the idlest; else it is a guest."""
-        limits, share = self.limits, self.limits.max_connections_per_peer
-        self.connections[connection] = peer
-        self.peers[peer] += 1
-        num_places = len(self.connections) - 1 - len(self.guests)
-        if (share is None or self.peers[peer] <= share) and (
-            num_places < limits.max_connections or self._close_idlest()
-        ):
-            self.idle[connection] = None
-            return True
-        if len(self.guests) >= limits.max_guests:
-            self._evict(next(iter(self.guests)))
-        self.guests[connection] = None
-        return False
-
-    def remove(self, connection: "ServerConnection") -> None:
-        """Removes a connection, which gives its place to another; no-op if it was removed before."""
-        if connection in self.connections:
-            peer = self.connections.pop(connection)
-            self.peers[peer] -= 1
-            if not self.peers[peer]:
-                del self.peers[peer]
-        self.idle.pop(connection, None)
-        self.guests.pop(connection, None)
-
-    def _close_idlest(self) -> bool:
-        """Closes the connection idle for longest whose client has read everything; returns whether there was one."""
-        for _ in range(min(len(self.idle), MAX_EVICTION_CANDIDATES)):
-            connection = next(iter(self.idle))
-            if not connection.has_unsent:
-                self._evict(connection)
-                return True
-            self.idle.move_to_end(connection)
-        return False
-
-    def _evict(self, connection: "ServerConnection") -> None:
-        self.counts.num_evicted += 1
-        self.remove(connection)
-        connection.abort()
-
-
 class ServerConnection(asyncio.BufferedProtocol):
     """Serves one client until it leaves, misbehaves, is too slow, or the server closes."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-        self._limits = state.limits
-        self._loop = state.clock.loop
-        self._deadline = Deadline(state.clock, self._on_deadline)
+    def __init__(self, server: "HttpServer") -> None:
+        self._server = server
+        self._limits = server.limits
+        self._loop = server.clock.loop
+        self._deadline = Deadline(server.clock, self._on_deadline)
         self._responder: Responder | None = None  # of the request that is being answered
         self._task: asyncio.Task[None] | None = None  # of the handler, or of `_yield_turn`
         self._producer: Producer | None = None
@@ -172,19 +111,19 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         peer = transport.get_extra_info("peername")
         self._parser = RequestParser(self._limits, peer[:2] if isinstance(peer, tuple) else None)
-        self._is_guest = not self._state.admit(self, peer[0] if isinstance(peer, tuple) else None)
-        if self._state.is_closing:
+        self._is_guest = not self._server.admit(self, peer[0] if isinstance(peer, tuple) else None)
+        if self._server.is_closing:
             self._transport.abort()
         else:
             self._deadline.set("idle", self._limits.guest_timeout_s if self._is_guest else self._limits.idle_timeout_s)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
-        return self._state.read_buffer
+        return self._server.read_buffer
 
     def buffer_updated(self, num_bytes: int) -> None:
         if self._is_discarding:
             return
-        self._parser.feed(self._state.read_buffer[:num_bytes])
+        self._parser.feed(self._server.read_buffer[:num_bytes])
         if not self._is_busy and self._can_write.is_set():
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
@@ -196,7 +135,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._deadline.close()
-        self._state.remove(self)
+        self._server.remove(self)
         self._count_body(0)
         self._cancel_handler()
         self._producer = None
@@ -307,12 +246,12 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._await_bytes()
                 return
             self._deadline.clear()
-            self._state.idle.pop(self, None)
+            self._server.idle.pop(self, None)
             if self._is_guest and request.path != HEALTH_PATH:
                 self._refuse(_NO_PLACE)
                 return
-            self._state.counts.num_requests += 1
-            keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
+            self._server.counts.num_requests += 1
+            keep_alive = request.is_keep_alive and not self._server.is_closing and not self._is_guest
             self._handle(request, Responder(self, request, keep_alive=keep_alive))
             num_answered += 1
             if num_answered == MAX_ANSWERS_IN_A_ROW and not self._is_busy:
@@ -322,7 +261,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         """Calls the handler; an error in it, whatever it is, ends this request alone."""
         self._responder = responder
         try:
-            work = self._state.handler(request, responder)
+            work = self._server.handler(request, responder)
         except Exception as error:  # noqa: BLE001
             self._on_handler_done(error)
             return
@@ -353,9 +292,9 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._refuse(_NO_PLACE)
             return
         if phase == "body":
-            self._state.idle.pop(self, None)
+            self._server.idle.pop(self, None)
         else:
-            self._state.idle.setdefault(self)  # keeps its place in the order: a head that trickles in is no request
+            self._server.idle.setdefault(self)  # keeps its place in the order: a head that trickles in is no request
         if self._parser.pop_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
@@ -393,7 +332,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._count_body(0)
         if self._transport.is_closing():
             return
-        if (responder is None or responder.keep_alive) and not self._state.is_closing:
+        if (responder is None or responder.keep_alive) and not self._server.is_closing:
             self._transport.resume_reading()
             self._advance()
         elif self._parser.num_buffered_bytes:
@@ -404,7 +343,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _log_failure(self, error: BaseException | None) -> None:
         if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, which handlers report
             return
-        self._state.counts.num_handler_failures += 1
+        self._server.counts.num_handler_failures += 1
         logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
 
     def _cancel_handler(self) -> None:
@@ -412,17 +351,17 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._responder is None or self._responder.is_finished:
             return
         if self._producer is not None:
-            self._state.counts.num_disconnects += 1
+            self._server.counts.num_disconnects += 1
             producer, self._producer = self._producer, None
             producer.stop()
         elif self._task is not None and not self._task.cancelling():
-            self._state.counts.num_disconnects += 1
+            self._server.counts.num_disconnects += 1
             self._task.cancel()
 
     # The end of a connection.
 
     def _refuse(self, refusal: RequestRefusedError) -> None:
-        self._state.counts.num_refused += 1
+        self._server.counts.num_refused += 1
         self._count_body(0)
         self._answer_and_close(refusal)
 
@@ -437,7 +376,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         """Ends our side and discards input for a moment: closing with unread input could cost the client the answer."""
         self._is_discarding = True
         if not self._is_guest:
-            self._state.idle.setdefault(self)
+            self._server.idle.setdefault(self)
         if not self._transport.can_write_eof():
             self._close()
             return
@@ -455,7 +394,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._deadline.set("close", self._limits.write_timeout_s if self.has_unsent else self._limits.linger_timeout_s)
 
     def _on_deadline(self, phase: str) -> None:
-        self._state.counts.num_timeouts += phase != "close"
+        self._server.counts.num_timeouts += phase != "close"
         if phase == "idle" and self._is_guest:
             self._refuse(_NO_PLACE)
         elif phase == "idle":
@@ -469,9 +408,9 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _count_body(self, num_bytes: int) -> None:
         """Counts the bytes of this connection's request body; raises RequestRefusedError if that is too much in all."""
-        self._state.counts.num_body_bytes_held += num_bytes - self._num_body_bytes_held
+        self._server.counts.num_body_bytes_held += num_bytes - self._num_body_bytes_held
         self._num_body_bytes_held = num_bytes
-        if num_bytes and self._state.counts.num_body_bytes_held > self._limits.max_buffered_body_bytes:
+        if num_bytes and self._server.counts.num_body_bytes_held > self._limits.max_buffered_body_bytes:
             raise RequestRefusedError(503, "overloaded", "too many request bodies are held; try again")
 
 
@@ -496,67 +435,120 @@ class HttpServer:
         self._host = host
         self._port = port
         self._tls = tls
-        self._limits = limits or HttpLimits()
-        self._handler = handler
-        self._server: asyncio.Server | None = None
+        self._listener: asyncio.Server
+        # What connections share.
+        self.handler = handler
+        self.limits = limits or HttpLimits()
+        self.clock: LoopClock
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
+        self.connections: dict[ServerConnection, str | None] = {}
+        """All open connections, each with its peer's address."""
+        self.idle: OrderedDict[ServerConnection, None] = OrderedDict()
+        """Those with a place and without a request, the one idle for longest first."""
+        self.guests: dict[ServerConnection, None] = {}
+        """Those beyond the limits, without a place, the oldest first."""
+        self.peers: Counter[str | None] = Counter()
+        """How many connections each address has."""
+        self.is_closing = False
+        self.counts = ServerStatistics()
 
     @property
     def port(self) -> int:
         """The bound port, also where 0 was asked for."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._listener.sockets[0].getsockname()[1])
 
     def statistics(self) -> ServerStatistics:
-        state = self._state
-        return replace(state.counts, num_connections=len(state.connections), late_s=state.clock.late_s)
+        return replace(self.counts, num_connections=len(self.connections), late_s=self.clock.late_s)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        self._state = ServerState(self._handler, self._limits, LoopClock(loop))
-        self._state.clock.__enter__()
+        self.clock = LoopClock(loop)
+        self.clock.__enter__()
         try:
-            self._server = await loop.create_server(
-                lambda: ServerConnection(self._state),
+            self._listener = await loop.create_server(
+                lambda: ServerConnection(self),
                 self._host,
                 self._port,
                 ssl=self._tls,
                 reuse_port=self._is_shared,
                 backlog=_ACCEPTED_AT_ONCE,
-                ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
+                ssl_handshake_timeout=None if self._tls is None else self.limits.header_timeout_s,
                 start_serving=False,
             )
         except socket.gaierror as error:
             raise OSError(error.errno, f"{error.strerror}: {self._host}") from None
         try:
-            await self._server.start_serving()
+            await self._listener.start_serving()
         except BaseException:  # cancelled, with sockets that nobody else would close
-            self._server.close()
+            self._listener.close()
             raise
-        for listening in self._server.sockets:
+        for listening in self._listener.sockets:
             with listening.dup() as sock:
                 sock.listen(_BACKLOG)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stops listening and ends running requests, after `close_timeout_s` unless an error ends the block."""
-        assert self._server is not None
-        self._server.close()
-        self._state.is_closing = True
-        connections = list(self._state.connections)
+        self._listener.close()
+        self.is_closing = True
+        connections = list(self.connections)
         for connection in connections:
             connection.close_when_idle()
         try:
             if kind is None:
-                await _wait_lost(connections, self._limits.close_timeout_s)
+                await _wait_lost(connections, self.limits.close_timeout_s)
         finally:
             for connection in connections:
                 connection.shut_down()
             try:
-                await _wait_lost(connections, self._limits.linger_timeout_s)
+                await _wait_lost(connections, self.limits.linger_timeout_s)
             finally:
                 tasks = [task for c in connections if (task := c.abort()) is not None]
                 await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
-                self._state.clock.__exit__()
+                self.clock.__exit__()
+
+    # Which connections there may be.
+
+    def admit(self, connection: ServerConnection, peer: str | None) -> bool:
+        """Adds a connection and returns whether it has a place, maybe that of the idlest; else it is a guest."""
+        limits, share = self.limits, self.limits.max_connections_per_peer
+        self.connections[connection] = peer
+        self.peers[peer] += 1
+        num_places = len(self.connections) - 1 - len(self.guests)
+        if (share is None or self.peers[peer] <= share) and (
+            num_places < limits.max_connections or self._close_idlest()
+        ):
+            self.idle[connection] = None
+            return True
+        if len(self.guests) >= limits.max_guests:
+            self._evict(next(iter(self.guests)))
+        self.guests[connection] = None
+        return False
+
+    def remove(self, connection: ServerConnection) -> None:
+        """Removes a connection, which gives its place to another; no-op if it was removed before."""
+        if connection in self.connections:
+            peer = self.connections.pop(connection)
+            self.peers[peer] -= 1
+            if not self.peers[peer]:
+                del self.peers[peer]
+        self.idle.pop(connection, None)
+        self.guests.pop(connection, None)
+
+    def _close_idlest(self) -> bool:
+        """Closes the connection idle for longest whose client has read everything; returns whether there was one."""
+        for _ in range(min(len(self.idle), MAX_EVICTION_CANDIDATES)):
+            connection = next(iter(self.idle))
+            if not connection.has_unsent:
+                self._evict(connection)
+                return True
+            self.idle.move_to_end(connection)
+        return False
+
+    def _evict(self, connection: ServerConnection) -> None:
+        self.counts.num_evicted += 1
+        self.remove(connection)
+        connection.abort()
 
 
 async def _wait_lost(connections: list[ServerConnection], timeout_s: float) -> None:

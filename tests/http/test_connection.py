@@ -56,7 +56,7 @@ async def test_reading_pauses_while_a_client_pipelines_more_than_it_may(
     num_requests = 200_000
     client.send(GET * num_requests)
     await until(lambda: server.statistics().num_requests)
-    (connection,) = server._state.connections
+    (connection,) = server.connections
     await until(lambda: not connection._transport.is_reading())
     assert connection._parser.num_buffered_bytes <= 1000 + 2 * 256 * 1024
     release.set()
@@ -76,7 +76,7 @@ async def test_reading_pauses_while_a_client_reads_no_answers_and_goes_on_when_i
     client.send(GET)
     await until(lambda: server.statistics().num_requests)
     client.send(GET * 100_000)
-    (connection,) = server._state.connections
+    (connection,) = server.connections
     await until(lambda: not connection._transport.is_reading())
     assert connection._parser.num_buffered_bytes <= 1000 + 2 * 256 * 1024
     client.writer.transport.resume_reading()

@@ -133,7 +133,7 @@ async def test_a_client_that_reads_slowly_slows_the_worker_and_memory_stays_boun
     await until(lambda: any(each.connections for each in pool._workers.values()))
     (upstream,) = next(iter(pool._workers.values())).connections
     await until(lambda: upstream._exchange.is_paused)
-    (connection,) = server._state.connections
+    (connection,) = server.connections
     assert num_sent < num_chunks
     assert connection._transport.get_write_buffer_size() <= 65536 + 2 * (65536 + 256 * 1024)
     client.writer.transport.resume_reading()
