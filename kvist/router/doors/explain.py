@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
 from heapq import nsmallest
 from typing import Any
 
 import msgspec
 
 from kvist.events import Tier, WorkerRank
-from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
@@ -32,42 +30,32 @@ _PROBLEM = ("url", "condition", "reason", "last_event_age_s")
 _HITS = ("prompt_tokens", "routed_tokens", "prompt_tokens_with_report", "predicted_tokens", "reported_tokens")
 
 
-class Condition(StrEnum):
-    """How completely one stream tells what its ranks hold; anything but LIVE has a reason."""
-
-    LIVE = "live"
-    PARTIAL = "partial"
-    RESYNCING = "resyncing"
-    NO_EVENTS = "no_events"
-    GONE = "gone"
-    FAILED = "failed"
-
-
-_REASONS = {
-    Condition.PARTIAL: "part of the cache is unknown: events were lost, or cannot be followed (docs/engines.md)",
-    Condition.RESYNCING: "asking for what is missing; until then its ranks count as holding nothing",
-    Condition.NO_EVENTS: "nothing received yet",
-    Condition.GONE: "the publisher has closed the stream or died",
+CONDITIONS = {
+    "live": None,
+    "no_events": "nothing received yet",
+    "partial": "part of the cache is unknown: events were lost, or cannot be followed (docs/engines.md)",
+    "resyncing": "asking for what is missing; until then its ranks count as holding nothing",
+    "gone": "the publisher has closed the stream or died",
+    "failed": None,
 }
+"""How completely a stream tells what its ranks hold, the worst last, and why where that is always the same."""
 _UPPER_BOUNDS = "overlaps are upper bounds: hits also need other layer groups; publish them with --groups all"
 _UNTOLD = "overlaps are upper bounds: hits also need windows or states, of which SGLang's events do not tell"
 
 
-def condition_of(source: SourceStatistics) -> tuple[Condition, str | None]:
+def condition_of(source: SourceStatistics) -> tuple[str, str | None]:
     """Return a stream's condition, and why it is not live or, if it is, that its overlaps are upper bounds."""
     states = set(source.states.values())
     if source.failure is not None:
-        return Condition.FAILED, source.failure
+        return "failed", source.failure
     if source.is_peer_gone:
-        condition = Condition.GONE
+        condition = "gone"
     elif not states:
-        condition = Condition.NO_EVENTS
-    elif SourceState.RESYNCING in states:
-        condition = Condition.RESYNCING
+        condition = "no_events"
     else:
-        condition = Condition.PARTIAL if SourceState.PARTIAL in states else Condition.LIVE
-    is_estimate = condition is Condition.LIVE and source.has_upper_bounds
-    return condition, _UPPER_BOUNDS if is_estimate else _REASONS.get(condition)
+        condition = max((state.value for state in states), key=[*CONDITIONS].index)
+    is_estimate = condition == "live" and source.has_upper_bounds
+    return condition, _UPPER_BOUNDS if is_estimate else CONDITIONS[condition]
 
 
 def explain_plan(plan: Plan, parsed: ParsedRequest, load: LoadTracker) -> dict[str, Any]:
@@ -211,7 +199,7 @@ def _explain_source(source: SourceStatistics, fleet: Fleet) -> dict[str, Any]:
     condition, reason = condition_of(source)
     worker = fleet.get(source.worker)
     is_hybrid = worker is not None and worker.identity.has_upper_bounds
-    if is_hybrid and condition is Condition.LIVE:
+    if is_hybrid and condition == "live":
         reason = _UNTOLD
     age_s = source.last_event_age_s
     return {
@@ -270,14 +258,14 @@ def _why_not_ready(workers: list[Worker]) -> str:
 
 def _explain_sources(fleet: Fleet, index: FleetIndex) -> dict[str, Any]:
     """Explain how many streams are in each condition, and the problems of those that are not live."""
-    counts: Counter[Condition] = Counter()
+    counts = Counter[str]()
     num_upper_bounds = 0
     problems: list[dict[str, Any]] = []
     for source in index.source_statistics():
         page = _explain_source(source, fleet)
         counts[page["condition"]] += 1
         num_upper_bounds += page["overlap_is_upper_bound"]
-        if page["condition"] is not Condition.LIVE:
+        if page["condition"] != "live":
             problems.append({"worker": source.worker, **{name: page[name] for name in _PROBLEM}})
     without_events = [
         {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
@@ -285,7 +273,7 @@ def _explain_sources(fleet: Fleet, index: FleetIndex) -> dict[str, Any]:
         if worker.event_error
     ]
     return {
-        **{condition.value: counts[condition] for condition in Condition},
+        **{condition: counts[condition] for condition in CONDITIONS},
         "overlap_is_upper_bound": num_upper_bounds,
         "problems": problems[:MAX_NAMED],
         "workers_without_events": without_events[:MAX_NAMED],

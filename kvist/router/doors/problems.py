@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvist.router.doors.explain import CONDITIONS
 from kvist.router.index import APPROXIMATE
 
 _MIN_REPORT_TOKENS, _MIN_FOUND_SHARE = 10_000, 0.8
 """A worker that finds a smaller share of the tokens predicted is a problem, once its reports cover so many tokens."""
 _KINDS = {"live": "good", "gone": "bad", "failed": "bad"}
-_STREAMS = ("live", "no_events", "partial", "resyncing", "gone", "failed")
-"""The conditions of streams, the worst last."""
 
 
 def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
@@ -20,7 +19,7 @@ def shown_of(worker: dict[str, Any]) -> dict[str, tuple[str, str | None, str]]:
     state = worker["state"], why, "bad" if worker["state"] == "unhealthy" else "warn"
     if worker["state"] == "healthy":
         state = ("unavailable", why, "warn") if why else ("warming" if worker["warming"] else "healthy", None, "good")
-    streams = sorted(events["sources"], key=lambda each: _STREAMS.index(each["condition"]))
+    streams = sorted(events["sources"], key=lambda each: [*CONDITIONS].index(each["condition"]))
     known: tuple[str, str | None, str] = ("none", None, "")
     if any(rank["state"] == APPROXIMATE for rank in events["ranks"]):
         known = "approximate", "estimated from its prompts, without KV events", "warn"
