@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -55,21 +54,6 @@ BlockHashes: TypeAlias = Callable[[int, int], Iterable[int]]
 """Returns the hashes of a prompt's blocks between two of its tokens, given by their numbers."""
 
 
-class Report(StrEnum):
-    """What a full report showed: blocks that the index lacked, none, or nothing as the worker reports no hits."""
-
-    LACKING = "lacking"
-    KNOWN = "known"
-    UNREPORTED = "unreported"
-
-
-class End(StrEnum):
-    """Why no more reports are requested from a rank."""
-
-    STABLE = "stable"
-    REPORT_LIMIT = "report limit"
-
-
 @dataclass(slots=True)
 class _Healing:
     """The progress of one rank's healing since it was cleared."""
@@ -80,22 +64,22 @@ class _Healing:
     num_hits: int = 0
     hits: set[int] = field(default_factory=set)
     reports_cached_tokens: bool = False
-    end: End | None = None
+    has_ended: bool = False
 
-    def update(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> Report:
-        """Count the new hits of an answer."""
+    def update(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> str:
+        """Count an answer's new hits; return if blocks were `lacking` in the index, none was (`known`), or nothing."""
         if usage is None or not decision.prompt.is_exact:
-            return Report.UNREPORTED
+            return "unreported"
         self.reports_cached_tokens |= usage.cached_tokens is not None
         if not self.reports_cached_tokens:
-            return Report.UNREPORTED
+            return "unreported"
         num_cached_tokens = usage.cached_tokens or 0  # vLLM leaves a 0 out
         is_lacking = num_cached_tokens > decision.overlap_tokens
         new = set(block_hashes(decision.overlap_tokens, num_cached_tokens)) - self.hits if is_lacking else ()
         self.hits.update(islice(new, MAX_HITS - len(self.hits)))
         self.num_hits += len(new)
         self.num_unchanged_in_a_row = 0 if new else self.num_unchanged_in_a_row + 1
-        return Report.LACKING if is_lacking else Report.KNOWN
+        return "lacking" if is_lacking else "known"
 
 
 class Healer:
@@ -122,17 +106,16 @@ class Healer:
         if healing is None:
             return
         report = healing.update(decision, usage, block_hashes)
-        if healing.end is not None:
-            if healing.end is End.STABLE and not healing.num_unchanged_in_a_row:
-                healing.end = None
+        if healing.has_ended:
+            healing.has_ended = healing.num_unchanged_in_a_row > 0 or healing.num_asked >= MAX_ASKED
             return
         self._metrics.counts["full_reports", target.worker, report] += 1
         is_stable = healing.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW
         if is_stable or healing.num_asked >= MAX_ASKED:
-            end = healing.end = End.STABLE if is_stable else End.REPORT_LIMIT
-            self._metrics.counts["healed", target.worker, end] += 1
+            healing.has_ended, reason = True, "stable" if is_stable else "report limit"
+            self._metrics.counts["healed", target.worker, reason] += 1
             text = "partial rank gets no more requests for full reports: %s worker=%s rank=%d num_asked=%d num_hits=%d"
-            logger.info(text, end, *target, healing.num_asked, healing.num_hits)
+            logger.info(text, reason, *target, healing.num_asked, healing.num_hits)
 
     def _needs_report(self, target: WorkerRank) -> bool:
         """Return whether the rank is known only in part, and a report may bring more of it to the index."""
@@ -150,7 +133,7 @@ class Healer:
             for removed in [each for each in self._ranks if self._fleet.get(each.worker) is None]:
                 del self._ranks[removed]
             healing = self._ranks[target] = _Healing(status.clearing)
-        return healing.end is None and healing.num_asked < MAX_ASKED
+        return not healing.has_ended and healing.num_asked < MAX_ASKED
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
 from kvist.openai.requests import read_fields, without_field
 from kvist.router import healing
-from kvist.router.healing import REPORT_MODE, End, Healer, Report, ask_full_report
+from kvist.router.healing import REPORT_MODE, Healer, ask_full_report
 from kvist.router.index import RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.prompts import ParsedRequest
@@ -251,11 +251,11 @@ class OneRank:
 
     @property
     def reports(self) -> list[float | None]:
-        return [self.counted("full_reports_total", report=report) for report in Report]
+        return [self.counted("full_reports_total", report=report) for report in ("lacking", "known", "unreported")]
 
     @property
     def ends(self) -> list[str]:
-        return [end.value for end in End if self.counted("healed_total", reason=end)]
+        return [end for end in ("stable", "report limit") if self.counted("healed_total", reason=end)]
 
     def asks(self) -> bool:
         return self.healer.body_for(self.target, ParsedRequest("m", 1), b"{}") != b"{}"
@@ -288,7 +288,7 @@ def test_a_hit_that_is_new_to_a_rank_which_was_left_alone_begins_healing_again(m
     for num_cached_tokens, is_asked in ((0, True), (0, False), (16, True), (16, True), (16, False), (16, False)):
         rank.answer(num_cached_tokens)
         assert rank.asks() == is_asked
-    assert rank.counted("healed_total", reason=End.STABLE) == 2
+    assert rank.counted("healed_total", reason="stable") == 2
 
 
 def test_a_rank_whose_copies_are_counted_is_not_asked_though_it_is_partial(monkeypatch):
