@@ -10,21 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-
-from kvist.events import Batch, WorkerRank
+from kvist.events import WorkerRank
 from kvist.events.codec import encode_snapshot_part
-from kvist.events.snapshot import HeldBlocks, snapshot_parts
+from kvist.events.snapshot import Snapshot, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
+from kvist.events.types import Holding
 from kvist.publisher.buffers import ReplayBuffer
 from kvist.publisher.stream import Stream, Streams, topic_of, with_companions
-
-_Held: TypeAlias = tuple[Batch, Sequence[HeldBlocks]]
-"""What a rank held before the batch that a heartbeat, the first of these, names."""
 
 MAX_RANGE_BYTES = 16 << 20
 """A subscriber that was away gets this much of a range before a snapshot is considered: it costs nobody a copy."""
@@ -45,7 +41,7 @@ class _Copy(NamedTuple):
     """A copy of what a rank holds, made by the publisher's thread; cancelled if that thread ends before."""
 
     begun_at_s: float
-    held: Future[_Held]
+    snapshot: Future[Snapshot]
 
 
 class ReplayResponder:
@@ -57,7 +53,7 @@ class ReplayResponder:
         epoch: int,
         streams: Streams,
         buffer: ReplayBuffer,
-        call_between_batches: Callable[[Callable[[Streams], _Held]], Future[_Held]],
+        call_between_batches: Callable[[Callable[[Streams], Snapshot]], Future[Snapshot]],
     ) -> None:
         self._worker = worker
         self._epoch = epoch
@@ -84,7 +80,7 @@ class ReplayResponder:
         """Drop copies that are done and too old to be used again; call it now and then."""
         with self._lock:
             for rank, copy in tuple(self._copies.items()):
-                if copy.held.done() and now_s > copy.begun_at_s + COPY_LIFETIME_S:
+                if copy.snapshot.done() and now_s > copy.begun_at_s + COPY_LIFETIME_S:
                     del self._copies[rank]
 
     def _answer(self, rank: int, stream: Stream, topic: bytes, start_sequence: int) -> Iterator[Message]:
@@ -105,42 +101,41 @@ class ReplayResponder:
             copy = self._copies.get(rank)
             if copy is None or not self._is_usable(copy, topic):
                 copy = self._copies[rank] = self._begin_copy(rank)
-        while not wait([copy.held], KEEP_ALIVE_S).done:
+        while not wait([copy.snapshot], KEEP_ALIVE_S).done:
             if time.monotonic() > copy.begun_at_s + COPY_TIMEOUT_S:
                 return None
             yield from self._buffer.heartbeats(topic)
-        if copy.held.cancelled():
+        if copy.snapshot.cancelled():
             return None
-        heartbeat, slices = copy.held.result()
-        empty = HeldBlocks(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.uint8))
-        for part in snapshot_parts(heartbeat, HeldBlocks(*map(np.concatenate, zip(empty, *slices, strict=True)))):
+        snapshot = copy.snapshot.result()
+        for part in snapshot_parts(snapshot):
             yield Message(topic, part.sequence, encode_snapshot_part(part))
-        return heartbeat.sequence
+        return snapshot.sequence
 
     def _begin_copy(self, rank: int) -> _Copy:
         begun_at_s = time.monotonic()
 
-        def copy(streams: Streams) -> _Held:
+        def copy(streams: Streams) -> Snapshot:
             stream = with_companions(streams)[rank]
-            heartbeat, slices = stream.heartbeat(time.time()), []
+            state, slices = stream.heartbeat(time.time()), []
             for held in stream.residency.slices():
                 slices.append(held)
                 time.sleep(0)  # an engine may wait for the interpreter
             self.num_snapshots += 1
             made = rank, sum(len(held.hashes) for held in slices), time.monotonic() - begun_at_s
             _logger.info("snapshot made rank=%d blocks=%d seconds=%.3f", *made)
-            return heartbeat, slices
+            holding = Holding(stream.residency.num_blocks, stream.residency.digest)
+            return Snapshot(state.source, state.epoch, state.sequence, state.block_size, holding, tuple(slices))
 
         return _Copy(begun_at_s, self._call_between_batches(copy))
 
     def _is_usable(self, copy: _Copy, topic: bytes) -> bool:
         """Return whether a copy is being made, or is fresh, and what followed it is still kept."""
-        if not copy.held.done():
+        if not copy.snapshot.done():
             return True
-        if copy.held.cancelled() or time.monotonic() > copy.begun_at_s + COPY_LIFETIME_S:
+        if copy.snapshot.cancelled() or time.monotonic() > copy.begun_at_s + COPY_LIFETIME_S:
             return False
-        heartbeat, _ = copy.held.result()
-        return (self._buffer.first_sequence(topic) or 0) <= heartbeat.sequence
+        return (self._buffer.first_sequence(topic) or 0) <= copy.snapshot.result().sequence
 
 
 def _is_too_large(range_bytes: int, num_blocks: int, start_sequence: int) -> bool:

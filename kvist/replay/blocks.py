@@ -5,31 +5,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.dialects import EngineEnvelope
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import Snapshot, SnapshotAssembly, snapshot_id
+from kvist.events.snapshot import Snapshot, SnapshotAssembly, snapshot_id, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
-from kvist.events.types import SnapshotPart
+from kvist.events.types import Holding, SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, read_envelope
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedSnapshot:
+class RecordedSnapshot(NamedTuple):
     """A whole snapshot, verified by its digest, and the messages that it came in, each part once."""
 
-    heartbeat: Batch
-    """A heartbeat that says the same, with a timestamp of 0."""
     snapshot: Snapshot
     messages: tuple[Message, ...]
-
-    @property
-    def rank(self) -> WorkerRank:
-        return self.heartbeat.source
 
 
 class SnapshotCollector:
@@ -43,23 +36,20 @@ class SnapshotCollector:
         """Add a part; return the snapshot once it is whole. A part of another snapshot discards the unfinished one."""
         try:
             part = decode_snapshot_part(message.payload, source)
-            rank = part.source
-            begun = self._begun.setdefault(rank, {})
+            begun = self._begun.setdefault(part.source, {})
             if begun and snapshot_id(next(iter(begun.values()))[0]) != snapshot_id(part):
                 begun.clear()
             begun.setdefault(part.part_idx, (part, message))
             if len(begun) < part.num_parts:
                 return None
-            del self._begun[rank]
+            del self._begun[part.source]
             assembly = SnapshotAssembly(source)
             for each, _ in begun.values():
                 assembly.add(each)
-            snapshot, events = assembly.snapshot(), (Heartbeat(part.num_blocks, part.digest),)
+            return RecordedSnapshot(assembly.snapshot(), tuple(message for _, message in begun.values()))
         except MalformedMessageError:
             self.num_malformed += 1
             return None
-        heartbeat = Batch(*rank, part.epoch, part.sequence, part.block_size, 0.0, events)
-        return RecordedSnapshot(heartbeat, snapshot, tuple(message for _, message in begun.values()))
 
 
 class _MessageLog:
@@ -161,11 +151,13 @@ class SentBuffer:
 
     def _restore(self, recorded: RecordedSnapshot) -> None:
         """Replace what is kept of a rank by a snapshot, also where messages before it are missing."""
-        topic, state = recorded.messages[0].topic, recorded.heartbeat
+        topic, state = recorded.messages[0].topic, recorded.snapshot
         log = self._logs.get(topic)
         if log is None or state.epoch >= log.epoch:
             self._start_log(topic, _MessageLog(state.epoch, state.sequence, recorded.messages))
-            self._last[topic] = Message(topic, state.sequence, encode_batch(state))
+            of = *state.source, state.epoch, state.sequence, state.block_size
+            heartbeat = Batch(*of, 0.0, (Heartbeat(*state.holding),))
+            self._last[topic] = Message(topic, state.sequence, encode_batch(heartbeat))
 
     def _restore_empty(self, topic: bytes, heartbeat: CanonicalEnvelope) -> None:
         """Start anew at a heartbeat that says that the rank holds nothing, if messages before it are missing."""
@@ -195,5 +187,6 @@ class SentBuffer:
 
 def empty_snapshot(envelope: CanonicalEnvelope, topic: bytes) -> Message:
     """Return a snapshot which says that a rank held nothing before a batch."""
-    of = envelope.worker, envelope.rank, envelope.epoch, envelope.sequence, envelope.block_size
-    return Message(topic, envelope.sequence, encode_snapshot_part(SnapshotPart(*of, 0, 1, 0, 0, b"", b"", b"")))
+    of = envelope.source, envelope.epoch, envelope.sequence, envelope.block_size
+    (part,) = snapshot_parts(Snapshot(*of, Holding(0, 0), ()))
+    return Message(topic, envelope.sequence, encode_snapshot_part(part))

@@ -92,7 +92,7 @@ class _RankRecovery:
             if self.rank is not None and is_snapshot_part(message.payload):
                 has_parts = True
                 whole = collector.add(message, self.rank.worker)
-                snapshot = whole if whole is not None and whole.rank == self.rank else snapshot
+                snapshot = whole if whole is not None and whole.snapshot.source == self.rank else snapshot
             envelope = read_envelope(message.payload)
             if self.rank is None and isinstance(envelope, EngineEnvelope):
                 answered.append((0, message if message.topic else message._replace(topic=self._topic)))

@@ -183,8 +183,8 @@ class StatisticsCollector:
                             rank.stream = None
                 elif isinstance(step, Restore):
                     assert source.numbering.snapshot is not None
-                    recorded = source.numbering.snapshot
-                    self._restore(self._rank(source, recorded.rank), recorded.snapshot)
+                    snapshot = source.numbering.snapshot.snapshot
+                    self._restore(self._rank(source, snapshot.source), snapshot)
                 elif key is None:
                     self._apply_engine(source, record)
                 else:

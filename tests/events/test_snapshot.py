@@ -15,7 +15,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import snapshot as snapshots
 from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_canonical, is_snapshot_part
 from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly, block_digest, snapshot_parts
-from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
+from kvist.events.types import SnapshotPart, Tier, WorkerRank
 
 PART = SnapshotPart("worker-0", 1, 2**63, 7, 16, 0, 1, 3, 2**64 - 1, bytes(range(16)), bytes(range(8)), b"\x01\x0f")
 GOLDEN = bytes.fromhex(
@@ -47,8 +47,8 @@ def held_blocks(num_blocks: int, seed: int = 0) -> HeldBlocks:
 
 
 def parts_of(held: HeldBlocks) -> list[SnapshotPart]:
-    state = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, (Heartbeat(*held.holding()),))
-    return list(snapshot_parts(state, held))
+    slices = HeldBlocks(*(column[:3] for column in held)), HeldBlocks(*(column[3:] for column in held))
+    return list(snapshot_parts(Snapshot(WorkerRank("worker-0", 1), 2**63, 7, 16, held.holding(), slices)))
 
 
 def put_together(parts) -> Snapshot:
@@ -87,6 +87,7 @@ def test_parts_in_any_order_and_number_make_the_snapshot(num_blocks):
     shuffled = [*parts, *parts[:2]]
     random.Random(1).shuffle(shuffled)
     snapshot = put_together(decode_snapshot_part(encode_snapshot_part(part), "w") for part in shuffled)
+    assert (snapshot.source, snapshot.block_size) == (WorkerRank("worker-0", 1), 16)
     assert (snapshot.epoch, snapshot.sequence, snapshot.holding) == (2**63, 7, held.holding())
     assert pairs(snapshot.slices) == pairs([held])
     depths = [depth for each in snapshot.slices for depth in each.depths.tolist()]

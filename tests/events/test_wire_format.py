@@ -9,8 +9,8 @@ import numpy as np
 
 from kvist.events.codec import decode_batch, decode_snapshot_part
 from kvist.events.hashing import block_hashes
-from kvist.events.snapshot import HeldBlocks, blocks_digest, snapshot_parts
-from kvist.events.types import Batch, Heartbeat, Removed, Stored, Tier
+from kvist.events.snapshot import HeldBlocks, Snapshot, blocks_digest, snapshot_parts
+from kvist.events.types import Batch, Heartbeat, Removed, Stored, Tier, WorkerRank
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
 
@@ -37,8 +37,8 @@ def test_the_snapshot_decodes_to_what_the_text_says():
     first, second = block_hashes(range(1, 9), 4)
     (payload,) = examples()[3:]
     held = HeldBlocks(np.array([first, second]), np.array([0, 1], np.uint32), np.array([1, 3], np.uint8))
-    heartbeat = Batch("worker-0", 0, 0x000691F29D000000, 1, 4, 0.0, (Heartbeat(*held.holding()),))
-    assert [decode_snapshot_part(payload, "document")] == list(snapshot_parts(heartbeat, held))
+    snapshot = Snapshot(WorkerRank("worker-0", 0), 0x000691F29D000000, 1, 4, held.holding(), (held,))
+    assert [decode_snapshot_part(payload, "document")] == list(snapshot_parts(snapshot))
 
 
 def test_the_tiers_are_those_of_the_table():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvist.events import Batch, Heartbeat
+from kvist.events import WorkerRank
 from kvist.events.codec import encode_snapshot_part
-from kvist.events.snapshot import HeldBlocks, snapshot_parts
+from kvist.events.snapshot import HeldBlocks, Snapshot, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
 from kvist.replay.blocks import SentBuffer
 
@@ -55,8 +55,8 @@ def test_heartbeats_duplicates_and_what_is_no_batch_are_not_kept(make):
 
 def test_parts_of_snapshots_are_not_sent_even_if_they_cannot_be_read(make):
     held = HeldBlocks(np.array([5], np.uint64), np.array([0], np.uint32), np.array([1], np.uint8))
-    state = Batch("w", 0, 7, 0, 4, 0.0, (Heartbeat(*held.holding()),))
-    (payload,) = map(encode_snapshot_part, snapshot_parts(state, held))
+    snapshot = Snapshot(WorkerRank("w", 0), 7, 0, 4, held.holding(), (held,))
+    (payload,) = map(encode_snapshot_part, snapshot_parts(snapshot))
     for each in (payload, payload[:-1]):
         assert not SentBuffer().append(Message(b"kv/w/0", 0, each))
     assert SentBuffer().append(make.batch(0)._replace(payload=b"\xc1"))

@@ -7,9 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier
+from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import encode_snapshot_part
-from kvist.events.snapshot import HeldBlocks, snapshot_parts
+from kvist.events.snapshot import HeldBlocks, Snapshot, snapshot_parts
 from kvist.events.transports import Message
 from kvist.replay.history import History
 from kvist.replay.statistics import StatisticsCollector
@@ -105,8 +105,8 @@ def test_any_moment_is_as_sets_have_it(make, seed):
 
 def test_what_a_snapshot_alone_tells_counts_and_has_no_place_but_at_the_root(make):
     held = HeldBlocks(np.array([5, 6], np.uint64), np.array([0, 1], np.uint32), np.array([1, 3], np.uint8))
-    state = Batch("w", 0, 7, 0, BLOCK_SIZE, 0.0, (Heartbeat(*held.holding()),))
-    parts = [Message(b"kv/w/0", 0, encode_snapshot_part(part)) for part in snapshot_parts(state, held)]
+    snapshot = Snapshot(WorkerRank("w", 0), 7, 0, BLOCK_SIZE, held.holding(), (held,))
+    parts = [Message(b"kv/w/0", 0, encode_snapshot_part(part)) for part in snapshot_parts(snapshot)]
     collector = StatisticsCollector()
     for record in make.records(*parts, make.batch(0, make.stored(7, parent=6)), make.batch(1, Cleared())):
         collector.add(record)

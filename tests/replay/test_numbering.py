@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvist.events import Batch, Heartbeat
+from kvist.events import WorkerRank
 from kvist.events.codec import encode_snapshot_part
 from kvist.events.session import Apply, Clear, ClearReason, Restore
-from kvist.events.snapshot import HeldBlocks, snapshot_parts
+from kvist.events.snapshot import HeldBlocks, Snapshot, snapshot_parts
 from kvist.events.transports import Message
 from kvist.replay.envelope import read_envelope
 from kvist.replay.numbering import Numbering
@@ -25,8 +25,7 @@ def judged(make, *messages):
 
 def snapshot(sequence, blocks=(5, 6)):
     held = HeldBlocks(np.array(blocks, np.uint64), np.zeros(len(blocks), np.uint32), np.ones(len(blocks), np.uint8))
-    state = Batch("w", 0, 7, sequence, 4, 0.0, (Heartbeat(*held.holding()),))
-    (part,) = snapshot_parts(state, held)
+    (part,) = snapshot_parts(Snapshot(WorkerRank("w", 0), 7, sequence, 4, held.holding(), (held,)))
     return Message(b"kv/w/0", sequence, encode_snapshot_part(part))
 
 

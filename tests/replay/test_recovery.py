@@ -14,8 +14,9 @@ from index_invariants import check_invariants
 from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import encode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.session import SourceState
-from kvist.events.snapshot import HeldBlocks, blocks_digest, snapshot_parts
+from kvist.events.snapshot import HeldBlocks, Snapshot, blocks_digest, snapshot_parts
 from kvist.events.transports import Message, ReplayRequest
+from kvist.events.types import Holding
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader
 from kvist.replay.blocks import SentBuffer
@@ -92,13 +93,13 @@ class Publisher:
         return self.batches[start:]
 
     def snapshot(self):
-        state = Batch(*RANK, self.epoch, len(self.batches), 4, 1.5, (Heartbeat(*self.holding),))
         held = HeldBlocks(
             np.array([*self.held], np.uint64),
             np.array([depth for depth, _ in self.held.values()], np.uint32),
             np.array([tiers for _, tiers in self.held.values()], np.uint8),
         )
-        return [Message(TOPIC, state.sequence, encode_snapshot_part(part)) for part in snapshot_parts(state, held)]
+        snapshot = Snapshot(RANK, self.epoch, len(self.batches), 4, Holding(*self.holding), (held,))
+        return [Message(TOPIC, part.sequence, encode_snapshot_part(part)) for part in snapshot_parts(snapshot)]
 
     def _message(self, sequence, event):
         return Message(TOPIC, sequence, encode_batch(Batch(*RANK, self.epoch, sequence, 4, 1.5, (event,))))
