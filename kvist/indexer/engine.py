@@ -164,8 +164,7 @@ class EngineFollower:
             self._feed.on_reconnect(now_s)
         for each in progress.ranks:
             rank = self._rank(each.rank)
-            rank.resume(each.filter, each.other_groups, each.copies)
-            rank.is_offloading = each.is_offloading
+            rank.resume(each.filter, each.other_groups, each.copies, is_offloading=each.is_offloading)
             if each.is_complete:
                 self._complete_ranks.add(each.rank)
         self._update_resyncing()

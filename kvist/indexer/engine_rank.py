@@ -187,11 +187,7 @@ class EngineResidency:
         self._change(compiled.STORE_IN_COMPANION, 0, _folded({name for name, _, _ in self.group_counts()}))
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
-        """Count blocks as held by a group, or one more copy of each.
-
-        Unless copies are counted, the event may report a whole prompt anew. Then only its last blocks count: the group
-        may have dropped the others since.
-        """
+        # What reports a whole prompt anew is certain of its last blocks only: the group may have dropped the others.
         num_left_out = 0 if self.counts_copies else len(engine_hashes) - int(self.record["num_trusted"][0, group])
         counted = [name for name in engine_hashes[max(0, num_left_out) :] if name is not None]
         self._change(compiled.STORE_IN_GROUP, group, _folded(counted))
@@ -345,7 +341,7 @@ class EngineRank:
 
     def admit(self, event: EngineEvent) -> None:
         self.is_new = False
-        self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
+        self.residency.record["is_offloading"] |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         if isinstance(event, EngineCleared):
             self._has_forgotten = event.tier is not None and self.is_offloading
         before, counts_copies = (self.filter.state, self.splitter.rules), self.residency.counts_copies
@@ -371,10 +367,6 @@ class EngineRank:
         """Return whether the rank ever stored a block in another tier than the GPU."""
         return bool(self.residency.record["is_offloading"][0])
 
-    @is_offloading.setter
-    def is_offloading(self, is_offloading: bool) -> None:
-        self.residency.record["is_offloading"] = is_offloading
-
     @property
     def is_inexact(self) -> bool:
         """Return whether some of what hits need is not known."""
@@ -390,7 +382,10 @@ class EngineRank:
         """Return the counts of `EngineResidency.dump_copies`, none if another process could not go on with them."""
         return b"" if self.splitter.small else self.residency.dump_copies()
 
-    def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
+    def resume(
+        self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes, *, is_offloading: bool
+    ) -> None:
+        self.residency.record["is_offloading"] = is_offloading
         self.residency.load_copies(copies)
         self.splitter.resume(state, others)
         self._forget_verdicts()

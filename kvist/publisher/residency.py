@@ -202,7 +202,6 @@ class Residency:
         return Held(new_idxs, displaced)
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> list[int]:
-        """Remove engine hashes, or one copy of each that has more, from a tier; return the blocks that left it."""
         block_of = self._block_of[tier]
         released: list[int] = []
         for engine_hash in engine_hashes:

@@ -26,7 +26,7 @@ from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.filter import largest_windows_first
 from kvist.publisher.publisher import KvEventPublisher
-from kvist.publisher.state import EngineProgress, SidecarState, StateStore
+from kvist.publisher.state import SidecarState, StateStore, StreamProgress
 from kvist.publisher.stream import RankState, StreamOptions, Streams
 
 _logger = logging.getLogger(__name__)
@@ -95,13 +95,13 @@ class SidecarFeed:
         """Return the ranks that lack no block; to be read while the session asks nothing."""
         return frozenset(self._ranks if self.is_complete else self._cleared_ranks)
 
-    def progress(self) -> EngineProgress | None:
+    def progress(self) -> StreamProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
         session = self.feed.session
         if session.epoch is None or session.expected_sequence == 0:
             return None
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
-        return EngineProgress(
+        return StreamProgress(
             self.name,
             session.expected_sequence,
             self.is_complete,
@@ -110,7 +110,7 @@ class SidecarFeed:
             complete_ranks=tuple(sorted(self._complete_ranks)),
         )
 
-    def restore(self, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
+    def restore(self, progress: StreamProgress, ranks: Mapping[int, RankState], now_s: float) -> None:
         """Continue from saved progress once the engine has proven to be the same; call it before anything else."""
         self._restored = ranks
         self._cleared_ranks = {*progress.complete_ranks}
@@ -332,7 +332,7 @@ class Sidecar:
                 feed.restore(stream, ranks, time.monotonic())
 
     async def _save_periodically(self, store: StateStore) -> None:
-        saved: list[EngineProgress] = []
+        saved: list[StreamProgress] = []
         interval_s = SAVE_INTERVAL_S
         while True:
             await asyncio.sleep(interval_s)
@@ -349,7 +349,7 @@ class Sidecar:
                 saved = streams
             interval_s = max(SAVE_INTERVAL_S, SAVE_COST_FACTOR * (time.monotonic() - started_s))
 
-    async def _copy(self, block_size: int, streams: Sequence[EngineProgress]) -> SidecarState:
+    async def _copy(self, block_size: int, streams: Sequence[StreamProgress]) -> SidecarState:
         """Return the state after all that these streams brought, and nothing else, is in the publisher's streams."""
         wanted = {rank for stream in streams for rank in stream.ranks}
 

@@ -24,7 +24,7 @@ _CHECKSUM_BYTES = 8
 _PARENT_SHIFT = 36
 
 
-class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
+class StreamProgress(msgspec.Struct, array_like=True, frozen=True):
     """How far one of the engine's streams was followed, and what proves that it is still the same process."""
 
     name: str
@@ -45,7 +45,7 @@ class SidecarState:
 
     block_size: Positive
     settings: str
-    streams: tuple[EngineProgress, ...]
+    streams: tuple[StreamProgress, ...]
     ranks: dict[Rank, RankState]
 
 

@@ -11,11 +11,11 @@ from kvist.events import Tier
 from kvist.events.engine_events import FULL
 from kvist.publisher.filter import FilterState
 from kvist.publisher.residency import Residency, Scope
-from kvist.publisher.state import EngineProgress, SidecarState, StateStore, pack, unpack
+from kvist.publisher.state import SidecarState, StateStore, StreamProgress, pack, unpack
 from kvist.publisher.stream import RankState
 
 FILTER = FilterState(False, FULL, 1, True, frozenset({(1,), 512, FULL}), True, False)
-STREAM = EngineProgress("tcp://127.0.0.1:5557", 7, True, ((5, 55), (6, 1 << 63)), (0, 3))
+STREAM = StreamProgress("tcp://127.0.0.1:5557", 7, True, ((5, 55), (6, 1 << 63)), (0, 3))
 U64 = st.integers(0, 2**64 - 1)
 
 

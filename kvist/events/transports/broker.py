@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message
@@ -114,9 +114,8 @@ class BrokerUrl:
     def public(self) -> str:
         """Return the URL without secrets and paths of files."""
         path = "/".join(quote(name, safe="") for name in (self.model, self.worker) if name is not None)
-        options = [f"{name}={quote(self.options[name], safe='')}" for name in self.options]
-        options = [option for option in options if option.partition("=")[0] not in PRIVATE_OPTIONS]
-        query = f"?{'&'.join(options)}" if options else ""
+        shown = {name: value for name, value in self.options.items() if name not in PRIVATE_OPTIONS}
+        query = f"?{urlencode(shown, safe='', quote_via=quote)}" if shown else ""
         return f"{self.scheme}://{','.join(map(str, self.hosts))}/{path}{query}"
 
     @property

@@ -51,11 +51,9 @@ class ZmtpSubscription(ComposedContext):
         self._arrived = asyncio.Event()
         self._link: Link | None = None
         self.num_connects = 0
-        """How often a publisher was connected so far, and its handshake done."""
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether a publisher is connected, and nothing it sent is unread, not even the connection's end."""
         return self._link is not None and self._link.is_caught_up
 
     @property
