@@ -417,7 +417,7 @@ class Forwarding:
             plan, full = self._plan()
             may_wait = not self.tried and not isinstance(self.responder, SplitPart)
             worker = plan.answer.chosen.target.worker
-            if may_wait and worker in full and plan.dialect.works_alone:
+            if may_wait and worker in full and plan.dialect.works_alone(self.parsed.path):
                 awaited = ANY_STANDALONE if self.router.fleet.has_roles else worker
                 self.place, self._waiting_step = self._enter_queue(self, worker=awaited), self.trace.step("queue")
                 return

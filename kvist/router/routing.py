@@ -36,7 +36,7 @@ from kvist.router.prefill.dialect import FALLBACKS, OBSTACLES, Dialect, LocalRea
 from kvist.router.prefill.handover import DIALECTS, KVIST, Plan, why_local
 from kvist.router.prefill.sglang import DEFAULT_BOOTSTRAP_PORT
 from kvist.router.prefill.split import single_answer
-from kvist.router.prompts import APIS, ParsedRequest
+from kvist.router.prompts import ParsedRequest
 from kvist.router.recording import Hashes
 from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
@@ -311,7 +311,7 @@ class Routing:
 
     def can_do_all(self, path: str, worker: Worker) -> bool:
         """Return whether the worker can answer a request of this endpoint without another."""
-        return worker.role is Role.BOTH or self._dialect_of(worker).works_alone or path not in APIS
+        return worker.role is Role.BOTH or self._dialect_of(worker).works_alone(path)
 
     def _prefill_workers(self, parsed: ParsedRequest, workers: list[Worker]) -> tuple[list[Worker], LocalReason | None]:
         """Return those that can compute the prompt for another of the workers, or why there are none."""

@@ -70,12 +70,14 @@ class Handoff(msgspec.Struct, frozen=True):
 class Dialect:
     """One engine's protocol; the methods here are those of engines that ask one worker after the other."""
 
-    works_alone = True
-    """Whether a worker that has a role can do all of a request; else both of a pair are asked at once."""
     hands_logprobs = False
     """Whether the log probabilities of the first token come along."""
     hands_over_early = False
     """Whether a prefill worker's answer is a stream whose beginning has the handoff."""
+
+    def works_alone(self, path: str) -> bool:  # noqa: ARG002
+        """Return whether a worker with a role can do all of such a request; else both of a pair are asked at once."""
+        return True
 
     def obstacle(self, parsed: ParsedRequest) -> LocalReason | None:
         """Return why no pair can do the request, None if one can.

@@ -24,13 +24,19 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 _PLACE = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _NUM_ROOMS = 2**63
+_GENERATING = frozenset(
+    {*APIS, "/v1/score", "/v1/rerank", "/v1/decisions", "/v1/systemone", "/v1/audio/transcriptions"}
+)
+"""Endpoints that SGLang serves by generating, if only log probabilities: a worker with a role needs a room for that."""
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
 class SglangDialect(Dialect):
     """Pairs do any generation with one answer to each prompt: for several, a worker would look in one room."""
 
-    works_alone = False
+    def works_alone(self, path: str) -> bool:
+        """Return whether the endpoint generates nothing."""
+        return path not in _GENERATING
 
     def obstacle(self, parsed: ParsedRequest) -> LocalReason | None:
         """Return why no pair can do the request: several answers, or log probabilities that cannot be merged."""

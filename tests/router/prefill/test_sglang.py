@@ -205,10 +205,16 @@ async def test_what_no_pair_can_do_goes_to_a_worker_that_does_all_or_is_refused(
         for fields in ({"n": 2, "use_beam_search": True}, {"echo": True, "logprobs": 1}):
             refused = await front.complete(SHORT, **fields)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pair")
+        for path in ("/v1/score", "/v1/rerank", "/v1/decisions"):  # by log probabilities of what is generated
+            refused = await front.client.post(path, json={"input": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pair")
         await front.client.post("/workers", json={"url": other.url})
         await front.until_state(other.url, "healthy")
         assert (await front.complete(SHORT, n=2)).json()["choices"] == [{"text": "whole"}]
+        for _ in range(8):
+            assert (await front.client.post("/v1/score", json={"input": "x"})).status_code == 200
         assert not p.completions
+        assert not d.completions
 
 
 async def test_half_a_pair_does_nothing(pair, router) -> None:
