@@ -78,7 +78,7 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     regret = Regret(max_buckets=None)
     for at_s, _, line in lines:
         if line.input_length is not None and line.status == 200:
-            regret.add(at_s, [_parse_routed(line)], num_workers * cache_tokens // line.block_size)
+            regret.add(at_s, [_parse_routed(line)], num_workers * cache_tokens // line.tokens_per_block)
     report = regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
     if not any(line.worker for _, _, line in lines):  # nobody routed these requests, so nothing was lost
         for row in (report["total"], *(row for name in report if name.startswith("by_") for row in report[name])):
@@ -102,10 +102,10 @@ def _parse_routed(line: TraceLine) -> Routed:
         in_flight_tokens=line.in_flight_tokens,
         held_or_in_flight_tokens=line.held_or_in_flight_tokens,
         reported_tokens=line.cached_tokens,
-        is_read=bool(line.hash_ids) or (line.input_length or 0) < line.block_size,
+        is_read=bool(line.hash_ids) or (line.input_length or 0) < (line.block_size or 0),
         is_exact=line.exact_cache,
         identically_rendered_tokens=line.identically_rendered_tokens,
-        block_size=line.block_size,
+        block_size=line.tokens_per_block,
         sampled=sample_of(hashes, hashes),
         tenant=line.tenant or DEFAULT_TENANT,
     )

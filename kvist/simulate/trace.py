@@ -140,7 +140,7 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     output_length: NumTokens | None = None
     hash_ids: list[int] | None = None
     # Fields that `kvist route --record-requests` adds.
-    block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
+    block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     recording_started_at: float = 0.0
     status: int = 200
     model: str | None = None
@@ -165,6 +165,11 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None
     text_input: str | None = None
     turns: list[Turn] = []
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Return the `block_size`; recordings have none in lines of prompts whose tokens were not known."""
+        return self.block_size or TRACE_BLOCK_SIZE
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
@@ -201,16 +206,17 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
         if line.status != HTTPStatus.OK:
             continue
         if line.hash_ids:
-            block_size = block_size or line.block_size
-            if line.block_size != block_size:
-                raise InvalidValueError(f"{place}: block_size", line.block_size, f"{block_size}, as in lines before")
+            block_size = block_size or line.tokens_per_block
+            if line.tokens_per_block != block_size:
+                expected = f"{block_size}, as in lines before"
+                raise InvalidValueError(f"{place}: block_size", line.tokens_per_block, expected)
         requests.append(_parse_request(place, line))
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
     begins_at_s = requests[0].at_s
     requests = [replace(each, idx=idx, at_s=each.at_s - begins_at_s) for idx, each in enumerate(requests)]
-    block_size, answers = block_size or line.block_size, {}
+    block_size, answers = block_size or line.tokens_per_block, {}
     for request, before in _previous_turns(requests):
         if before is not None and before.took_s > 0 and request.blocks[: len(before.blocks)] == before.blocks:
             end = (before.num_tokens + before.num_output_tokens) // block_size
@@ -237,8 +243,8 @@ def _parse_request(place: str, line: TraceLine) -> Request:
         expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text or turns"
         raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
     at_s = line.recording_started_at + line.timestamp / 1e3
-    blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
-    request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
+    blocks = tuple(line.hash_ids[: line.input_length // line.tokens_per_block])
+    request = Request(0, at_s, blocks, line.input_length, line.output_length or 1, took_s=line.total_s or 0.0)
     return replace(request, pause_s=line.pause_s, session=line.session)
 
 

@@ -25,6 +25,7 @@ from kvist.replay.envelope import read_envelope
 from kvist.replay.recorder import Recorder, SourceSpec
 from kvist.router import access_log, recording
 from kvist.router.recording import Beginning, Recorded, RequestRecorder
+from kvist.router.regret import Cause
 from kvist.simulate.trace import read_trace
 
 TOKENS = list(range(100, 196))
@@ -319,6 +320,39 @@ async def test_a_recording_is_simulated(worker, router, tmp_path: Path, capsys: 
         assert main(["simulate", str(path), *flags]) == 0
         rows = [row.split()[:3] for row in capsys.readouterr().out.splitlines()]
         assert [row for row in rows if row[:2] == ["0.5", "2"]] == [["0.5", "2", "kv"], ["0.5", "2", "round-robin"]]
+
+
+async def test_a_recording_says_where_hits_went_as_its_router_does(
+    worker, router, http_bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but what is estimated: a recording's hashes are keyed, so that other blocks are in the sample."""
+
+    async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        num_tokens = 9 if isinstance(body["prompt"], str) else len(body["prompt"])
+        told = http_bytes.completion(cached_tokens=body["cached"], prompt_tokens=num_tokens)
+        writer.write(http_bytes.response(told, status=body["status"]))
+
+    async with (
+        worker(answer=answer) as one,
+        worker(answer=answer) as two,
+        router(one.url, two.url, block_size=16, record_requests=str(tmp_path)) as front,
+    ):
+        chats = [[number, *range(100, 100 + 40 * number)] for number in range(1, 9)]
+        for number, tokens in enumerate(chats):
+            front.hold((one.url, two.url)[number % 2], tokens[: len(tokens) // 32 * 16])
+        for number, tokens in enumerate(chats * 3):
+            await front.complete(tokens, cached=16 * (number % 3), status=400 if number == 7 else 200)
+        await front.complete("text that nobody is able to read", cached=0, status=200)
+        live = (await front.client.get("/regret")).json()
+    assert main(["why", str(tmp_path), "--json"]) == 0
+    recorded = json.loads(capsys.readouterr().out)
+    assert live["total"]["lost_tokens"].keys() >= {Cause.ENGINE, Cause.UNREAD}
+    assert live["total"]["requests"] == 24
+    for row in (*live["by_worker"], *recorded["by_worker"]):
+        assert row.pop("pooled_cache_tokens") >= 0
+    assert recorded["by_worker"] == live["by_worker"]
+    assert recorded["by_tenant"][0]["tenant"] == live["by_tenant"][0]["tenant"] == "default"
 
 
 async def test_events_and_requests_are_recorded_together_by_one_clock(worker, router, engine, until, tmp_path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,7 @@ from kvist.simulate.peers import POLICIES
 from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
 from kvist.simulate.worker import Machine
 
+HALF_AS_FAST = Machine().times_as_fast(0.5)
 PLAIN = Machine(step_s=0.01, prefill_s=1e-3, context_s=0.0, alpha=0.0, cache_tokens=100_000)
 
 
@@ -362,6 +363,26 @@ def test_recomputation_at_a_price_keeps_a_busy_fleet_from_thrashing() -> None:
     priced, blocks = (measure(trace, POLICIES[name], machines, seed=1) for name in ("kv", "kv-blocks"))
     assert priced.pooled_cache_share > blocks.pooled_cache_share + 0.05
     assert priced.ttft_mean_s < 0.8 * blocks.ttft_mean_s
+
+
+@pytest.mark.parametrize(
+    ("make", "load", "machines", "conditions"),
+    [
+        pytest.param(conversations, 0.7, [Machine(), HALF_AS_FAST] * 4, Conditions(), id="two speeds"),
+        pytest.param(tool_agents, 0.7, [*[Machine()] * 7, HALF_AS_FAST], Conditions(), id="one is slow"),
+        pytest.param(tool_agents, 0.7, [Machine()] * 8, Conditions(num_prefill=5), id="prefill workers"),
+        pytest.param(tool_agents, 0.85, [Machine()] * 8, Conditions(index_delay_s=2.0), id="late events"),
+        pytest.param(tool_agents, 0.7, [Machine(cache_tokens=60_000)] * 8, Conditions(), id="small caches"),
+        pytest.param(tool_agents, 0.5, [Machine(prefill_s=4e-4)] * 8, Conditions(), id="slow prefill"),
+    ],
+)
+def test_fleets_that_are_harder_to_route_for_wait_less_than_by_dynamos_rule(
+    make: Callable[[int, int], Trace], load: float, machines: list[Machine], conditions: Conditions
+) -> None:
+    trace = at_load(make(800, 2), machines, load, seed=2)
+    priced, dynamo = (measure(trace, POLICIES[name], machines, 2, conditions) for name in ("kv", "dynamo"))
+    assert priced.ttft_mean_s < 0.9 * dynamo.ttft_mean_s
+    assert priced.pooled_cache_share > max(0.84, dynamo.pooled_cache_share)
 
 
 @pytest.mark.parametrize("name", POLICIES)
