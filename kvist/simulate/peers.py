@@ -8,7 +8,8 @@ sglang        the gateway's cache_aware: a tree of its own of what it routed; sh
 llm-d         workers that hold 80 % of the prompt unless that costs 18 s, else all; fewest tokens in flight
 lmetric       queued and new prefill tokens times batch size (arXiv 2603.15202)
 hashing       consistent hashing of a prompt's beginning, with bounded loads (arXiv 1608.01350)
-least-loaded, round-robin
+least-loaded, power-of-two, round-robin, random
+              the router's own code
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvist.events import WorkerRank
+from kvist.router.policy.baselines import BASELINES
+from kvist.router.policy.decision import Candidate, Load, draw
 from kvist.router.policy.settings import DEFAULT_TIER_CREDITS
 from kvist.simulate.driver import Among, Counts, Depths, Driver, Hashes, make_driver
 
@@ -228,19 +233,18 @@ class _BoundedHashing(_Peer):
         return next(idx for idx in walk if idx in self.workers and self.running[idx] + 1 <= most)
 
 
-class _LeastLoaded(_Peer):
-    def choose(self, query: _Query) -> int:  # noqa: ARG002
-        return self.lowest(self.running)
-
-
-class _RoundRobin(_Peer):
-    turn = 0
+class _Baseline(_Peer):
+    def __init__(self, name: str, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
+        self._weigh, self._turn = BASELINES[name], 0
 
     def choose(self, query: _Query) -> int:  # noqa: ARG002
-        return self.workers[self.turn % len(self.workers)]
+        loads = [Load(self.running[idx], self.prefill_tokens[idx]) for idx in self.workers]
+        candidates = [Candidate(WorkerRank("", idx), load) for idx, load in zip(self.workers, loads, strict=True)]
+        return self.workers[draw(self._weigh(candidates, self._turn).probabilities, self.random)]
 
     def count(self, request: _Running, sign: int) -> None:  # noqa: ARG002
-        self.turn += sign > 0
+        self._turn += sign > 0
 
 
 POLICIES: dict[str, Callable[..., Driver]] = {
@@ -251,7 +255,6 @@ POLICIES: dict[str, Callable[..., Driver]] = {
     "llm-d": _AffinityThenLoad,
     "lmetric": _LMetric,
     "hashing": _BoundedHashing,
-    "least-loaded": _LeastLoaded,
-    "round-robin": _RoundRobin,
+    **{name: partial(_Baseline, name) for name in BASELINES},
 }
 """Makes a policy's driver from `num_workers`, `block_size` and `seed`."""

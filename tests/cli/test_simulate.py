@@ -7,13 +7,14 @@ import re
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
 
 from kvist.cli import main
 from kvist.cli._terminal import display, make_table
+from kvist.router.config import PolicyName
 from kvist.simulate import fleet
 from kvist.simulate.report import COLUMNS
 
@@ -183,7 +184,8 @@ def test_windows_the_hosts_memory_and_prefill_workers_change_what_is_found_and_h
 
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "conversations", "--policy", "list"]) == 0
-    assert {"kv", "kv-blocks", "dynamo", "sglang", "llm-d", "lmetric"} <= set(capsys.readouterr().out.split())
+    others = {"kv-blocks", "dynamo", "sglang", "llm-d", "lmetric", "hashing"}
+    assert set(capsys.readouterr().out.split()) == others | {*get_args(PolicyName)}
 
 
 @pytest.mark.parametrize(

@@ -408,6 +408,8 @@ def test_every_policy_serves_a_trace_and_gives_back_what_it_counts(name: str) ->
         ("sglang", 8000, {0}),  # has routed nothing, so that all trees are equal
         ("hashing", 8000, {2}),  # the next on the ring that has no request
         ("least-loaded", 0, {1, 2}),
+        ("power-of-two", 0, {1, 2}),
+        ("random", 0, {0, 1, 2}),
         ("round-robin", 8000, {0}),
     ],
 )
