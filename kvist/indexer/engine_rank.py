@@ -19,7 +19,7 @@ from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, MAX_ROWS, PLAC
 from kvist.publisher.filter import FilterState, WindowFilter
 from kvist.publisher.groups import GroupSplitter
 from kvist.publisher.normaliser import Normaliser
-from kvist.publisher.residency import NO_SCOPE, Held, Scope
+from kvist.publisher.residency import NO_SCOPE, Chain, Held, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
 from kvist.radix.memory import reserved_array
@@ -150,15 +150,9 @@ class EngineResidency:
     def scope(self, block_hash: int) -> Scope:
         return self._scopes.get(block_hash, NO_SCOPE)
 
-    def hold(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        scope: Scope = NO_SCOPE,
-    ) -> Held:
-        """Hold a chain of blocks behind `parent` in a tier; an engine hash names the block it was last stored for."""
+    def hold(self, chain: Chain) -> Held:
+        """Hold a chain in its tier; an engine hash names the block it was last stored for."""
+        engine_hashes, block_hashes, parent, tier, scope = chain
         self._change(compiled.HOLD, tier, _folded(engine_hashes), np.array(block_hashes, np.uint64), parent or 0)
         if scope != NO_SCOPE:
             self._record_scope(block_hashes, scope)

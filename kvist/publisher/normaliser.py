@@ -15,7 +15,7 @@ from kvist.events.engine_events import EngineCleared, EngineHash, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
-from kvist.publisher.residency import NO_SCOPE, Holdings, Residency, Scope
+from kvist.publisher.residency import NO_SCOPE, Chain, Holdings, Residency, Scope
 
 _logger = logging.getLogger(__name__)
 
@@ -80,25 +80,18 @@ class Normaliser:
         block_hashes = self._canonical_hashes(event, len(engine_hashes), parent, scope)
         if block_hashes is None:
             return ()
-        return self._hold(engine_hashes, block_hashes, parent, event.tier, scope)
+        return self._hold(Chain(engine_hashes, block_hashes, parent, event.tier, scope))
 
-    def _hold(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        scope: Scope,
-    ) -> tuple[Event, ...]:
+    def _hold(self, chain: Chain) -> tuple[Event, ...]:
         """Hold a chain; the event covers it from its first new block to its last, since a store is idempotent."""
-        new_idxs, displaced = self._residency.hold(engine_hashes, block_hashes, parent, tier, scope)
+        new_idxs, displaced = self._residency.hold(chain)
         events: list[Event] = []
         if displaced:
-            events.append(Removed(_pack(displaced), tier))
+            events.append(Removed(_pack(displaced), chain.tier))
         if new_idxs:
             first, last = new_idxs[0], new_idxs[-1]
-            before_first = block_hashes[first - 1] if first else parent
-            events.append(Stored(_pack(block_hashes[first : last + 1]), before_first, tier))
+            before_first = chain.block_hashes[first - 1] if first else chain.parent
+            events.append(Stored(_pack(chain.block_hashes[first : last + 1]), before_first, chain.tier))
         return tuple(events)
 
     def _stored_without_tokens(self, event: EngineStored) -> tuple[Event, ...]:
@@ -112,7 +105,7 @@ class Normaliser:
             if parent is not None and not self._residency.holds(parent):
                 continue
             scope = self._residency.scope(block_hash)
-            events += self._hold((engine_hash,), (block_hash,), parent, event.tier, scope)
+            events += self._hold(Chain((engine_hash,), (block_hash,), parent, event.tier, scope))
         return tuple(events)
 
     def _leading_full_blocks(self, event: EngineStored) -> list[EngineHash]:

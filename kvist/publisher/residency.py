@@ -42,6 +42,16 @@ class Scope(NamedTuple):
 NO_SCOPE = Scope(None, None)
 
 
+class Chain(NamedTuple):
+    """Blocks of a prompt, each behind the one before it and the first behind `parent`, and where they are stored."""
+
+    engine_hashes: Sequence[EngineHash]
+    block_hashes: Sequence[int]
+    parent: int | None
+    tier: Tier
+    scope: Scope = NO_SCOPE
+
+
 class Held(NamedTuple):
     """What `Residency.hold` changed: positions in the chain that are new to the tier, and blocks that left it."""
 
@@ -64,15 +74,8 @@ class Holdings(Protocol):
     def scope(self, block_hash: int) -> Scope:
         """Return the scope that a held block was stored with."""
 
-    def hold(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        scope: Scope = NO_SCOPE,
-    ) -> Held:
-        """Hold a chain of blocks behind `parent` in a tier."""
+    def hold(self, chain: Chain) -> Held:
+        """Hold a chain of blocks in its tier."""
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Sequence[int]:
         """Remove engine hashes, or one copy of each, from a tier; return the blocks to publish as removed."""
@@ -162,15 +165,9 @@ class Residency:
     def scope(self, block_hash: int) -> Scope:
         return self.scopes.get(block_hash, NO_SCOPE)
 
-    def hold(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        scope: Scope = NO_SCOPE,
-    ) -> Held:
-        """Hold a chain behind `parent` in a tier; an engine hash names the block that was stored with it last."""
+    def hold(self, chain: Chain) -> Held:
+        """Hold a chain in its tier; an engine hash names the block that was stored with it last."""
+        engine_hashes, block_hashes, parent, tier, scope = chain
         block_of, place_of, tier_bit = self._block_of[tier], self.places, 1 << tier
         depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         depth_bits, before = depth << _DEPTH_SHIFT, parent or 0

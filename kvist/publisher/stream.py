@@ -20,7 +20,7 @@ from kvist.events.types import MAX_RANKS, Batch, Cleared, Event, GroupRule, Hear
 from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
 from kvist.publisher.groups import MAX_COUNTED, GroupSplitter
 from kvist.publisher.normaliser import Normaliser
-from kvist.publisher.residency import Residency
+from kvist.publisher.residency import Chain, Residency
 
 # A hash of any other type might never be found again, or never be sent.
 _HASH_TYPES = (int, bytes, np.integer, type(None))
@@ -219,7 +219,7 @@ class Companion(Stream):
         groups = (group for group, each in enumerate(self._kind_of) if each == kind)
         if block_hash is None or not all((name, group) in self._counts for group in groups):
             return
-        if self.residency.hold((block_hash,), (block_hash,), None, Tier(kind)).new_idxs:
+        if self.residency.hold(Chain((block_hash,), (block_hash,), None, Tier(kind))).new_idxs:
             self._coalescer.add(Stored(block_hash.to_bytes(_HASH_BYTES, "little"), None, Tier(kind)))
 
     def _remove(self, kind: int, block_hashes: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from kvist.events import Stored, Tier, WorkerRank
 from kvist.events.types import Holding
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
 from kvist.indexer.engine_rank import EngineResidency, Table
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+from kvist.publisher.residency import NO_SCOPE, Chain, Residency, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import ROW
 
@@ -42,7 +42,7 @@ def play(history, index, *residencies) -> None:
             if any(scope_of.setdefault(block, detail) != detail for _, block in items):
                 continue  # a scope is part of what a block's hash is made from
             for each in residencies:
-                each.hold([name for name, _ in items], [block for _, block in items], None, tier, detail)
+                each.hold(Chain([name for name, _ in items], [block for _, block in items], None, tier, detail))
         elif step == "release":
             for each in residencies:
                 each.release(items, tier)
@@ -123,11 +123,11 @@ def told_by(residency: EngineResidency) -> dict[tuple[Tier, int], int]:
 
 def test_a_block_is_told_under_its_name_in_each_tier_and_not_at_all_if_it_has_two_in_one():
     residency = EngineResidency(RadixIndex(seed=1), SOURCE)
-    residency.hold([1], [11], None, Tier.GPU)
-    residency.hold([2], [11], None, Tier.HOST)
+    residency.hold(Chain([1], [11], None, Tier.GPU))
+    residency.hold(Chain([2], [11], None, Tier.HOST))
     assert residency.are_names_complete
-    residency.hold([3, 4], [33, 44], None, Tier.GPU)
-    residency.hold([5], [33], None, Tier.GPU)
+    residency.hold(Chain([3, 4], [33, 44], None, Tier.GPU))
+    residency.hold(Chain([5], [33], None, Tier.GPU))
     assert told_by(residency) == {(Tier.GPU, 1): 11, (Tier.HOST, 2): 11, (Tier.GPU, 4): 44}
     assert not residency.are_names_complete
 
@@ -135,8 +135,8 @@ def test_a_block_is_told_under_its_name_in_each_tier_and_not_at_all_if_it_has_tw
 def test_a_block_whose_hash_is_0_is_left_out_and_leaves_nothing_behind():
     index = RadixIndex(seed=1)
     residency = EngineResidency(index, SOURCE)
-    residency.hold([1, 2, 3], [11, 0, 33], None, Tier.GPU)
-    residency.hold([1], [0], None, Tier.GPU)
+    residency.hold(Chain([1, 2, 3], [11, 0, 33], None, Tier.GPU))
+    residency.hold(Chain([1], [0], None, Tier.GPU))
     assert [residency.find(name) for name in (1, 2, 3)] == [None, None, 33]
     residency.release([1, 2, 3], Tier.GPU)
     assert len(residency.names) == index.statistics().num_blocks == 0
@@ -145,7 +145,7 @@ def test_a_block_whose_hash_is_0_is_left_out_and_leaves_nothing_behind():
 def test_scopes_of_blocks_that_are_gone_are_forgotten_as_others_come():
     residency = EngineResidency(RadixIndex(seed=1), SOURCE)
     for block in range(1, 2000):
-        residency.hold([block], [block], None, Tier.GPU, Scope("sql", None))
+        residency.hold(Chain([block], [block], None, Tier.GPU, Scope("sql", None)))
         residency.release([block - 10], Tier.GPU)
     assert len(residency._scopes) < 30
     assert residency.scope(1995) == Scope("sql", None)
@@ -190,7 +190,7 @@ def test_names_are_told_some_at_a_time_while_the_table_grows():
     blocks = hashes.tolist()
 
     def hold(some: list[int]) -> None:
-        residency.hold([block ^ 1 for block in some], some, None, Tier.GPU)
+        residency.hold(Chain([block ^ 1 for block in some], some, None, Tier.GPU))
 
     hold(blocks[:50_000])
     told, num_parts = [], 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.events.snapshot import blocks_digest
 from kvist.events.types import Tier
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+from kvist.publisher.residency import NO_SCOPE, Chain, Residency, Scope
 
 tiers = st.sampled_from([Tier.GPU, Tier.HOST])
 names = st.integers(0, 5)
@@ -35,7 +35,7 @@ def test_what_is_held_is_what_the_engines_hashes_name(scope, counts_copies, hist
     for step, pairs, tier in history:
         before = None if tier is None else set(model[tier].values())
         if step == "hold":
-            held = residency.hold([n for n, _ in pairs], [b for _, b in pairs], None, tier, scope)
+            held = residency.hold(Chain([n for n, _ in pairs], [b for _, b in pairs], None, tier, scope))
             for name, block in pairs:
                 copies[name, tier] = copies[name, tier] + 1 if counts_copies and model[tier].get(name) == block else 1
             model[tier].update(pairs)
@@ -91,7 +91,7 @@ scoped_steps = st.one_of(
 
 def test_the_parent_of_a_held_block_outlives_the_parent_itself():
     residency = Residency()
-    residency.hold([1, 2], [11, 12], None, Tier.GPU)
+    residency.hold(Chain([1, 2], [11, 12], None, Tier.GPU))
     residency.release([1], Tier.GPU)
     assert residency.parent(12) == 11
     assert not residency.holds(11)
@@ -109,13 +109,13 @@ def depths_of(residency) -> dict[int, int]:
 
 def test_a_depth_counts_the_blocks_before_it_whatever_becomes_of_them():
     residency = Residency()
-    residency.hold([1, 2, 3], [11, 12, 13], None, Tier.GPU)
+    residency.hold(Chain([1, 2, 3], [11, 12, 13], None, Tier.GPU))
     residency.release([1, 2], Tier.GPU)
-    residency.hold([4], [14], 13, Tier.HOST)
-    residency.hold([3], [13], 12, Tier.DISK)
+    residency.hold(Chain([4], [14], 13, Tier.HOST))
+    residency.hold(Chain([3], [13], 12, Tier.DISK))
     assert depths_of(residency) == {13: 2, 14: 3}
     assert (residency.parent(13), residency.parent(14)) == (12, 13)
-    residency.hold([1], [11], None, Tier.EXTERNAL)
+    residency.hold(Chain([1], [11], None, Tier.EXTERNAL))
     assert residency.parent(11) is None
     assert depths_of(residency) == {11: 0, 13: 2, 14: 3}
 
@@ -124,21 +124,21 @@ def test_what_is_held_is_told_in_slices(monkeypatch):
     monkeypatch.setattr("kvist.publisher.residency._NUM_BLOCKS_A_SLICE", 10)
     residency = Residency()
     chain = list(range(100, 125))
-    residency.hold(chain, chain, None, Tier.GPU)
+    residency.hold(Chain(chain, chain, None, Tier.GPU))
     assert [len(held.hashes) for held in residency.slices()] == [10, 10, 5]
     assert depths_of(residency) == {block_hash: idx for idx, block_hash in enumerate(chain)}
 
 
 def test_a_chain_whose_names_and_blocks_differ_in_number_is_refused():
     with pytest.raises(ValueError, match="zip"):
-        Residency().hold([1], [11, 12], None, Tier.GPU)
+        Residency().hold(Chain([1], [11, 12], None, Tier.GPU))
 
 
 def test_a_digest_is_that_of_what_is_held():
     residency = Residency()
     for start in range(0, 40, 4):
         hashes, tier = range(start, start + 4), Tier(start // 4 % 4)
-        residency.hold(hashes, [100 + name for name in hashes], None, tier)
+        residency.hold(Chain(hashes, [100 + name for name in hashes], None, tier))
         residency.release(hashes[1:3], tier)
         (held,) = residency.slices()
         assert residency.digest == residency.copy().digest == held.holding().digest
@@ -151,7 +151,7 @@ def test_blocks_that_come_and_go_leave_nothing_behind():
     tracemalloc.start()
     try:
         for number in range(num_blocks):
-            assert residency.hold([number], [number << 20], None, Tier.GPU) == ([0], [])
+            assert residency.hold(Chain([number], [number << 20], None, Tier.GPU)) == ([0], [])
             assert residency.release([number], Tier.GPU) == [number << 20]
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:

@@ -18,6 +18,7 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.publisher import snapshot as snapshots
 from kvist.publisher.buffers import ReplayBuffer
+from kvist.publisher.residency import Chain
 from kvist.publisher.snapshot import ReplayResponder
 from kvist.publisher.stream import RankStream
 
@@ -169,7 +170,7 @@ def test_a_range_that_is_not_whole_any_more_becomes_a_snapshot():
 
 def test_a_stream_that_begins_with_blocks_is_told_by_a_snapshot_though_nothing_was_sent():
     publisher = Publisher(first_sequence=1)
-    publisher.stream.residency.hold([1, 2], [11, 12], None, Tier.GPU)
+    publisher.stream.residency.hold(Chain([1, 2], [11, 12], None, Tier.GPU))
     snapshot, behind = split(publisher.ask())
     assert (snapshot.sequence, held_of(snapshot)) == (1, {(11, 0): 0, (12, 0): 1})
     assert split(publisher.ask(start=1)) == (None, [])

@@ -10,7 +10,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import Tier
 from kvist.events.engine_events import FULL
 from kvist.publisher.filter import FilterState
-from kvist.publisher.residency import Residency, Scope
+from kvist.publisher.residency import Chain, Residency, Scope
 from kvist.publisher.state import SidecarState, StateStore, StreamProgress, pack, unpack
 from kvist.publisher.stream import RankState
 
@@ -26,7 +26,7 @@ def state_of(**residencies: Residency) -> SidecarState:
 
 def small_state() -> SidecarState:
     residency = Residency()
-    residency.hold([1, 2], [11, 22], None, Tier.GPU)
+    residency.hold(Chain([1, 2], [11, 22], None, Tier.GPU))
     return state_of(r0=residency)
 
 
@@ -54,7 +54,7 @@ def test_whatever_was_held_is_held_again_and_goes_on_alike(chains, data):
     for names, tier, scope in chains:
         parent = data.draw(st.sampled_from(blocks)) if blocks else None
         hashes = data.draw(st.lists(U64 | st.sampled_from(blocks or [9]), min_size=len(names), max_size=len(names)))
-        residency.hold(names, hashes, parent, tier, scope)
+        residency.hold(Chain(names, hashes, parent, tier, scope))
         blocks += [block_hash for block_hash in hashes if residency.holds(block_hash)]
         blocks = [block_hash for block_hash in blocks if residency.holds(block_hash)]
     read = unpack(pack(state_of(r0=residency, r3=Residency())))
@@ -70,7 +70,7 @@ def test_whatever_was_held_is_held_again_and_goes_on_alike(chains, data):
 
 def test_a_state_of_many_blocks_comes_back():
     residency = Residency()
-    residency.hold(range(50_000), range(100_000, 150_000), None, Tier.GPU)
+    residency.hold(Chain(range(50_000), range(100_000, 150_000), None, Tier.GPU))
     assert contents(unpack(pack(state_of(r0=residency))).ranks[0].residency) == contents(residency)
 
 
