@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvist.events import Tier
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import blocks_digest
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.publisher import KvEventPublisher
 from kvist.publisher.filter import FilterState
@@ -50,7 +51,8 @@ def made_residency(worker_idx: int, num_blocks: int) -> Residency:
         block: (blocks[idx - 1] if idx % CHAIN_BLOCKS else 0) << 36 | idx % CHAIN_BLOCKS << 4 | 1 << Tier.GPU
         for idx, block in enumerate(blocks)
     }
-    return Residency.of({Tier.GPU: {block ^ 1: block for block in blocks}}, {}, places, {})
+    names = {Tier.GPU: {block ^ 1: block for block in blocks}}
+    return Residency.of(names, {}, places, {}, blocks_digest(blocks, Tier.GPU))
 
 
 class _Publication:
