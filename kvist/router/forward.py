@@ -63,7 +63,7 @@ from kvist.router.prefill.split import SplitAttempt, SplitPart, single_answer, s
 from kvist.router.prompts import APIS, COMPLETION_PATH, ParsedRequest, PromptReader, Reading, with_model
 from kvist.router.recording import RequestRecorder
 from kvist.router.regret import Routed
-from kvist.router.routing import FleetView, Prefix, Routing
+from kvist.router.routing import MODEL_NOT_FOUND, FleetView, Prefix, Routing
 from kvist.router.tenants.accounts import Account, Accounts, account_metrics
 from kvist.router.tenants.isolation import salt_of, takes_salt
 from kvist.router.tenants.limits import LIMITED, Limits, Spending
@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODEL_WAIT_S, _MODEL_POLL_S = 0.25, 0.01
+"""How long a request waits whose model nobody is known to serve, while all workers are asked what they serve now."""
 _MATCH_RETRY_S, _MAX_MATCH_RETRIES = 0.001, 20
 """How often matching is retried while the index is being written to, before a request is routed by load alone."""
 
@@ -216,6 +218,7 @@ class Forwarding:
     asked at once; `attempt` is the other."""
     routed: Routed | None = None
     _enter_queue: Callable[..., Place | None] = field(init=False)
+    _has_waited_for_model: bool = False
     _match_retry: asyncio.TimerHandle | None = None
     _deadline: Deadline | None = None
     _reading: asyncio.Task[ParsedRequest] | None = None
@@ -422,7 +425,11 @@ class Forwarding:
                 self.place, self._waiting_step = self._enter_queue(self, worker=awaited), self.trace.step("queue")
                 return
         except RequestError as error:
-            self._refuse(error)
+            if error.code == MODEL_NOT_FOUND and not self._has_waited_for_model:
+                self._has_waited_for_model = True
+                self._wait_for_model(self.router.now_s() + _MODEL_WAIT_S)
+            else:
+                self._refuse(error)
             return
         if self.place is not None and self.computed_by is None:
             model = self.router.fleet.label_of(self.parsed.model)
@@ -444,6 +451,14 @@ class Forwarding:
             self.handover = Handover(plan.handoff, plan.prefill.chosen.target.worker)
             self.prefill = PrefillAttempt(self, plan.prefill, plan)
             self._answer_by(plan.answer)
+
+    def _wait_for_model(self, until_s: float) -> None:
+        """Match once some worker serves the model, or after a while in any case."""
+        if self.router.fleet.is_known(self.parsed.model) or self.router.now_s() >= until_s:
+            self._match(_MAX_MATCH_RETRIES)
+        else:
+            loop = asyncio.get_running_loop()
+            self._match_retry = loop.call_later(_MODEL_POLL_S, self._run, self._wait_for_model, until_s)
 
     def _plan(self) -> tuple[Plan, Mapping[str, float]]:
         """Return the plan for the request, and which workers are full, for how many seconds.

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from math import inf
 from random import Random
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 from zlib import crc32
 
 import msgspec
@@ -42,6 +42,7 @@ from kvist.router.regret import Routed, sample_of
 from kvist.router.usage import ReportedUsage
 
 _NO_BLOCKS = (0,) * len(Tier)
+MODEL_NOT_FOUND: Final = "model_not_found"
 
 
 class FleetView(Protocol):
@@ -494,11 +495,12 @@ class Routing:
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers
         if workers and not self._fleet.is_known(model):
+            self._fleet.on_unknown_model()
             return RequestError(
                 HTTPStatus.NOT_FOUND,
                 f"model: got {model!r}, expected one of the models served: {self._model_names()}",
                 param="model",
-                code="model_not_found",
+                code=MODEL_NOT_FOUND,
             )
         num_serving = sum(worker.serves(model) for worker in workers)
         message = f"no worker can take requests now ({len(workers)} known, {num_serving} serve the model)"

@@ -128,6 +128,7 @@ class Keeper(ComposedContext):
         self.fleet = Fleet(config.block_size, self.index, now_s, config.engines)
         self.models = Models(config, self.fleet, self._on_tokenizer)
         self.membership = Membership(config, pool, self.fleet, self.models, load, self.index, now_s)
+        self.fleet.on_unknown_model = self.membership.check_all
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
         measured, discovered = (self.fleet, load, self.index, self.replicas), self.membership.discovery.metrics
         self._page = MetricsPage(lambda: chain(fleet_metrics(*measured), discovered(), gauges()), registry)

@@ -84,6 +84,8 @@ class Fleet:
         """Is called with the URL of a worker that was removed."""
         self.on_models: Callable[[], None] = lambda: None
         """Is called when the models that workers serve have changed."""
+        self.on_unknown_model: Callable[[], None] = lambda: None
+        """Is called when a request names a model that no worker is known to serve."""
         self.renderings = Renderings()
 
     def put(self, worker: Worker) -> None:

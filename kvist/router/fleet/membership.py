@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from http import HTTPStatus
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 UNSURE_INTERVAL_S = 0.5
 """The longest time between checks of a worker that is not healthy or that failed the last check."""
+ASK_AGAIN_S = 1.0
+"""The least time between two checks of all workers for a model that nobody is known to serve."""
 REPORT_INTERVAL_S = 1.0
 FIRST_CHECKS_S = 1.0
 """How long the router's start waits for workers that do not answer."""
@@ -76,6 +79,7 @@ class Membership(ComposedContext):
         self._tasks = BackgroundTasks()
         self._renderings = RenderingChecks(config, pool, fleet.renderings, models, now_s)
         self._now_s = now_s
+        self._check_now, self._checked_at_s = asyncio.Event(), -math.inf
 
     async def _open(self, exits: AsyncExitStack) -> None:
         await exits.enter_async_context(self._tasks)
@@ -85,6 +89,14 @@ class Membership(ComposedContext):
             async with asyncio.timeout(FIRST_CHECKS_S):
                 await asyncio.gather(*(source.was_tried.wait() for source in self.discovery.sources.values()))
                 await asyncio.gather(*(worker.was_checked.wait() for worker in self._fleet.workers))
+
+    def check_all(self) -> None:
+        """Check all workers now, as one may have loaded an adapter, unless that was done a moment ago."""
+        now_s = self._now_s()
+        if now_s >= self._checked_at_s + ASK_AGAIN_S:
+            self._checked_at_s = now_s
+            self._check_now.set()
+            self._check_now = asyncio.Event()
 
     def check_renderings(self) -> None:
         """Compare tokens with the workers whose model has a tokeniser now."""
@@ -233,7 +245,9 @@ class Membership(ComposedContext):
             interval_s = self._config.health_interval_s
             if not worker.health.is_healthy or worker.last_failure is not None:
                 interval_s = min(interval_s, UNSURE_INTERVAL_S)
-            await asyncio.sleep(interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._check_now.wait()
 
     async def _poll_load(self, worker: Worker) -> None:
         """Read each second how many requests the worker runs, while it has some; give it up if it sends nothing."""

@@ -171,6 +171,7 @@ class RemoteKeeper(ComposedContext):
         self.fleet = Fleet(config.block_size, self.index, time.monotonic, config.engines)
         self.models = Models(config, self.fleet, self.fleet.renderings.add_special_tokens)
         self.fleet.on_paused = lambda worker: self._send(messages.Paused(worker.url, worker.capacity.paused_until_s))
+        self.fleet.on_unknown_model = lambda: self._send(messages.ModelUnknown())
         self._conversations: Conversations | None = None
         self._link: Link | None = None
         self._is_synced = asyncio.Event()

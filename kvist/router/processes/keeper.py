@@ -183,6 +183,8 @@ class KeeperProcess(ComposedContext):
                 worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, until_s)
                 fleet.bounded.add(url)
                 self._send_worker(worker)
+            case messages.ModelUnknown():
+                fleet.on_unknown_model()
             case messages.Used(hashes) if index is not None:
                 index.touch(np.frombuffer(hashes, np.uint64))
             case messages.Computed(url, hashes, rank) if index is not None:

@@ -104,6 +104,10 @@ class Paused(Message, frozen=True):
     until_s: float
 
 
+class ModelUnknown(Message, frozen=True):
+    """A request names a model that no worker is known to serve."""
+
+
 class Used(Message, frozen=True):
     """These blocks were matched: u64 hashes."""
 
@@ -151,7 +155,9 @@ class Answered(Message, frozen=True):
 
 
 ToFront: TypeAlias = WorkerNews | WorkerGone | IndexJoined | Synced | ResponseStored | Asked | Answered
-ToKeeper: TypeAlias = Hello | CircuitChanged | Paused | Used | Computed | ResponseStored | Ended | Asked | Answered
+ToKeeper: TypeAlias = (
+    Hello | CircuitChanged | Paused | ModelUnknown | Used | Computed | ResponseStored | Ended | Asked | Answered
+)
 
 encode = msgspec.msgpack.Encoder().encode
 

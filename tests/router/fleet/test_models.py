@@ -122,6 +122,34 @@ async def test_a_request_names_a_model_that_is_served_where_there_are_several(wo
         assert [(await ask(front, name)).headers["x-kvist-worker"] for name in "ab"] == [one.url, other.url]
 
 
+async def test_an_adapter_is_served_as_soon_as_a_worker_has_loaded_it(worker, router, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.forward._MODEL_WAIT_S", 60.0)
+    async with (
+        worker(models=named("a")) as one,
+        worker(models=named("a")) as other,
+        router(one.url, other.url, health_interval_s=1000.0) as front,
+    ):
+        other.models = [*named("a"), *named("tuned", parent="a")]
+        for _ in range(2):
+            answer = await ask(front, "tuned")
+            assert (answer.status_code, answer.headers["x-kvist-worker"]) == (200, other.url)
+
+
+async def test_workers_are_not_asked_for_each_request_that_names_what_nobody_serves(worker, router) -> None:
+    async with worker(models=named("a")) as one, router(one.url, health_interval_s=1000.0) as front:
+        membership, now_s = front.service.keeper.membership, 5000.0
+        membership._now_s = lambda: now_s
+        checks, seen = 0, membership._check_now
+        for now_s in (5000.0, 5000.2, 5000.9, 5001.1, 5001.2, 5003.0):  # noqa: B007 - read by the lambda
+            membership.check_all()
+            checks += membership._check_now is not seen
+            seen = membership._check_now
+        assert checks == 3
+        refused = await ask(front, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert not one.completions
+
+
 async def test_a_model_and_its_adapters_are_one(worker, router, tmp_path: Path) -> None:
     path = model_dir(tmp_path / "base", 0)
     served = [*named("tuned", parent="base", root="/adapters/tuned"), *named("base", root=path)]

@@ -185,6 +185,15 @@ async def test_whatever_comes_between_a_trial_that_has_ended_is_waited_for_by_no
     life.check_trials()
 
 
+async def test_the_keeper_asks_for_a_model_that_a_front_does_not_know(tmp_path: Path) -> None:
+    life, asked = Life(0, tmp_path), list[str]()
+    life.keeper._keeper.fleet.on_unknown_model = lambda: asked.append("workers")
+    life.fronts[1].fleet.on_unknown_model()
+    while life.deliver():
+        pass
+    assert asked == ["workers"]
+
+
 async def test_a_trial_that_succeeds_is_told_also_where_its_circuit_was_closed_meanwhile(tmp_path: Path) -> None:
     life = Life(0, tmp_path)
     one, other = (life.fronts[number].fleet.get(URLS[0]).breaker for number in (0, 1))
