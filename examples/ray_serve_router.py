@@ -29,7 +29,8 @@ class Engine:
         from kvist.engine.async_engine import AsyncEngine
         from kvist.engine.config import EngineConfig
         from kvist.engine.loading import load_engine
-        from kvist.engine.server.app import ServedModel, create_app
+        from kvist.engine.server.api import Api, ServedModel
+        from kvist.http import HttpServer
         from kvist.openai.tokenization import ChatTokenizer
         from kvist.publisher import KvEventPublisher
 
@@ -41,8 +42,8 @@ class Engine:
         engine = await AsyncEngine(loaded.core, max_num_open=64).__aenter__()
         limits = {"block_size": 16, "max_model_len": loaded.core.limits.max_model_len, "max_total_num_tokens": 0}
         model = ServedModel(names=("kvist-tiny",), path=str(path), kv_cache_dtype=loaded.kv_cache_dtype, **limits)
-        app = create_app(engine, ChatTokenizer.load(path), model)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
+        server = await HttpServer(Api(engine, ChatTokenizer.load(path), model).handle).__aenter__()
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Tell Kvist where the replica streams its KV events."""

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from time import monotonic
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,17 +20,29 @@ PAUSE = 4
 """The pause between two pages, in multiples of the time the last one took: scrapes take a fifth of a core at most."""
 
 
+Row: TypeAlias = tuple[str, str, float]
+"""A metric without labels: its name behind a prefix, its description, and its value."""
+
+
+def counters(prefix: str, *rows: Row) -> Iterator[Metric]:
+    return (CounterMetricFamily(f"{prefix}_{name}", text, value) for name, text, value in rows)
+
+
+def gauges(prefix: str, *rows: Row) -> Iterator[Metric]:
+    return (GaugeMetricFamily(f"{prefix}_{name}", text, value) for name, text, value in rows)
+
+
 def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
     """Yield the metrics of an HTTP server's clients, and of the event loop it runs on."""
-    yield GaugeMetricFamily(f"{prefix}_connections", "Open client connections", server.num_connections)
-    for name, text, number in (
+    yield from gauges(prefix, ("connections", "Open client connections", server.num_connections))
+    yield from counters(
+        prefix,
         ("http_refused", "Requests refused before they were read", server.num_refused),
         ("http_evicted", "Idle clients that made room", server.num_evicted),
         ("http_timeouts", "Clients that were too slow", server.num_timeouts),
         ("http_failures", "Requests that the service failed on", server.num_handler_failures),
         ("loop_late_seconds", "All that the event loop was late by", server.late_s),
-    ):
-        yield CounterMetricFamily(f"{prefix}_{name}", text, number)
+    )
 
 
 class MetricsPage:

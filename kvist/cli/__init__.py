@@ -27,7 +27,7 @@ CPU of a worker's start, and 2 to 6 % of a router's CPU, 50 ms at a time."""
 
 # What each optional dependency comes with, for a command whose import failed.
 _MODULES_OF_EXTRA = {
-    "router": "numba llvmlite httptools starlette uvicorn tokenizers jinja2 prometheus_client rich",
+    "router": "numba llvmlite tokenizers jinja2 prometheus_client rich",
     "engine": "torch safetensors transformers",
     "gpu": "triton",
     "tracing": "opentelemetry",

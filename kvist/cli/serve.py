@@ -6,12 +6,10 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -20,20 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from kvist.cli._settings import add_settings, read_config
+from kvist.cli._terminal import on_signal
 from kvist.engine.config import EngineConfig
 from kvist.errors import InvalidValueError
 from kvist.settings import Secret
 from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
-    import uvicorn
-    from prometheus_client.registry import Collector
-    from starlette.types import ASGIApp
-
     from kvist.cli._rank_transfers import RankTransfers
-    from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
-    from kvist.engine.rank_processes import Followers
     from kvist.publisher import KvEventPublisher
     from kvist.tracing.otlp import Tracing
 
@@ -122,8 +115,6 @@ def _check_endpoint(endpoint: str) -> None:
         raise InvalidValueError("kv_transfer", endpoint, f"a host with an IPv4 address ({error})") from None
 
 
-_BACKLOG = 1024
-
 # Together below 5 s, within which a process should end after SIGTERM.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
 
@@ -211,16 +202,19 @@ async def _serve(
     rank_0: RankTransfers | None,
     tracing: Tracing | None,
 ) -> int:
-    from kvist.cli._worker_metrics import PublisherCollector, TransferCollector
+    from kvist.cli._worker_metrics import publisher_metrics, transfer_metrics
     from kvist.engine.async_engine import AsyncEngine
-    from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
+    from kvist.engine.server.api import Api, MakeMetrics, ServedModel, ServedTransfers
+    from kvist.http import HttpLimits, HttpServer
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(config.model_dir)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
-    collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
+    metrics: list[MakeMetrics] = [] if publisher is None else [partial(publisher_metrics, publisher)]
     engine = AsyncEngine(loaded.core, config.max_num_seqs + config.max_num_waiting, _ENGINE_CLOSE_S)
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    on_signal(stopped.set)
     async with AsyncExitStack() as exits:
         served, followers = None, loaded.followers
         if tracing is not None:
@@ -230,7 +224,7 @@ async def _serve(
         if rank_0 is not None:
             transfers = rank_0.open_transfers(loaded, engine)
             exits.callback(transfers.close, _TRANSFER_CLOSE_S)
-            collectors.append(TransferCollector(transfers))
+            metrics.append(partial(transfer_metrics, transfers))
             served = ServedTransfers(
                 role=config.role,
                 endpoints=transfers.endpoints,
@@ -251,61 +245,25 @@ async def _serve(
             transfers=served,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-        app = create_app(engine, tokenizer, model, collectors=collectors, tracing=tracing, api_key=config.api_key)
-        server = _make_server(app, engine, ready_line=f"kvist serve: {config.names[0]} on {url}, {events}")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-        if followers is not None:
-            _end_on_loss(followers, server)
+        api = Api(engine, tokenizer, model, metrics=metrics, tracing=tracing, api_key=config.api_key)
+        limits = HttpLimits(close_timeout_s=_HTTP_CLOSE_S)
         try:
-            listener.listen(_BACKLOG)
+            await exits.enter_async_context(HttpServer(api.handle, bound=listener, limits=limits))
         except OSError as error:  # another process was ready before
             raise _not_listening(config.host, config.port, error) from None
-        await server.serve(sockets=[listener])
+        exits.callback(loop.call_later, _DRAIN_S, engine.stop)
+        if followers is not None:
+            followers.on_loss(partial(_end_soon, loop, stopped))
+        print(f"kvist serve: {config.names[0]} on {url}, {events}", flush=True)
+        await stopped.wait()
     if followers is not None and followers.error is not None:
         raise followers.error
     return 0
 
 
-def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:
-    """Have the server shut down when a rank is lost, or the process exit; called in the server's event loop."""
-    loop = asyncio.get_running_loop()
-
-    def end() -> None:
-        last_resort = threading.Timer(_RANK_LOSS_EXIT_S, os._exit, (1,))
-        last_resort.daemon = True
-        last_resort.start()
-        loop.call_soon_threadsafe(setattr, server, "should_exit", True)
-
-    followers.on_loss(end)
-
-
-def _make_server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
-    import uvicorn
-
-    from kvist.http import LoopClock
-
-    class Server(uvicorn.Server):
-        """Prints when it is ready, and ends requests with an error where uvicorn would cut them off.
-
-        Leaves signals to this command, as uvicorn would raise them again and so end the process.
-        """
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            print(ready_line, flush=True)
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(_DRAIN_S, engine.stop)
-            with LoopClock(loop) as clock, suppress(TimeoutError):  # a loop that was late has errors to send
-                async with clock.timeout(_HTTP_CLOSE_S):
-                    await super().shutdown(sockets)
-            for task in self.server_state.tasks:  # those that have not ended
-                task.cancel()
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Server(uvicorn.Config(app, backlog=_BACKLOG, log_config=None, access_log=False, lifespan="off"))
+def _end_soon(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    """End the server as a signal does, from any thread, and if that takes too long the process."""
+    last_resort = threading.Timer(_RANK_LOSS_EXIT_S, os._exit, (1,))
+    last_resort.daemon = True
+    last_resort.start()
+    loop.call_soon_threadsafe(stopped.set)

@@ -38,10 +38,11 @@ class EngineStoppedError(KvistError):
 class Generation:
     """The outputs of the sequences of one client's request. Leaving the context aborts unfinished sequences.
 
+    An error that leaves it, as when the client has gone, also withdraws the prompts that are held for other workers.
     Outputs that arrive while nobody reads are merged, so that a slow reader has at most one output a sequence waiting.
     """
 
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[str, RequestTimes], None]) -> None:
         self.times = {request_id: RequestTimes() for request_id in request_ids}
         self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
@@ -52,8 +53,9 @@ class Generation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for request_id in tuple(self._open) if kind is None else self.times:
+            self._abort(request_id, self.times[request_id])
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield (index of the sequence, output) as outputs arrive, until the last output of every sequence."""
@@ -74,12 +76,6 @@ class Generation:
         if output.is_last:
             self._open.discard(output.request_id)
         self._arrived.set()
-
-    def cancel(self) -> None:
-        """Abort every open sequence; its last output has the reason "abort"."""
-        for request_id in tuple(self._open):
-            self._abort(request_id)
-            self.put(RequestOutput(request_id, finish_reason="abort"))
 
 
 class AsyncEngine:
@@ -154,10 +150,6 @@ class AsyncEngine:
         """Remove all blocks that no request uses from the prefix cache. Raises EngineStoppedError."""
         await self._call(self._core.kv_cache.flush)
 
-    async def withdraw(self, remote_request_id: str) -> None:
-        """Stop holding a prompt for another worker, if it is held. Raises EngineStoppedError."""
-        await self._call(partial(self._core.handoffs.withdraw, remote_request_id))
-
     def submit(self, command: Command) -> None:
         """Queue a call for the engine's thread, which makes it between steps; returns at once, from any thread."""
         self._commands.put(command)
@@ -184,10 +176,9 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._fail_open)
             raise
 
-    def _abort(self, request_id: str) -> None:
-        generation = self._generations.pop(request_id, None)
-        if generation is not None:
-            self._commands.put(partial(self._abort_in_core, request_id, generation.times[request_id]))
+    def _abort(self, request_id: str, times: RequestTimes) -> None:
+        self._generations.pop(request_id, None)
+        self._commands.put(partial(self._abort_in_core, request_id, times))
 
     def _abort_in_core(self, request_id: str, times: RequestTimes) -> None:
         """Abort a request; if its prompt is held for another worker, also after the request's end, withdraw it."""

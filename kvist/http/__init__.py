@@ -1,4 +1,4 @@
-"""The HTTP data path of router and index: strict HTTP/1 in, pooled HTTP/1 out, bytes passed through with back-pressure.
+"""The HTTP of router, index and engine: strict HTTP/1 in, pooled HTTP/1 out, bytes passed through with back-pressure.
 
 `HttpServer` calls a handler with each valid `Request` and its `Responder`; `UpstreamPool.send` asks a worker.
 Neither knows of policy. Each message is read by one strict parser and written with framing of our own, so nothing

@@ -12,6 +12,7 @@ import ssl
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, cast
 
@@ -322,7 +323,7 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self.cut()
             else:
                 self._responder = None
-                self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
+                self._answer_and_close(RequestRefusedError(500, "internal_error", "the service failed on this request"))
             return
         self._on_answered()
 
@@ -429,9 +430,14 @@ class HttpServer:
         limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
         is_shared: bool = False,
+        bound: socket.socket | None = None,
     ) -> None:
-        """If the port `is_shared`, other processes may listen on it too, and each gets some of the connections."""
+        """If the port `is_shared`, other processes may listen on it too, and each gets some of the connections.
+
+        A `bound` socket takes the place of host and port; the server closes it.
+        """
         self._is_shared = is_shared
+        self._bound = bound
         self._host = host
         self._port = port
         self._tls = tls
@@ -464,13 +470,14 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self.clock = LoopClock(loop)
         self.clock.__enter__()
+        where: dict[str, Any] = {"host": self._host, "port": self._port, "reuse_port": self._is_shared}
+        if self._bound is not None:
+            where = {"sock": self._bound}
         try:
             self._listener = await loop.create_server(
                 lambda: ServerConnection(self),
-                self._host,
-                self._port,
+                **where,
                 ssl=self._tls,
-                reuse_port=self._is_shared,
                 backlog=_ACCEPTED_AT_ONCE,
                 ssl_handshake_timeout=None if self._tls is None else self.limits.header_timeout_s,
                 start_serving=False,
@@ -496,16 +503,23 @@ class HttpServer:
             connection.close_when_idle()
         try:
             if kind is None:
-                await _wait_lost(connections, self.limits.close_timeout_s)
+                await self._wait_lost(connections, self.limits.close_timeout_s)
         finally:
             for connection in connections:
                 connection.shut_down()
             try:
-                await _wait_lost(connections, self.limits.linger_timeout_s)
+                await self._wait_lost(connections, self.limits.linger_timeout_s)
             finally:
                 tasks = [task for c in connections if (task := c.abort()) is not None]
                 await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
                 self.clock.__exit__()
+
+    async def _wait_lost(self, connections: list[ServerConnection], timeout_s: float) -> None:
+        """Waits for the end of connections; a loop that was late has their answers still to send."""
+        if connections:
+            with suppress(TimeoutError):
+                async with self.clock.timeout(timeout_s):
+                    await asyncio.wait([connection.lost for connection in connections])
 
     # Which connections there may be.
 
@@ -549,8 +563,3 @@ class HttpServer:
         self.counts.num_evicted += 1
         self.remove(connection)
         connection.abort()
-
-
-async def _wait_lost(connections: list[ServerConnection], timeout_s: float) -> None:
-    if connections:
-        await asyncio.wait([connection.lost for connection in connections], timeout=timeout_s)

@@ -105,7 +105,7 @@ for command in commands:
     print(json.dumps([code, errors.getvalue()]))
 """
 SERVE = "serve --port 0 --model kvist/engine/bundled_model"
-ROUTER = ("numba", "llvmlite", "httptools", "starlette", "uvicorn", "tokenizers", "jinja2", "prometheus_client", "rich")
+ROUTER = ("numba", "llvmlite", "tokenizers", "jinja2", "prometheus_client", "rich")
 ENGINE = ("torch", "safetensors")
 
 

@@ -79,13 +79,6 @@ async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine, greed
     await until(lambda: is_idle(engine))
 
 
-async def test_cancelling_a_generation_ends_its_outputs(engine: AsyncEngine, greedy) -> None:
-    generation = engine.generate([SequenceInput(PROMPT, greedy(400))])
-    generation.cancel()
-    ((_, output),) = [each async for each in generation.outputs()]
-    assert output.finish_reason == "abort"
-
-
 async def test_more_sequences_than_allowed_are_refused_and_counted(engine: AsyncEngine, greedy) -> None:
     async with engine.generate([SequenceInput(PROMPT, greedy(400))] * 3):
         with pytest.raises(EngineOverloadedError, match="3 open sequences"):
@@ -192,8 +185,9 @@ def test_a_step_that_outlasts_the_event_loop_ends_quietly(make_core, greedy, unt
     assert caplog.messages == []
 
 
-async def test_a_prompt_held_for_a_client_that_left_while_it_was_computed_is_held_no_more(
-    make_core, greedy, until, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_computed", [False, True])
+async def test_a_prompt_held_for_a_client_that_left_while_or_after_it_was_computed_is_held_no_more(
+    make_core, greedy, until, monkeypatch: pytest.MonkeyPatch, is_computed: bool
 ) -> None:
     core = make_core("qwen3")
     commands: list[Command] = []
@@ -203,12 +197,18 @@ async def test_a_prompt_held_for_a_client_that_left_while_it_was_computed_is_hel
 
         def leave_during_the_step() -> list[RequestOutput]:
             outputs = step()
-            if outputs:
-                loop.call_soon_threadsafe(generation.cancel)
+            if outputs and not is_computed:
+                loop.call_soon_threadsafe(asking.cancel)
             return outputs
 
+        async def ask() -> None:
+            async with engine.generate([SequenceInput(PROMPT, greedy(1), handoff=RemoteDecode())]) as generation:
+                async for _ in generation.outputs():
+                    pass
+                raise asyncio.CancelledError
+
         monkeypatch.setattr(core, "step", leave_during_the_step)
-        generation = engine.generate([SequenceInput(PROMPT, greedy(1), handoff=RemoteDecode())])
+        asking = asyncio.create_task(ask())
         await until(lambda: any(isinstance(command, WithdrawOffer) for command in commands))
         (offered,) = [command.remote_request_id for command in commands if isinstance(command, Offer)]
         assert [command.remote_request_id for command in commands if isinstance(command, WithdrawOffer)] == [offered]

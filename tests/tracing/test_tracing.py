@@ -243,7 +243,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced() -> None:
     program = (
-        "import sys, kvist.router.doors.service, kvist.engine.server.app, kvist.cli.serve\n"
+        "import sys, kvist.router.doors.service, kvist.engine.server.api, kvist.cli.serve\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
-from kvist.cli._worker_metrics import TransferCollector
+from kvist.cli._worker_metrics import transfer_metrics
 from kvist.transfer.bounce import BounceStatistics
 from kvist.transfer.messages import RefusalReason
 from kvist.transfer.service import TransferStatistics
@@ -52,11 +52,12 @@ def test_every_reason_of_a_refusal_is_explained() -> None:
 
 def test_every_metric_named_is_there() -> None:
     nothing = TransferStatistics(0, 0, 0, BounceStatistics(), 0, 0, 0.0, 0, 0)
-    metrics = TransferCollector(SimpleNamespace(statistics=lambda: nothing)).collect()
+    metrics = transfer_metrics(SimpleNamespace(statistics=lambda: nothing))
     known = {sample.name for metric in metrics for sample in metric.samples}
-    source = (ROOT / "kvist" / "engine" / "server" / "app.py").read_text(encoding="utf-8")
-    known |= {f"kvist_engine_{name}_total" for name in re.findall(r'_counter\(\s*"(\w+)"', source)}
-    known |= {f"kvist_engine_{name}" for name in re.findall(r'_gauge\(\s*"(\w+)"', source)}
+    source = (ROOT / "kvist" / "engine" / "server" / "api.py").read_text(encoding="utf-8")
+    known |= {
+        f"kvist_engine_{name}{end}" for name in re.findall(r'\("(\w+)", "[A-Z]', source) for end in ("", "_total")
+    }
     spans = (ROOT / "kvist" / "engine" / "server" / "spans.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'"(kvist_engine_\w+)"', spans))
     named = set(re.findall(r"`(kvist_(?:transfer|engine)_\w+)`", DOCUMENT))

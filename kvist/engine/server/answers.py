@@ -250,13 +250,13 @@ async def _outputs(generation: Generation, job: Job) -> AsyncIterator[tuple[int,
         yield index, replace(output, token_ids=(), text="", logprobs=()) if job.is_output_dropped else output
 
 
-async def collect(generation: Generation, job: Job, shape: Shape) -> Body | RequestError:
-    """Return the whole answer once every choice is finished, or an error if the engine failed."""
+async def collect(generation: Generation, job: Job, shape: Shape) -> Body:
+    """Return the whole answer once every choice is finished; raises RequestError if the engine fails."""
     counter = UsageCounter(job)
     answers: dict[int, RequestOutput] = {}
     async for index, output in _outputs(generation, job):
         if output.error is not None:
-            return RequestError(500, output.error)
+            raise RequestError(500, output.error)
         counter.add(index, output)
         answers[index] = answers[index] + output if index in answers else output
     return shape.whole([answers[index] for index in sorted(answers)], counter.usage())

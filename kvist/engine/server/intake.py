@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import msgspec
-from starlette.requests import Request
 
 from kvist.engine.request import SequenceInput, TokenMatcher
 from kvist.engine.server.fields import REFUSED_OF_RESPONSES, check_fields
@@ -19,7 +18,6 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_fields, chat_
 from kvist.openai.errors import RequestError, invalid_field
 from kvist.openai.tokenization import ChatTokenizer
 
-MAX_BODY_BYTES = 32 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
 
 
@@ -83,22 +81,6 @@ class Job:
         if self.is_output_dropped:
             changes |= {"max_tokens": 1, "max_completion_tokens": None}
         return msgspec.structs.replace(self.params, **changes) if changes else self.params
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the whole body; raises RequestError (413) once it is known to be longer than `MAX_BODY_BYTES`."""
-    declared = request.headers.get("content-length", "")
-    pieces, num_bytes = [], int(declared) if declared.isdecimal() else 0
-    if num_bytes <= MAX_BODY_BYTES:
-        num_bytes = 0
-        async for piece in request.stream():
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > MAX_BODY_BYTES:
-                break
-        else:
-            return b"".join(pieces)
-    raise RequestError(413, f"body: longer than {MAX_BODY_BYTES} bytes", code="body_too_large")
 
 
 @dataclass(frozen=True, slots=True)

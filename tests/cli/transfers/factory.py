@@ -31,9 +31,8 @@ IMPORTED = (  # what the command imports when it runs
     "kvist.cli._worker_metrics",
     "kvist.cli.serve",
     "kvist.engine.loading",
-    "kvist.engine.server.app",
+    "kvist.engine.server.api",
     "kvist.openai.tokenization",
-    "uvicorn",
 )
 _PR_SET_PDEATHSIG = 1
 

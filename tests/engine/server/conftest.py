@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-import uvicorn
 
 from kvist.engine import bundled_model_path
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
-from kvist.engine.server.app import ServedModel, create_app
+from kvist.engine.server.api import Api, ServedModel
+from kvist.http import HttpLimits, HttpServer
 from kvist.openai.tokenization import ChatTokenizer
 
 DEADLINE_S = 180.0
@@ -51,8 +50,8 @@ class Served:
 def served() -> Iterator[Served]:
     """Serve for the whole session, in a thread with a loop of its own."""
     core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_num_seqs=8, max_num_batched_tokens=256)).core
-    listener = socket.create_server(("127.0.0.1", 0))
-    ready, servers = threading.Event(), []
+    ready, ports = threading.Event(), []
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
         model = ServedModel(
@@ -66,17 +65,19 @@ def served() -> Iterator[Served]:
         )
         tokenizer = ChatTokenizer.load(bundled_model_path())
         async with AsyncEngine(core, max_num_open=40) as engine:
-            app = create_app(engine, tokenizer, model)
-            servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none")))
-            ready.set()
-            await servers[0].serve(sockets=[listener])
+            limits = HttpLimits(max_body_bytes=2**20)
+            async with HttpServer(Api(engine, tokenizer, model).handle, limits=limits) as server:
+                ports.append(server.port)
+                ready.set()
+                await stopped.wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     assert ready.wait(DEADLINE_S)
-    yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", core)
-    servers[0].should_exit = True
+    yield Served(f"http://127.0.0.1:{ports[0]}", core)
+    loop.call_soon_threadsafe(stopped.set)
     thread.join()
+    loop.close()
 
 
 @pytest.fixture

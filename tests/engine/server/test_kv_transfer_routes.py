@@ -14,7 +14,8 @@ from kvist.engine import bundled_model_path
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
-from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
+from kvist.engine.server.api import Api, ServedModel, ServedTransfers
+from kvist.http import HttpServer
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.transfer.commands import (
     Command,
@@ -80,8 +81,10 @@ async def served() -> AsyncIterator[Served]:
     tokenizer = ChatTokenizer.load(bundled_model_path())
     async with AsyncEngine(core, max_num_open=4) as engine:
         transfers.engine = engine
-        transport = httpx.ASGITransport(create_app(engine, tokenizer, model))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with (
+            HttpServer(Api(engine, tokenizer, model).handle) as server,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client,
+        ):
             yield Served(client, engine, transfers)
 
 

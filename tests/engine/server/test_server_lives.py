@@ -23,7 +23,8 @@ from kvist.engine import core as engine_core
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
-from kvist.engine.server.app import ServedModel, create_app
+from kvist.engine.server.api import Api, ServedModel
+from kvist.http import HttpServer
 from kvist.openai.tokenization import ChatTokenizer
 
 LIVES = seeds(2)
@@ -202,9 +203,11 @@ async def opened(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Asyn
         kv_cache_dtype="float32",
     )
     async with AsyncEngine(core, max_num_open=200) as engine:
-        app = create_app(engine, ChatTokenizer.load(path), model)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker", timeout=None) as client:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            HttpServer(Api(engine, ChatTokenizer.load(path), model).handle) as server,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", limits=limits, timeout=None) as client,
+        ):
             yield client, engine
 
 

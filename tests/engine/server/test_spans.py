@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ from kvist.engine import bundled_model_path
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
-from kvist.engine.server.app import ServedModel, create_app
+from kvist.engine.server.api import Api, ServedModel
+from kvist.http import HttpServer
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.tracing import open_tracing
 from kvist.transfer.commands import Command, Fetch, FetchCompleted, FetchFailed, FetchReleased, Report
@@ -82,9 +82,10 @@ async def serve(trace_collector: Any) -> Any:
                 max_total_num_tokens=8192,
                 kv_cache_dtype="float32",
             )
-            app = create_app(engine, tokenizer, model, tracing=tracing)
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+            async with (
+                HttpServer(Api(engine, tokenizer, model, tracing=tracing).handle) as server,
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client,
+            ):
                 yield Served(client, engine, transfers, trace_collector)
         await asyncio.to_thread(tracing.close, 30)
 
@@ -179,19 +180,12 @@ async def test_a_fetch_is_a_step_and_one_that_fails_has_its_reason(
     assert (steps[came.span_id][1].error, steps[computed.span_id][1].error) == (None, "gone")
 
 
-async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_collector: Any) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": COME}
-    messages = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0) if len(messages) > 1 else messages[0]
-
-    async def send(_: dict[str, Any]) -> None:
-        pass
-
+async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_collector: Any, until: Any) -> None:
     async with serve() as served:
-        await served.client._transport.app(scope, receive, send)
+        asking = asyncio.create_task(served.post(headers={}, kv_transfer_params=COME))
+        await until(lambda: served.transfers.wanted)
+        asking.cancel()
+        await until(lambda: trace_collector.named("POST /v1/completions"))
     (root,) = trace_collector.named("POST /v1/completions")
     assert root.error == "ended early"
     assert root.attributes["gen_ai.response.finish_reasons"] == ["abort"]
