@@ -146,6 +146,9 @@ def run(args: argparse.Namespace) -> int:
             write_output(flag, path, None)
     if config.closed_loop:
         trace = trace.in_sessions()
+    if trace.comes_at_once and not (config.speedup or config.max_ttft_p99):
+        expected = "a trace, or sessions in it, that begin at different times; or --speedup 1 instead"
+        raise InvalidValueError("--load", config.load, expected)
     conditions = Conditions(
         config.index_delay, config.lost_events, config.silent, outage, memory, config.prefill_workers
     )

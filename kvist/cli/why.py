@@ -92,7 +92,8 @@ def _parse_routed(line: TraceLine) -> Routed:
 
     from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
 
-    predicted, hashes = line.predicted_cached_tokens or 0, np.array(line.hash_ids or (), np.uint64)
+    predicted = line.predicted_cached_tokens or 0
+    hashes = np.array([each & (1 << 64) - 1 for each in line.hash_ids or ()], np.uint64)
     return Routed(
         line.model or "",
         line.worker or "",

@@ -56,7 +56,7 @@ def fit(lines: Iterable[TraceLine]) -> dict[str, Fit]:
     fits = {worker: _fit(each) for worker, each in sorted(by_worker.items()) if len(each) >= MIN_ANSWERS}
     if not fits:
         most = max(map(len, by_worker.values()), default=0)
-        raise InvalidValueError("recording", f"{most} streamed answers of a worker", f"{MIN_ANSWERS} or more of one")
+        raise InvalidValueError("streamed answers in the recording", most, f"{MIN_ANSWERS} or more of one worker")
     return fits
 
 

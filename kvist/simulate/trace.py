@@ -77,6 +77,11 @@ class Trace:
         arrivals = self._arrivals()
         return max(1e-9, arrivals[-1] - arrivals[0])
 
+    @property
+    def comes_at_once(self) -> bool:
+        """Return whether all those requests arrive at the same time, so that no pace gives a load."""
+        return len(set(self._arrivals())) == 1
+
     def _arrivals(self) -> list[float]:
         """Return when the requests arrive that wait for no answer."""
         return [request.at_s for request in self.requests if request.follows is None]

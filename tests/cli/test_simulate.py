@@ -163,6 +163,9 @@ def test_rates_are_learnt_from_a_recording_and_simulated_with(
     assert run["ttft_p99_s"] == pytest.approx(1.01, rel=0.02)
     assert main(["simulate", "fit"]) == 2
     assert "RECORDING" in capsys.readouterr().err
+    recording.write_text(json.dumps(line))
+    assert main(["simulate", "fit", str(recording)]) == 2
+    assert "streamed answers in the recording: got 1, expected 20 or more of one worker" in capsys.readouterr().err
 
 
 def test_windows_the_hosts_memory_and_prefill_workers_change_what_is_found_and_how_long_tokens_take(
@@ -248,6 +251,17 @@ def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str
     for recording in (["fit", "/nowhere"], ["tool-agents", "/nowhere"]):
         assert main(["simulate", *recording]) == 2
         assert "RECORDING: got '/nowhere', expected" in capsys.readouterr().err
+
+
+def test_no_load_is_made_of_requests_that_all_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, flags = tmp_path / "trace.jsonl", ["--policy", "kv", "--workers", "1", "--seeds", "1"]
+    asked = {"input_length": 2000, "output_length": 3}
+    turns = [{**asked, "timestamp": 1000 * idx, "hash_ids": [*range(2 + idx)]} for idx in range(3)]
+    for lines, more in (([{**turns[0], "timestamp": 5}] * 3, []), (turns, ["--closed-loop"])):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["simulate", str(path), *flags, *more]) == 2
+        assert "--load: got '0.7,0.9', expected a trace, or sessions in it, that begin at" in capsys.readouterr().err
+        assert main(["simulate", str(path), *flags, *more, "--speedup", "1"]) == 0
 
 
 def test_figures_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

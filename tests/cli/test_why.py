@@ -19,10 +19,10 @@ def recorded(path: Path, lines: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def lines_of(num_blocks: int) -> list[dict[str, Any]]:
+def lines_of(num_blocks: int, names: int = 10**9) -> list[dict[str, Any]]:
     """Two prompts that take turns; the first is found the second time, the second never."""
     asked = {"input_length": num_blocks * 16 + 1, "output_length": 5, "block_size": 16, "model": "m", "worker": "w"}
-    first, second = ([name * 10**9 + idx for idx in range(num_blocks)] for name in (1, 2))
+    first, second = ([name * names + idx for idx in range(num_blocks)] for name in (1, 2))
     size = num_blocks * 16
     return [
         asked | {"timestamp": 0, "hash_ids": first, "predicted_cached_tokens": 0, "held_tokens": 0},
@@ -101,6 +101,8 @@ def test_a_trace_that_nobody_routed_says_what_it_repeats_and_of_nothing_that_it_
     texts = ["".join(chr(65 + (idx * idx + number) % 26) for idx in range(60_000)) for number in (0, 1, 0, 1)]
     for name, lines in (
         ("mooncake", [{**line, "worker": None, "held_tokens": None} for line in lines_of(3200)[:4]]),
+        ("names of any size", [{**line, "worker": None} for line in lines_of(3200, 2**70 + 10**9)[:4]]),
+        ("names below zero", [{**line, "worker": None} for line in lines_of(3200, -(10**9))[:4]]),
         ("vllm bench", [{"prompt": text} for text in texts]),
         ("aiperf", [{"text": text, "timestamp": 1000 * idx} for idx, text in enumerate(texts)]),
     ):
