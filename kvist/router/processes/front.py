@@ -202,8 +202,6 @@ class RemoteKeeper(ComposedContext):
         if question.path == "/health":
             return json_answer({"status": "ok", "version": __version__})
         is_readiness, away = question.path == "/readiness", "is being started"
-        if is_readiness and question.is_draining:
-            return self._own_readiness(None, is_draining=True)
         timeout_s = READINESS_TIMEOUT_S if is_readiness else ANSWER_TIMEOUT_S
         try:
             if self._link is not None:
@@ -214,14 +212,11 @@ class RemoteKeeper(ComposedContext):
         except ConnectionResetError:
             away = "has ended"
         if is_readiness:
-            return self._own_readiness(away)
+            page = explain_readiness(self.fleet, self.models, None, is_draining=question.is_draining)
+            page["index"] = f"away: the process that follows the fleet {away}"
+            return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
         message = f"the router's process that follows the fleet {away}; requests are routed by load"
         return error_answer(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1))
-
-    def _own_readiness(self, away: str | None, *, is_draining: bool = False) -> Answer:
-        page = explain_readiness(self.fleet, self.models, None, is_draining=is_draining)
-        page["index"] = None if away is None else f"away: the process that follows the fleet {away}"
-        return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def on_routed(self, request: Routed) -> None:
         """Report the request to the keeper soon; while it is away, requests beyond `MAX_ENDED` are dropped."""
