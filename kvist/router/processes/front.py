@@ -177,9 +177,8 @@ class RemoteKeeper(ComposedContext):
         self._is_synced = asyncio.Event()
         self._keeper_pid: int | None = None
         self._bell = part.bells[part.front]
-        self._news: dict[str, WorkerNews] = {}
-        self._listed_urls: set[str] = set()
-        """The workers that the present keeper has sent."""
+        self._news: dict[str, tuple[Link, WorkerNews]] = {}
+        """What was received last about each worker, and from which keeper."""
         self._ended = messages.Ended([], [])
         self._tasks = BackgroundTasks()
 
@@ -257,8 +256,7 @@ class RemoteKeeper(ComposedContext):
                 await asyncio.sleep(RETRY_S)
                 continue
             link = Link(reader, writer)
-            self._listed_urls = set()
-            known = [*self._news.values()]
+            known = [news for _, news in self._news.values()]
             link.send(encode(messages.Hello(self._part.front, os.getpid(), self._keeper_pid, known)))
             try:
                 async for frame in link.frames():
@@ -272,6 +270,7 @@ class RemoteKeeper(ComposedContext):
     def _on_message(self, link: Link, message: ToFront) -> None:
         match message:
             case WorkerNews():
+                self._news[message.url] = link, message
                 self._update_worker(message)
             case messages.WorkerGone(url):
                 self._remove_worker(url)
@@ -279,7 +278,7 @@ class RemoteKeeper(ComposedContext):
                 attaching = self._attach(link, self.index, Path(path))
                 self._tasks.create_task(attaching, name="kvist-attach")
             case messages.Synced(pid):
-                for url in [worker.url for worker in self.fleet.workers if worker.url not in self._listed_urls]:
+                for url in [url for url, (sender, _) in self._news.items() if sender is not link]:
                     self._remove_worker(url)
                 self._link, self._keeper_pid = link, pid
                 self._is_synced.set()
@@ -308,8 +307,6 @@ class RemoteKeeper(ComposedContext):
                 logger.info("index ready")
 
     def _update_worker(self, news: WorkerNews) -> None:
-        self._listed_urls.add(news.url)
-        self._news[news.url] = news
         worker = self.fleet.get(news.url)
         if worker is None:
             breaker = CircuitBreaker(self._config.breaker_failures, self._config.breaker_cooldown_s)
