@@ -187,11 +187,14 @@ class Routing:
             self._record(parsed, decision.chosen.target, self._index)
 
     def record_unreported(self, parsed: ParsedRequest, decision: Decision) -> None:
-        """Record at the end what a partial rank has not reported of the prompt; vLLM's are asked to report it anew."""
+        """Record at the end what a partial rank has not reported of the prompt; vLLM's are asked to report it anew.
+
+        A prompt with images was recorded when it was computed.
+        """
         chosen, worker = decision.chosen, self._fleet.get(decision.chosen.target.worker)
         if self._index is None or chosen.is_exact or chosen.is_approximate or worker is None:
             return
-        if worker.engine != "vllm":
+        if worker.engine != "vllm" and parsed.num_exact_tokens is None:
             self._record(parsed, chosen.target, self._index)
 
     def _record(self, parsed: ParsedRequest, target: WorkerRank, index: Caches) -> None:

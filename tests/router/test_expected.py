@@ -545,6 +545,33 @@ def chat_of(number: int, *turns: str) -> list[dict[str, Any]]:
     return messages
 
 
+async def test_a_chat_with_an_image_is_recorded_once_at_a_partial_rank_too(
+    worker, start_vllm, free_port, monkeypatch
+) -> None:
+    """At the first byte, as any chat with an image: not also at the end, as what a partial rank has not reported."""
+    engine, recorded, record_computed = start_vllm(free_port(), num_kept=None), list[int](), FleetIndex.record_computed
+
+    def record(index: FleetIndex, target: WorkerRank, hashes: np.ndarray) -> None:
+        recorded.append(len(hashes))
+        record_computed(index, target, hashes)
+
+    monkeypatch.setattr(FleetIndex, "record_computed", record)
+    async with worker(models=[{"id": "m", "object": "model", "owned_by": "sglang"}]) as one:
+        path, sources = str(bundled_model_path()), {one.url: (f"{engine.url}?engine=sglang&replay_port=none",)}
+        config = RouterConfig(worker_urls=(one.url,), kv_event_sources=sources, port=0, model_path=path)
+        async with RouterService(config) as service, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            engine.next_sequence = 7
+            async with asyncio.timeout(60):
+                while not await are_all(client, [service], "partial"):
+                    engine.store(2, TOKENS[16:32], parent=1)
+                    await asyncio.sleep(0.05)
+            body = {"model": "m", "messages": chat_of(1)}
+            for number in range(1, 4):
+                assert (await client.post(f"{service.url}/v1/chat/completions", json=body)).status_code == 200
+                assert len(recorded) == number
+            assert min(recorded) >= 512 // 16
+
+
 @pytest.mark.parametrize("num_fronts", [1, 2])
 async def test_a_chat_with_an_image_returns_to_the_worker_that_has_seen_it(
     worker, engine, fronts_of, num_fronts: int
