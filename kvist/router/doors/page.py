@@ -76,10 +76,7 @@ def show_file(request: Request, responder: Responder) -> None:
 
 
 async def stream(
-    request: Request,
-    responder: Responder,
-    ask: Callable[[Question], Awaitable[Answer]],
-    check: Callable[[], None],
+    request: Request, responder: Responder, ask: Callable[[Question], Awaitable[Answer]], check: Callable[[], None]
 ) -> None:
     """Send what has changed, for as long as the client listens and `check` raises no RequestError."""
     asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
