@@ -173,7 +173,11 @@ def run(args: argparse.Namespace) -> int:
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if config.report is not None:
-        write_output("--report", config.report, html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
+        defaults = asdict(SimulateConfig(seeds=config.seeds + 1, report=config.report, json=config.json))
+        given = {name: value for name, value in asdict(config).items() if value != defaults[name]}  # and the seeds
+        flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in given.items() if name != "requests")
+        title = f"{args.trace}{flags}, {len(trace.requests)} requests"
+        write_output("--report", config.report, html_report(title, rows))
     if config.json is not None:
         left_out = ("json", "report", "rates", "model_path")
         arguments = {name: value for name, value in asdict(config).items() if name not in left_out}

@@ -92,6 +92,11 @@ def test_a_report_is_one_file_with_charts_of_each_policy_and_the_table(
             assert ("near collapse" in texts) == ("load after hits" in texts)
         assert html.count("<tr>") == 1 + printed.count("kv  ") + printed.count("dynamo  ")
         assert not re.search(r'(?:src|href)="(?!#)', html), "the file needs no other"
+        (title,) = re.findall("<h1>kvist simulate: (.*)</h1>", html)
+        assert title.startswith("tool-agents --policy kv,dynamo ")
+        assert title.endswith(", 40 requests")
+        assert " --seeds 2" in title
+        assert {*title.replace(", 40", "").split()} >= {*flags[::2], *(value for value in flags if "," in value)}
         said = [line for line in printed.splitlines() if " instead of " in line or "collapse" in line]
         assert all(f"<p>{escape(line)}</p>" in html for line in said)
 
