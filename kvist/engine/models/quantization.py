@@ -1,4 +1,4 @@
-"""Dequantises weights to floating-point numbers when they are loaded: quantised ones save disk space, not memory."""
+"""Reads quantised weights, and dequantises to floating-point numbers those that have to be."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class _Weights(msgspec.Struct, frozen=True):
 
 class _Group(msgspec.Struct, frozen=True):
     weights: _Weights | None = None
+    input_activations: Any = None
 
 
 class _Sizes(msgspec.Struct, frozen=True):
@@ -63,6 +64,14 @@ def check_quantization(quantization: Any) -> None:
         raise InvalidValueError("quantization_config", quantization, expected) from None
 
 
+def quantizes_activations(quantization: dict[str, Any] | None) -> bool:
+    """Return whether a checkpoint's activations may have eight bits, too."""
+    if quantization is None or quantization["quant_method"] != "compressed-tensors":
+        return quantization is not None and quantization["quant_method"] in ("fp8", "fbgemm_fp8")
+    groups = (msgspec.convert(quantization, _Sizes).config_groups or {}).values()
+    return bool(groups) and all(group.input_activations is not None for group in groups)
+
+
 def split_name(stored: str) -> tuple[str, str] | None:
     """Return the weight that a stored tensor belongs to, and which part it is; None for scales of activations.
 
@@ -72,7 +81,7 @@ def split_name(stored: str) -> tuple[str, str] | None:
     if last in _OF_ACTIVATIONS:
         return None
     if last in _PARTS:
-        return f"{module}.weight", last
+        return f"{module}.weight", last.removesuffix("_inv")  # some call a scale its inverse
     for part in ("blocks", "scales"):
         if last.endswith(f"_{part}"):
             return stored.removesuffix(f"_{part}"), part
@@ -110,7 +119,7 @@ def _scale(parts: Parts, block_size: Sequence[int] | None) -> torch.Tensor:
     Blocks at the ends may be incomplete.
     """
     weight = parts["weight"].float()
-    scales = parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"].float()
+    scales = parts["weight_scale"].float()
     scales = scales.reshape(scales.shape[0] if scales.dim() else 1, -1)
     sizes = [
         block if -(-whole // block) == count else whole // count

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
+from kvist.engine.models.projections import RowParallelLinear
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL
 from kvist.kernels import loops_for, paged_attention, write_kv
@@ -129,55 +130,6 @@ def fuse_norms(decoder: nn.Module) -> None:
             module.__class__ = FusedRMSNorm
 
 
-class PackedLinear(nn.Linear):
-    """The first of several projections of the same input: it computes all as one product, and hands the others theirs.
-
-    `pack_projections` makes them.
-    """
-
-    sizes: list[int]
-    others: tuple[HandedLinear, ...]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *rest = torch.split_with_sizes(super().forward(x), self.sizes, dim=-1)
-        for other, out in zip(self.others, rest, strict=True):
-            other.handed[:] = x, out
-        return first
-
-
-class HandedLinear(nn.Module):
-    """A projection that a `PackedLinear`, which has its weight, computes for it."""
-
-    handed: list[torch.Tensor]  # an input and its projection, or nothing; a module sets an attribute in 2 us
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the projection of `x`, which must be what the `PackedLinear` was called with just before."""
-        packed_input, out = self.handed
-        self.handed.clear()
-        assert packed_input is x
-        return out
-
-
-def pack_projections(decoder: nn.Module) -> None:
-    """Store projections that transformers calls one after another with the same input as one, after loading.
-
-    For GPUs: on a CPU the larger products gain nothing, and their parts have to be copied.
-    """
-    for module in decoder.modules():
-        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            parts: list[Any] = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]
-            if len(parts) < 2:
-                continue
-            first, *others = parts
-            first.sizes, first.others = [len(part.weight) for part in parts], tuple(others)
-            for name, parameter in list(first.named_parameters()):
-                parameter.data = torch.cat([getattr(part, name) for part in parts])
-            for other in others:
-                other._parameters.clear()
-                other.handed, other.__class__ = [], HandedLinear
-            first.__class__ = PackedLinear
-
-
 def compile_layers(decoder: nn.Module) -> None:
     """Let torch fuse what a decoder's layers compute beside their products and attention, when they first run.
 
@@ -189,16 +141,6 @@ def compile_layers(decoder: nn.Module) -> None:
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer):  # each layer of a decoder is one
             module.compile(dynamic=True)
-
-
-class RowParallelLinear(nn.Linear):
-    """A projection whose inputs are split over the ranks; its output is the sum of all ranks' and, once, the bias."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[..., out_features]`, the same on every rank."""
-        out = functional.linear(x, self.weight)
-        distributed.all_reduce(out)
-        return out if self.bias is None else out + self.bias
 
 
 def split_vocabulary(decoder: Any, rank: int, vocab_size: int) -> None:

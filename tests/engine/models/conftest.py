@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
@@ -127,3 +131,61 @@ def assert_generates_like(generate, greedy, tokens_of) -> Callable[[Any, Path], 
         assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
 
     return check
+
+
+@pytest.fixture
+def fp8_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """Write a random model with its projections in FP8: scales have the `shape`, (-1, 1) for one a row."""
+
+    def write(
+        name: str,
+        quantization: dict[str, Any],
+        part: str = "weight_scale",
+        shape: tuple[int, ...] = (-1, 1),
+        change: Callable[[dict[str, torch.Tensor]], Any] = len,
+    ) -> Path:
+        tensors = load_file(checkpoint(name) / "model.safetensors")
+        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+            weight = tensors[key]
+            largest = weight.abs().amax(1, keepdim=True) if shape == (-1, 1) else weight.abs().max()
+            tensors[key] = (weight / (largest / 448)).to(torch.float8_e4m3fn)
+            tensors[key.replace("weight", part)] = (largest / 448).reshape(shape).clone()
+        change(tensors)
+        path = Path(tempfile.mkdtemp(dir=tmp_path))
+        save_file(tensors, path / "model.safetensors")
+        config = json.loads((checkpoint(name) / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def keep_fp8(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """From its call on, keep FP8 weights on the CPU, too, and return a list that grows by each product's shape.
+
+    Each product is held to what torch's `ScaledBlas.cpp` demands of scales by row on a GPU.
+    """
+
+    def keep() -> list[Any]:
+        products: list[Any] = []
+        genuine = functional.scaled_mm
+
+        def scaled_mm(
+            a: torch.Tensor, b: torch.Tensor, scale_a: Any, recipe_a: Any, scale_b: Any, recipe_b: Any, **options: Any
+        ) -> torch.Tensor:
+            assert a.dtype == b.dtype == torch.float8_e4m3fn
+            assert a.is_contiguous()
+            assert b.t().is_contiguous()
+            assert all(size % 16 == 0 for size in b.shape)
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (1, b.shape[1]))
+            assert scale_b.stride(1) == 1
+            products.append(b.shape)
+            return genuine(a, b, scale_a, recipe_a, scale_b, recipe_b, **options)
+
+        monkeypatch.setattr(functional, "scaled_mm", scaled_mm)
+        monkeypatch.setattr("kvist.engine.models.weights._FP8_DEVICES", ("cpu",))
+        return products
+
+    return keep

@@ -12,7 +12,8 @@ import transformers
 from torch import nn
 from torch._dynamo.utils import counters
 
-from kvist.engine.models.transformer import HandedLinear, PackedLinear, compile_layers, pack_projections
+from kvist.engine.models.projections import HandedLinear, PackedLinear, pack_projections
+from kvist.engine.models.transformer import compile_layers
 
 
 def block(*names: str, has_bias: bool = False) -> nn.Module:
@@ -50,6 +51,13 @@ def test_another_input_is_refused() -> None:
         module.up_proj(x.clone())
 
 
+def test_projections_of_different_dtypes_stay_apart() -> None:
+    module = block("q_proj", "k_proj")
+    module.k_proj.to(torch.bfloat16)
+    pack_projections(module)
+    assert {type(part) for part in module.children()} == {nn.Linear}
+
+
 def test_a_projection_alone_stays_as_it_is() -> None:
     module = block("q_proj", "o_proj")
     pack_projections(module)
@@ -85,6 +93,25 @@ def test_layers_compile_to_no_more_graphs_than_unpacked_ones(harness, oracle) ->
         return counters["stats"]["unique_graphs"]
 
     assert 0 < num_graphs(is_packed=True) == num_graphs(is_packed=False)
+
+
+@pytest.mark.usefixtures("traceable")
+def test_fp8_layers_compile_to_as_many_graphs_as_others(fp8_checkpoint, harness, monkeypatch) -> None:
+    tokens, logits, num_graphs = torch.randint(3, 512, (40,)).tolist(), [], []
+    monkeypatch.setattr("kvist.engine.models.weights._FP8_DEVICES", ("cpu",))
+    paths = fp8_checkpoint("llama", {"quant_method": "fp8"}), "llama", fp8_checkpoint("llama", {"quant_method": "fp8"})
+    for path, is_compiled in zip(paths, (False, True, True), strict=True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = harness(path)
+        pack_projections(model.model.decoder)
+        if is_compiled:
+            compile_layers(model.model.decoder)
+        request = model.open(tokens)
+        logits.append(torch.cat([model.step((request, 30)), model.step((request, 7)), model.decode(request, 40)]))
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    torch.testing.assert_close(logits[2], logits[0], rtol=0, atol=0.05)
+    assert num_graphs[0] == 0 < num_graphs[1] == num_graphs[2]
 
 
 def test_a_packed_model_of_each_family_computes_what_it_did(family: str, harness) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from kvist.engine.batch import GroupPages, HostBatch
-from kvist.engine.models import transformer
+from kvist.engine.models import projections
 from kvist.engine.models.config import load_model_config, rank_config, rank_slices
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
@@ -91,7 +93,7 @@ def test_ranks_together_give_the_whole_models_logits(
     """The checkpoints have four heads and two KV heads: of four ranks, two share each KV head."""
     model_dir = checkpoint(name)
     whole = logits_of(load(model_dir, WHOLE))
-    monkeypatch.setattr(transformer.distributed, "all_reduce", Sum(num_ranks))
+    monkeypatch.setattr(projections.distributed, "all_reduce", Sum(num_ranks))
     ranks = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as pool:
         by_rank = list(pool.map(logits_of, ranks))
@@ -99,6 +101,41 @@ def test_ranks_together_give_the_whole_models_logits(
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
         assert rank.decoder.get_input_embeddings().weight.shape[0] == whole.shape[1] // num_ranks
         assert rank.decoder.get_output_embeddings().weight.shape[0] == whole.shape[1] // num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_multiply_fp8_weights_by_what_each_rounds_of_its_inputs(
+    fp8_checkpoint, keep_fp8, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """With four, keys and values are dequantised: their 32 rows are not 16 or more for each rank."""
+    by_token = {"group_0": {"input_activations": {"dynamic": True, "strategy": "token"}}}
+    quantization = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": by_token}
+    model_dir = fp8_checkpoint("llama", quantization)
+
+    def logits_of_ranks(ranks: list[CausalLM]) -> torch.Tensor:
+        monkeypatch.setattr(projections.distributed, "all_reduce", Sum(num_ranks))
+        with ThreadPoolExecutor(num_ranks) as pool:
+            return next(pool.map(logits_of, ranks))
+
+    def project(x: torch.Tensor, module: nn.Linear, bias: torch.Tensor | None) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        return functional.linear((x / scale).to(torch.float8_e4m3fn).float() * scale, module.weight, bias)
+
+    dequantised = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
+    keep_fp8()
+    ranks = [load(model_dir, Part(rank, num_ranks)) for rank in range(num_ranks)]
+    kept = [name for name, weight in ranks[1].decoder.state_dict().items() if weight.dtype == torch.float8_e4m3fn]
+    assert len(kept) == (14 if num_ranks == 2 else 10)
+    got = logits_of_ranks(ranks)
+    for rank in dequantised:
+        for name in kept:
+            module = rank.decoder.get_submodule(name.removesuffix(".weight"))
+            if type(module) is nn.Linear:
+                module.forward = lambda x, it=module: project(x, it, it.bias)
+    monkeypatch.setattr(projections, "_project", project)
+    errors = (got - logits_of_ranks(dequantised)).abs()
+    assert errors.median() < 1e-5
+    assert errors.max() < 0.05
 
 
 def test_a_vocabulary_that_ranks_do_not_divide_is_whole_on_each(
@@ -111,7 +148,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_whole_on_each(
 
 def test_a_whole_model_has_no_linear_that_sums(checkpoint: Callable[[str], Path]) -> None:
     model = load(checkpoint("llama"), WHOLE)
-    assert not [each for each in model.modules() if isinstance(each, transformer.RowParallelLinear)]
+    assert not [each for each in model.modules() if isinstance(each, projections.RowParallelLinear)]
     assert rank_config(model.config, 1) is model.config
 
 
