@@ -75,10 +75,12 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     if not lines:
         raise InvalidValueError("recording", str(path), "a line for each request")
     num_workers = len({line.worker for _, _, line in lines})
-    regret = Regret(max_buckets=None)
+    regret = Regret(max_buckets=None, sampling_rate=1.0)  # a few requests are counted exactly
     for at_s, _, line in lines:
         if line.input_length is not None and line.status == 200:
-            regret.add(at_s, [_parse_routed(line)], num_workers * cache_tokens // line.tokens_per_block)
+            regret.add(
+                at_s, [_parse_routed(line, regret.sampling_rate)], num_workers * cache_tokens // line.tokens_per_block
+            )
     report = regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
     if not any(line.worker for _, _, line in lines):  # nobody routed these requests, so nothing was lost
         for row in (report["total"], *(row for name in report if name.startswith("by_") for row in report[name])):
@@ -87,7 +89,7 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     return report
 
 
-def _parse_routed(line: TraceLine) -> Routed:
+def _parse_routed(line: TraceLine, sampling_rate: float) -> Routed:
     import numpy as np
 
     from kvist.router.regret import DEFAULT_TENANT, Routed, sample_of
@@ -107,7 +109,7 @@ def _parse_routed(line: TraceLine) -> Routed:
         is_exact=line.exact_cache,
         identically_rendered_tokens=line.identically_rendered_tokens,
         block_size=line.tokens_per_block,
-        sampled=sample_of(hashes, hashes),
+        sampled=sample_of(hashes, hashes, sampling_rate),
         tenant=line.tenant or DEFAULT_TENANT,
     )
 

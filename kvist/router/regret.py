@@ -45,7 +45,6 @@ _REPORTED_COUNTS: Final = (
     *("requests", "prompt_tokens", "pooled_cache_tokens", "held_tokens", "routed_tokens"),
     *("in_flight_tokens", "prompt_tokens_with_report", "predicted_tokens", "reported_tokens", "unpredicted_tokens"),
 )
-_FIRST_LIMIT: Final = np.uint64(FIRST_SAMPLING_RATE * (1 << 64))
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that products of hashes are spread evenly."""
 
@@ -112,9 +111,11 @@ class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 SAMPLE: Final = np.dtype([("number", "u4"), ("plain_hash", "u8"), ("hash", "u8")])
 
 
-def sample_of(plain_hashes: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> bytes:
-    """Return the blocks of a prompt in the first sample, for `Routed`; `hashes` are those with salt and adapter."""
-    (numbers,) = (plain_hashes * _MULTIPLIER < _FIRST_LIMIT).nonzero()
+def sample_of(
+    plain_hashes: NDArray[np.uint64], hashes: NDArray[np.uint64], sampling_rate: float = FIRST_SAMPLING_RATE
+) -> bytes:
+    """Return the blocks of a prompt in a sample, for `Routed`; `hashes` are those with salt and adapter."""
+    (numbers,) = (plain_hashes * _MULTIPLIER <= np.uint64(int(sampling_rate * (1 << 64)) - 1)).nonzero()
     if not len(numbers):
         return b""
     sample = np.empty(len(numbers), SAMPLE)
@@ -137,8 +138,8 @@ class _LastUse:
 class Reuse:
     """The last uses of the blocks in the sample, whose sampling rate is halved when they are too many."""
 
-    def __init__(self) -> None:
-        self.sampling_rate = FIRST_SAMPLING_RATE
+    def __init__(self, sampling_rate: float = FIRST_SAMPLING_RATE) -> None:
+        self.sampling_rate = sampling_rate
         self._last_uses: dict[int, _LastUse] = {}
         self._use_numbers: list[int] = []  # of the last uses, in order
         self._num_uses = 0
@@ -228,13 +229,18 @@ class _Bucket:
 class Regret:
     """Sums up requests by the minute. Times are passed in, and never decrease."""
 
-    def __init__(self, max_buckets: int | None = MAX_BUCKETS) -> None:
-        """Keep so many minutes, or all."""
+    def __init__(self, max_buckets: int | None = MAX_BUCKETS, sampling_rate: float = FIRST_SAMPLING_RATE) -> None:
+        """Keep so many minutes, or all; requests have such a sample, or a larger one than the rate has become."""
         self._buckets: deque[_Bucket] = deque(maxlen=max_buckets)
-        self._reuse = Reuse()
+        self._reuse = Reuse(sampling_rate)
         self._secret = token_bytes(16)
         self.costly: dict[int, str] = {}
         """The names of prefixes in recent reports, by the hash of their last block."""
+
+    @property
+    def sampling_rate(self) -> float:
+        """Return what part of the blocks is in the sample now."""
+        return self._reuse.sampling_rate
 
     def add(self, now_s: float, requests: Iterable[Routed], capacity_blocks: int) -> None:
         """Count requests that have ended; the fleet's caches together hold `capacity_blocks`."""
@@ -348,7 +354,7 @@ class Regret:
         missed = 1.0 - total["pooled_cache_tokens"] / max(1, total["prompt_tokens"])
         sample = self._reuse.described() | {
             "uses": total["sampled"],
-            "standard_error": round(missed / max(1, total["missed"]) ** 0.5, 4),
+            "standard_error": round(missed * ((1.0 - self.sampling_rate) / max(1, total["missed"])) ** 0.5, 4),
         }
         return {
             "window_s": round(now_s - min((each.began_s for each in buckets), default=now_s), 1),

@@ -12,6 +12,7 @@ import pytest
 from kvist.cli import main
 from kvist.events.transports import Message
 from kvist.replay import RecordedSource, RecordingWriter
+from kvist.router.regret import Regret
 
 
 def recorded(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -81,11 +82,26 @@ def test_a_recording_tells_the_causes_that_its_router_knew(tmp_path: Path, capsy
     }
 
 
+def test_few_requests_are_counted_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "requests.jsonl", lines_of(100))
+    assert main(["why", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["total"]["pooled_cache_tokens"] == 2 * 1600
+    assert report["total"]["lost_tokens"]["evicted before reuse"] == 1600 - 320
+    assert (report["sample"]["blocks"], report["sample"]["standard_error"]) == (200, 0)
+    assert main(["why", path, "--cache-tokens", "1600", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["pooled_cache_tokens"] == 0
+
+
 def test_a_share_of_which_nothing_was_sampled_is_no_further_off_than_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "requests.jsonl", [{**line, "hash_ids": [], "input_length": 9} for line in lines_of(1)])
     assert main(["why", path]) == 0
+    assert "(± 0.0%, from a sample of 0 blocks)" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # a router
+        patch.setattr("kvist.cli.why.ask_router", lambda *_: json.dumps(Regret().report(0.0, 60.0)))
+        assert main(["why", "http://router"]) == 0
     assert "(± 100.0%, from a sample of 0 blocks)" in capsys.readouterr().out
 
 
