@@ -9,7 +9,9 @@
 
 Other routers (`replicas`) have rows behind those of the fronts, which the keeper writes when it receives their
 summaries. Only its front writes to a row; a reader takes the sum, or the maximum, of a cell over all rows, which is
-what a single process would have counted. Only the keeper assigns columns. The memory outlives each of these processes,
+what a single process would have counted. A request changes several numbers, each at once, and a reader may see some of
+them before the others: its decision then counts one request more or less, and the next one counts right. Only the
+keeper assigns columns. The memory outlives each of these processes,
 but not the router; a row is cleared before another process takes it over.
 """
 

@@ -203,7 +203,11 @@ class LoadTracker:
         self.ints[self.own_row + FrontField.DISPATCHED] += 1
 
     def set_queue_head(self, model: int, priority: int, start: float, since_s: float, now_s: float) -> None:
-        """Publish the first request of this front's queue; its model has a number, which is 0 if none waits."""
+        """Publish the first request of this front's queue; its model has a number, which is 0 if none waits.
+
+        Others may read a part of it with a part of the last one, and then take a turn, or leave it to this front, once:
+        all look again when a request ends, and every 50 ms.
+        """
         ints, floats, row = self.ints, self._floats, self.own_row
         ints[row + FrontField.HEAD_PRIORITY] = priority
         floats[row + FrontField.HEAD_START], floats[row + FrontField.HEAD_SINCE] = start, since_s

@@ -1,6 +1,9 @@
 """Prompts in flight: their blocks are as good as cached where they run, before any event reports them.
 
 Marks also count the requests for a prefix in the last seconds, as these share the computation of a copy.
+
+A mark may be read while another process puts a new one in its place. A rank of the other prompt may then be taken for
+one that has this one: that costs the request a hit, as if the prompt had just been evicted.
 """
 
 from __future__ import annotations
@@ -86,9 +89,9 @@ def add_marks(
     for mark in marks:
         entry = table[mark & _LAST_SLOT]
         if entry["hash"] != mark:
-            entry["hash"] = mark
             entry["num_requests"] = 0.0
             entry["until_s"][:] = 0.0
+            entry["hash"] = mark
         entry["num_requests"] *= math.exp((entry["counted_at_s"] - now_s) / REQUESTS_WINDOW_S)
         entry["num_requests"] += num_requests
         entry["counted_at_s"] = now_s

@@ -23,6 +23,9 @@ and rank; a decision reads all rows. Each router writes only its own row, so no 
 
 A row of zeros is that of a router without any work, so clearing a row removes what its router had in flight. Replicas
 send each other these fields (`kvist.router.fleet.replicas`): new ones are appended, and are 0 where they are unknown.
+
+A decision may read a row of which another process has changed some fields and not yet others. It then sees a rank
+without its last observation, or with half of it: all prices stay finite, and the next decision reads it whole.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
 """The state of tenants that the processes of a router share: each has a row, with a cell for each tenant it has served.
 
     RUNNING     running requests                                    the sum over all rows
-    VERSION     grows with each write, in whichever row: of the following, the cell with the highest version counts
+    VERSION     grows with each write, in whichever row: of the following, the cell with the highest version counts;
+                negative while these are being written
     AT            when the tenant's buckets were last updated       0 if they never were
     REQUESTS      how many requests it had left then
     TOKENS        how many prompt tokens it had left then
     FINISH        the virtual time at which its last request from a queue finishes (`kvist.router.admission`)
 
 A row begins with the virtual time of its process; the latest of all rows counts. Only its process writes to a row; of
-two writes within a microsecond one may be lost.
+two writes within a microsecond one may be lost, but none is read half: a tenant would get what its buckets had gained
+twice. Only what a process was writing when it died may be read so, until its row is cleared.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -21,6 +24,8 @@ from xxhash import xxh3_64_intdigest
 NUM_PLACES = 1 << 13
 _NUM_LOOKS = 16
 """A tenant's cell is within so many of its hashed place; if all are taken, it replaces a tenant without requests."""
+_NUM_READS = 100
+"""How often a cell that is being written is read again, for 0.5 ms or so."""
 _CELL_WORDS = 8
 ROW_WORDS = (1 + NUM_PLACES + _NUM_LOOKS) * _CELL_WORDS
 
@@ -75,16 +80,23 @@ class TenantRows:
         version, state = self._newest(number)
         state[first - _AT : first - _AT + len(values)] = values
         own = self._own_cell(number)
+        self._ints[own + _VERSION] = -version - 1
         for field, value in enumerate(state, own + _AT):
             self._floats[field] = value
         self._ints[own + _VERSION] = version + 1
 
     def _newest(self, number: int) -> tuple[int, list[float]]:
-        cell, version = None, 0
-        for each in self._cells(number):
-            if (found := self._ints[each + _VERSION]) > version:
-                cell, version = each, found
-        return version, [0.0] * 4 if cell is None else [*self._floats[cell + _AT : cell + _AT + 4]]
+        version, state = 0, [0.0] * 4
+        for _ in range(_NUM_READS):
+            cells = [each for each in self._cells(number) if self._ints[each + _VERSION]]
+            if not cells:
+                break
+            version, cell = max((abs(self._ints[each + _VERSION]), each) for each in cells)
+            state = [*self._floats[cell + _AT : cell + _AT + 4]]
+            if self._ints[cell + _VERSION] == version:
+                break
+            os.sched_yield()
+        return version, state
 
     def _cells(self, number: int) -> list[int]:
         found = [self._find(start, number) for start in self._starts]
