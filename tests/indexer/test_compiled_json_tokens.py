@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +22,23 @@ _values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
+_arrays = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 _fields = st.dictionaries(st.sampled_from(["model", "token_ids ", "tokens", "", "[", '"token_ids":[1]']), _values)
 
 
-def _split(body: bytes) -> tuple[list[int], Any] | None:
+def _split(body: bytes) -> tuple[list[Any], Any] | None:
     """Return the token ids and the rest, decoded; None unless that says that they are the key's value."""
     split = split_token_ids(body, _KEY)
     if split is None:
         return None
-    token_ids, rest = split
+    token_ids, ends, rest = split
     try:
         fields = msgspec.json.decode(rest)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     is_value = isinstance(fields, dict) and fields.get("token_ids") == [MARK]
-    return (token_ids.tolist(), fields) if is_value else None
+    arrays = [] if ends is None else [each.tolist() for each in np.split(token_ids, ends[:-1])]
+    return (arrays or token_ids.tolist(), fields) if is_value else None
 
 
 def _check_against_parser(body: bytes) -> None:
@@ -47,12 +50,12 @@ def _check_against_parser(body: bytes) -> None:
 
 @given(
     before=_fields,
-    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    tokens=_arrays | st.lists(_arrays.filter(bool), min_size=1, max_size=5),
     after=_fields,
     layout=st.sampled_from(_LAYOUTS),
 )
 def test_an_array_is_found_wherever_it_stands_and_the_rest_is_kept(
-    before: dict[str, Any], tokens: list[int], after: dict[str, Any], layout: dict[str, Any]
+    before: dict[str, Any], tokens: list[Any], after: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     fields = before | {"token_ids": tokens} | after
     body = json.dumps(fields, ensure_ascii=False, **layout).encode(errors="replace")
@@ -72,6 +75,13 @@ def test_integers_of_32_bits_are_plain(item: str) -> None:
 def test_what_is_not_plain_is_left_to_the_parser(item: str) -> None:
     body = b'{"token_ids":[7,%s,8]}' % item.encode()
     assert _split(body) is None
+
+
+@pytest.mark.parametrize(
+    "batch", ["[[]]", "[[1],[]]", "[[1],]", "[[1],2]", "[2,[1]]", "[[1] [2]]", "[[[1]]]", "[[1]", "[[1],[2", "[[01]]"]
+)
+def test_what_is_no_batch_of_arrays_is_left_to_the_parser(batch: str) -> None:
+    assert _split(b'{"token_ids":%b}' % batch.encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,8 @@ def test_a_broken_rest_stays_broken() -> None:
 
 @given(st.data())
 def test_corrupted_bodies_never_disagree_with_the_parser(data: st.DataObject) -> None:
-    tokens = data.draw(st.lists(st.integers(0, 2**33), max_size=6))
+    array = st.lists(st.integers(0, 2**33), max_size=6)
+    tokens = data.draw(array | st.lists(array, min_size=1, max_size=4))
     fields = data.draw(_fields) | {"token_ids": tokens, "x": {"token_ids": [1]}, "y": '"token_ids": [1]'}
     body = bytearray(json.dumps(fields).encode())
     for _ in range(data.draw(st.integers(1, 4))):

@@ -32,7 +32,7 @@ from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
-from kvist.indexer.compiled.json_tokens import read_token_ids
+from kvist.indexer.compiled.json_tokens import read_batch, read_token_ids
 from kvist.indexer.engine import EngineLane
 from kvist.indexer.engine_rank import EngineRank
 from kvist.radix import RadixIndex
@@ -194,6 +194,23 @@ class Json:
             assert token_ids[:count].tolist() == json.loads(b"[%b]" % content)
 
 
+class Batches(Json):
+    """Batches of such arrays, and what reads those."""
+
+    def message(self) -> bytes:
+        rng = self.rng
+        batch = [json.loads(b"[%b]" % super(Batches, self).message())[:300] for _ in range(rng.choice([1, 1, 3, 20]))]
+        return json.dumps(batch, indent=rng.choice([None, None, 1]))[1:].encode()[: CAPACITY_BYTES // 2]
+
+    def read(self, content: bytes) -> None:
+        size_bytes = 4 * (len(content) // 2 + 1)
+        token_ids, ends = self.output.bytes[-2 * size_bytes :].view(np.uint32).reshape(2, -1)
+        end, num_arrays = read_batch(self.input.put(content, self.rng), 0, token_ids, ends)
+        if end >= 0:
+            read = np.split(token_ids[: ends[num_arrays - 1]], ends[: num_arrays - 1])
+            assert [each.tolist() for each in read] == json.loads(b"[" + content[: end + 1])
+
+
 class Hashes:
     """Tokens, and what hashes blocks of them."""
 
@@ -227,6 +244,7 @@ READERS = {
     "sglang": lambda rng: Engine(rng, "sglang"),
     "frames": Frames,
     "json": Json,
+    "batches": Batches,
     "hashes": Hashes,
 }
 

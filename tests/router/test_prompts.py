@@ -190,6 +190,8 @@ async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: A
         {"prompt": [5, 6, 7], "cache_salt": "s", "stream": True},
         {"prompt": [2**32 - 1] * 5000},
         {"prompt": [[5, 6], [7]]},
+        {"prompt": [[1], [5, 6, 7], [2, 3, 4]] * 2000},
+        {"prompt": [[5, 6], []]},
         {"prompt": "hello world"},
         {"prompt": ["hello"]},
         {"prompt": [5, 6, 7], "truncate_prompt_tokens": 2},
@@ -200,14 +202,22 @@ async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> 
         await PromptReader(OneModel(None), lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
         for has_index in (False, True)
     ]
-    for name in ("model", "num_tokens", "cache_salt", "untokenized_reason"):
+    for name in ("model", "num_tokens", "num_prompts", "obstacle", "cache_salt", "untokenized_reason"):
         assert getattr(indexed, name) == getattr(plain, name)
     assert (indexed.token_ids is None) == (plain.token_ids is None)
     assert plain.token_ids is None or indexed.token_ids.tolist() == plain.token_ids.tolist()
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": []}, {"prompt": [2**32]}, {"prompt": [1], "stream": 5}, {"prompt": [1.5]}]
+    "fields",
+    [
+        {"prompt": []},
+        {"prompt": [2**32]},
+        {"prompt": [[1], [2**32]]},
+        {"prompt": [[1], 2]},
+        {"prompt": [1], "stream": 5},
+        {"prompt": [1.5]},
+    ],
 )
 async def test_a_prompt_of_another_form_is_left_to_the_worker(fields: dict[str, Any]) -> None:
     reasons = set()
@@ -217,6 +227,74 @@ async def test_a_prompt_of_another_form_is_left_to_the_worker(fields: dict[str, 
         assert (ask.outcome, ask.obstacle, ask.model) == ("load only", "not_understood", "m")
         reasons.add(ask.untokenized_reason)
     assert len(reasons) == 1
+
+
+IDS = [7 * idx for idx in range(300_000)]
+BATCH = [IDS[start : start + 1000] for start in range(0, len(IDS), 1000)]
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETION_PATH, {"prompt": IDS}),
+        (COMPLETION_PATH, {"prompt": BATCH}),
+        (GENERATE_PATH, {"input_ids": BATCH}),
+        ("/v1/embeddings", {"input": IDS}),
+        ("/v1/embeddings", {"input": BATCH}),
+    ],
+)
+async def test_token_ids_become_no_objects_whether_or_not_the_policy_looks_at_them(
+    monkeypatch: pytest.MonkeyPatch, has_index: bool, path: str, fields: dict[str, Any]
+) -> None:
+    parsed = list[int]()
+    read_fields = prompts.read_fields
+    monkeypatch.setattr(prompts, "read_fields", lambda text: (parsed.append(len(text)), read_fields(text))[1])
+    ask = await PromptReader(OneModel(None), lambda: has_index, lambda: has_index).read(path, body(**fields))
+    assert parsed
+    assert max(parsed) < 100
+    assert (ask.model, ask.path) == ("m", path)
+    assert len(IDS) * 0.8 < ask.num_tokens < len(IDS) * 3
+    assert (ask.token_ids is not None) == (has_index and "input" not in fields)
+    assert ask.obstacle == (
+        "other_endpoint"
+        if "input" in fields
+        else "not_needed"
+        if not has_index
+        else None
+        if fields.get("prompt") is IDS
+        else "batch"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"input": [%b], "input": 7}' % (b"1," * 20_000 + b"1"),
+        b'{"input": [%b]}' % (b"01," * 20_000 + b"1"),
+        b'{"input": [%b]' % (b"1," * 20_000 + b"1"),
+        b'{"input": [%b]}' % (b"[" * 200 + b"1," * 20_000 + b"1" + b"]" * 200),
+        b'{"input": %b}' % (b"[" * 200_000),
+        b'{"input": [%b], "kv_transfer_params": {}}' % (b"1," * 20_000 + b"1"),
+    ],
+)
+async def test_a_body_of_token_ids_that_may_not_pass_is_refused_as_it_is_without_many(text: bytes) -> None:
+    for needs_tokens in (True, False):
+        with pytest.raises(RequestError):
+            await PromptReader(OneModel(None), lambda: False, lambda needs=needs_tokens: needs).read(
+                "/v1/embeddings", text
+            )
+
+
+async def test_an_alias_of_several_models_is_split_also_by_prompts_of_token_ids() -> None:
+    class Aliases(OneModel):
+        def resolve_alias(self, fields: dict[str, Any]) -> str:
+            return repr(fields.get("prompt"))
+
+    for has_index in (True, False):
+        reader = PromptReader(Aliases(None), lambda has=has_index: has, lambda has=has_index: has)
+        targets = [(await reader.read(COMPLETION_PATH, body(prompt=[idx] * 30_000))).model for idx in (1, 2, 1)]
+        assert targets[0] == targets[2] != targets[1]
 
 
 async def test_a_model_is_named_by_text_and_none_by_an_empty_one(reader: PromptReader) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import NamedTuple
 
 import numpy as np
 from numba import int64
@@ -14,7 +15,7 @@ from kvist.indexer.compiled.words import Bytes, byte_at
 
 MARK = secrets.randbits(31)
 """Stands in the place of token ids that were read; a secret, so that no client can send it."""
-_SPACES, _COMMA, _ZERO = tuple(b" \t\r\n"), ord(","), ord("0")
+_SPACES, _COMMA, _ZERO, _OPEN, _CLOSE = tuple(b" \t\r\n"), *b",0[]"
 _LAST = 2**32 - 1
 
 
@@ -50,17 +51,63 @@ def read_token_ids(text: Bytes, start: int, end: int, token_ids: NDArray[np.uint
     return 0 if count == 0 else -1
 
 
-def split_token_ids(body: bytes, key: bytes) -> tuple[NDArray[np.uint32], bytes] | None:
-    """Return the array of token ids under a key of a JSON object, and the body with `[MARK]` in its place.
+@jit((BYTES, int64, U32S, U32S))
+def read_batch(text: Bytes, start: int, token_ids: NDArray[np.uint32], ends: NDArray[np.uint32]) -> tuple[int, int]:
+    """Read an array of arrays of token ids from behind its bracket; return where its last one is, and how many it has.
+
+    Each array's `ends` are those of its ids in `token_ids`. -1 for anything else, also for an array without ids. There
+    must be room for half as many of both as there are bytes.
+    """
+    count, num_arrays, at = 0, 0, start
+    while True:
+        while at < len(text) and byte_at(text, at) in _SPACES:
+            at += 1
+        end = at
+        while end < len(text) and byte_at(text, end) != _CLOSE:
+            end += 1
+        if end == len(text) or byte_at(text, at) != _OPEN:
+            return -1, 0
+        num_ids = read_token_ids(text, at + 1, end, token_ids[count:])
+        if num_ids < 1:
+            return -1, 0
+        count += num_ids
+        ends[num_arrays] = count
+        num_arrays += 1
+        at = end + 1
+        while at < len(text) and byte_at(text, at) in _SPACES:
+            at += 1
+        if at == len(text) or byte_at(text, at) not in (_COMMA, _CLOSE):
+            return -1, 0
+        if byte_at(text, at) == _CLOSE:
+            return at, num_arrays
+        at += 1
+
+
+class Split(NamedTuple):
+    """A body without its token ids; `ends` are those of each array of a batch, None where there is one array alone."""
+
+    token_ids: NDArray[np.uint32]
+    ends: NDArray[np.uint32] | None
+    rest: bytes
+
+
+def split_token_ids(body: bytes, key: bytes) -> Split | None:
+    """Return the token ids under a key of a JSON object, in an array or a batch of them, and `[MARK]` in its place.
 
     If that, once decoded, has `[MARK]` under the key, the body is valid JSON and the array the key's value. Else the
     key stood elsewhere, or twice: decode the whole body. None where no such array is found.
     """
-    found = re.search(rb'"%b"[ \t\r\n]*:[ \t\r\n]*\[' % key, body)
+    found = re.search(rb'"%b"[ \t\r\n]*:[ \t\r\n]*\[(?=[ \t\r\n]*(\[)?)' % key, body)
     end = -1 if found is None else body.find(b"]", found.end())
     if found is None or end < 0:
         return None
-    start = found.end()
-    token_ids = np.empty((end - start) // 2 + 1, np.uint32)
-    count = read_token_ids(np.frombuffer(body, np.uint8), start, end, token_ids)
-    return (token_ids[:count], b"%b%d%b" % (body[:start], MARK, body[end:])) if count >= 0 else None
+    start, text, ends = found.end(), np.frombuffer(body, np.uint8), None
+    if found[1] is None:
+        token_ids = np.empty((end - start) // 2 + 1, np.uint32)
+        count = read_token_ids(text, start, end, token_ids)
+    else:
+        token_ids, ends = np.empty((2, (len(body) - start) // 2 + 1), np.uint32)
+        end, num_arrays = read_batch(text, start, token_ids, ends)
+        ends = ends[:num_arrays]
+        count = int(ends[-1]) if num_arrays else -1
+    return Split(token_ids[:count], ends, b"%b%d%b" % (body[:start], MARK, body[end:])) if count >= 0 else None

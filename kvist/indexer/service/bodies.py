@@ -121,11 +121,11 @@ def read_unregister(body: bytes) -> UnregisterBody:
 
 def read_query(body: bytes) -> tuple[QueryBody, NDArray[np.uint32]]:
     """Return the body of `POST /query` and its tokens; raises ApiError."""
-    if (split := split_token_ids(body, b"token_ids")) is not None:
+    if (split := split_token_ids(body, b"token_ids")) is not None and split.ends is None:
         with suppress(*DECODE_ERRORS):
-            query = _query_decoder.decode(split[1])
+            query = _query_decoder.decode(split.rest)
             if query.token_ids == [MARK]:
-                return query, split[0]
+                return query, split.token_ids
     query = _read(_query_decoder, body)
     try:
         return query, token_array(query.token_ids)

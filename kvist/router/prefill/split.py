@@ -54,8 +54,9 @@ def split_bodies(parsed: ParsedRequest, body: bytes) -> list[bytes]:
     """Return the bodies of the requests, in the order of their choices."""
     seed, prompts = parsed.fields.get("seed"), [Fields()]
     if parsed.num_prompts > 1:
+        whole = msgspec.json.decode(body, type=_Batch)  # token ids may be in the body alone
         body = without_field(body, parsed.fields, "prompt")
-        prompts = [{"prompt": prompt} for prompt in parsed.fields["prompt"]]
+        prompts = [{"prompt": prompt} for prompt in whole.prompt]
     num_answers = parsed.fields.get("n") or 1
     seeds = [{"seed": _seed_of(seed, idx)} if seed is not None else {} for idx in range(num_answers)]
     return [with_fields(body, {"n": 1} | prompt | each) for prompt in prompts for each in seeds]
@@ -65,6 +66,10 @@ def _seed_of(first: int, idx: int) -> int:
     """Return the seed of an answer to a prompt; past what workers take, 63 or 64 bits, seeds begin again at 0."""
     past = next((bound for bound in (2**63, 2**64) if first < bound <= first + idx), 0)
     return first + idx - past
+
+
+class _Batch(msgspec.Struct):
+    prompt: list[msgspec.Raw]
 
 
 class _Answer(msgspec.Struct):

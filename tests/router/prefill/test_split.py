@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvist.router.prefill.split import MAX_ANSWERS, single_answer, split_bodies
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, ParsedRequest
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, OneModel, ParsedRequest, PromptReader
 
 LONG = list(range(1000, 1400))
 MODELS = [{"id": "m", "object": "model", "owned_by": "vllm"}]
@@ -181,6 +181,15 @@ def test_each_answers_seed_is_one_that_whoever_takes_the_clients_takes(seed: int
         for each in split_bodies(ParsedRequest("m", 800, num_prompts=2, fields=json.loads(body)), body)
     ]
     assert seeds == ([None] * 3 if seed is None else [seed, *following]) * 2
+
+
+async def test_a_batch_of_token_ids_is_split_although_they_were_not_parsed() -> None:
+    batch = [[1, 2], [3], [4, 5, 6]]
+    body = json.dumps({"prompt": batch, "n": 2}).encode()
+    parsed = await PromptReader(OneModel(None), lambda: True).read(COMPLETION_PATH, body)
+    assert parsed.fields["prompt"] != batch
+    split = [json.loads(each) for each in split_bodies(parsed, body)]
+    assert split == [{"prompt": prompt, "n": 1} for prompt in batch for _ in range(2)]
 
 
 @pytest.mark.parametrize(
