@@ -167,11 +167,13 @@ class Admission:
 
     def _room_in_s(self, worker: Worker, model: str | None) -> float:
         capacity, num_queued = worker.capacity, self.load.num_queued(_queue_number((model, worker.url)))
-        bound, is_paused = capacity.max_requests, capacity.paused_until_s > self.now_s()
-        if bound is None or is_paused or not capacity.ends_a_second or num_queued >= self.max_queued:
+        is_closed = capacity.warms_from is not None or capacity.paused_until_s > self.now_s()
+        if is_closed or not capacity.ends_a_second or num_queued >= self.max_queued:
             return math.inf
-        num_before = max(0, self.load.running_requests(worker.url) - bound) + num_queued
-        return (num_before + 1) / capacity.ends_a_second
+        bound = capacity.max_requests
+        # A worker full of prefill tokens alone has none to wait for: its price counts their computation already.
+        num_over = 0 if bound is None else max(0, self.load.running_requests(worker.url) + 1 - bound)
+        return (num_over + num_queued) / capacity.ends_a_second
 
     def would_wait(self, model: str | None, excluded: Collection[str] = ()) -> bool:
         """Return whether a request for this model would have to wait now, if the excluded workers did not take it."""

@@ -360,6 +360,30 @@ async def test_a_full_worker_is_waited_for_by_whom_it_spares_more_than_that(work
         assert (await front.metrics())['kvist_router_queue_seconds_count{model="m"}'] == 1
 
 
+async def test_a_worker_with_too_many_prefill_tokens_is_waited_for_by_whom_it_spares_more(
+    worker, router, gated, until
+) -> None:
+    long = list(range(50_000))
+    async with (
+        worker(answer=gated) as one,
+        worker() as two,
+        router(one.url, two.url, max_worker_prefill_tokens=100, block_size=16, expected_cache_tokens=0) as front,
+    ):
+        front.hold(one.url, long)
+        asked = [asyncio.create_task(front.complete(long + [7] * 200))]
+        await until(lambda: len(one.completions) == 1)
+        one_capacity = front.service.fleet.get(one.url).capacity
+        assert (await front.explain(long))["worker"] == two.url  # how fast its requests end is not known yet
+        one_capacity.ends_a_second = 2.0
+        explained = await front.explain(long)
+        assert (explained["queued"], explained["worker"]) == (True, one.url)
+        asked.append(asyncio.create_task(front.complete(long)))
+        await until(lambda: queued(front) == 1)
+        assert (await front.complete([8] * 200)).headers["x-kvist-worker"] == two.url
+        gated.let(2)
+        assert {(await each).headers["x-kvist-worker"] for each in asked} == {one.url}
+
+
 async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gated, until, monkeypatch) -> None:
     monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     page = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 12.0\n'
@@ -377,6 +401,19 @@ async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gate
         one.metrics = page.replace("12.0", "0.0")
         gated.let(30)
         assert [(await each).status_code for each in asked] == [200] * 30
+
+
+async def test_no_bound_is_learnt_for_a_prefill_worker(worker, router, gated, until, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
+    page = "vllm:num_requests_running 8.0\nvllm:num_requests_waiting 12.0\n"
+    async with worker(answer=gated, metrics=page) as one, router(prefill_worker_urls=(one.url,)) as front:
+        asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(20)]
+        await until(lambda: len(one.completions) == 20)
+        num_seen = len(one.received)
+        await until(lambda: sum(each.target == "/metrics" for each in one.received[num_seen:]) >= 40)
+        assert (await front.workers())[one.url]["max_requests"] is None
+        gated.let(20)
+        assert [(await each).status_code for each in asked] == [200] * 20
 
 
 def test_reports_of_all_engines_are_read_and_other_pages_are_none() -> None:
@@ -399,7 +436,7 @@ def test_a_bound_never_starves_the_batch_and_grows_back() -> None:
             num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
             capacity.learn(LoadReport(min(size, num_in_flight), max(0, num_in_flight - size)), num_in_flight)
         assert capacity.max_requests is not None
-        assert size < capacity.max_requests <= size + max(4, size // 8) * 3
+        assert size + size // 4 <= capacity.max_requests <= size + max(4, size // 4) * 3
         for _ in range(40):  # its requests have become smaller: it takes all
             num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
             capacity.learn(LoadReport(num_in_flight, 0), num_in_flight)
@@ -435,7 +472,7 @@ def test_a_batch_that_grows_has_a_reserve_for_what_it_takes_until_the_next_repor
     capacity = Capacity()
     for num_running in range(30, 240, 30):
         capacity.learn(LoadReport(num_running, 1000 - num_running), num_in_flight=1000)
-        assert capacity.max_requests == (None if num_running == 30 else num_running + 30)
+        assert capacity.max_requests == (None if num_running == 30 else num_running + max(30, num_running // 4))
 
 
 def test_a_bound_is_forgotten_where_it_bounds_nothing_and_by_who_has_nothing_to_do() -> None:
@@ -455,7 +492,7 @@ def test_routers_share_what_is_too_much() -> None:
     capacity = Capacity()
     for _ in range(2):
         capacity.learn(LoadReport(100, 112), num_in_flight=53)
-    assert capacity.max_requests == 53 - 25
+    assert capacity.max_requests == 53 - (112 - 25) // 4
     capacity = Capacity(fixed_requests=5)
     capacity.learn(LoadReport(100, 112), num_in_flight=53)
     assert capacity.max_requests == 5

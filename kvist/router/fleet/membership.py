@@ -36,6 +36,7 @@ from kvist.router.fleet.worker import (
     parse_report,
 )
 from kvist.router.index import FleetIndex
+from kvist.router.policy.decision import Role
 from kvist.router.sources import WantedWorker
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,8 @@ class Membership(ComposedContext):
                 continue  # health checks and circuits judge by that
             else:
                 report = parse_report(page) if status == HTTPStatus.OK else None
-                if report is not None:
+                # What waits at a prefill worker are prompts: the price counts their work, and no batch is to be filled.
+                if report is not None and worker.role is not Role.PREFILL:
                     num_in_flight = self._load.running_requests(worker.url)
                     worker.capacity.learn(report, num_in_flight, self._load.ended_requests(worker.url))
                     if worker.capacity.max_requests is not None:

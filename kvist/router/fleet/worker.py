@@ -7,6 +7,7 @@ A worker is given as many requests at a time as it runs, by its own reports, and
     it has hardly a queue        the bound grows by a quarter, until it no longer limits: the worker may take more
     it has nothing to do         the bound is dropped
     it never reports             there is no bound, unless a fixed one is configured
+    it is a prefill worker       likewise
     it is new among busy others  it warms up: a few requests at first, and one more for each first byte and each end
 
 The reserve waits in the worker's own queue; all other requests wait at the router, which chooses their worker late.
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 MIN_RESERVE = 4
-RESERVE_SHARE = 8
-"""The reserve is at least so small a part of what runs …"""
+RESERVE_SHARE = 4
+"""The reserve is at least so small a part of what runs (docs/decisions.md) …"""
 RESERVES_A_SECOND = 10
 """… and at least what ends in so small a part of a second, which the router needs to replace many that end at once."""
 WARM_UP_REQUESTS = 4
