@@ -71,7 +71,7 @@ def test_what_is_no_streamed_answer_teaches_nothing() -> None:
         TraceLine(timestamp=5.0, input_length=100, output_length=9, worker="w0", total_s=9.0),
     ]
     assert fit([*lines, *left_out]) == fit(lines)
-    with pytest.raises(InvalidValueError, match="19 streamed answers"):
+    with pytest.raises(InvalidValueError, match="streamed answers in the recording: got 19"):
         fit(lines[:19])
 
 
