@@ -40,8 +40,7 @@ class Engine:
         self.publisher = KvEventPublisher(stream, worker=self.replica, block_size=16)
         loaded = load_engine(EngineConfig(model_dir=path, max_num_waiting=8), self.publisher)
         engine = await AsyncEngine(loaded.core, max_num_open=64).__aenter__()
-        limits = {"block_size": 16, "max_model_len": loaded.core.limits.max_model_len, "max_total_num_tokens": 0}
-        model = ServedModel(names=("kvist-tiny",), path=str(path), kv_cache_dtype=loaded.kv_cache_dtype, **limits)
+        model = ServedModel(names=("kvist-tiny",), path=str(path), kv_cache_dtype=loaded.kv_cache_dtype)
         server = await HttpServer(Api(engine, ChatTokenizer.load(path), model).handle).__aenter__()
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False)
 

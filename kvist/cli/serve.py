@@ -233,13 +233,9 @@ async def _serve(
             )
             transfers.start()
         await exits.enter_async_context(engine)
-        num_blocks = max(pool.num_blocks for pool in engine.statistics().kv_cache.pools)
         model = ServedModel(
             names=config.names,
             path=config.model_path,
-            block_size=config.block_size,
-            max_model_len=loaded.core.limits.max_model_len,
-            max_total_num_tokens=num_blocks * config.block_size if config.has_prefix_cache else 0,
             kv_cache_dtype=loaded.kv_cache_dtype,
             kv_events_endpoint=None if publisher is None else publisher.endpoint,
             transfers=served,

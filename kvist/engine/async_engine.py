@@ -9,16 +9,15 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Self
 
-from kvist.engine.core import EngineCore, EngineStatistics, ModelLimits
+from kvist.engine.core import EngineCore, EngineStatistics
 from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError, KvistError
 
 logger = logging.getLogger(__name__)
 
 Command = Callable[[], None]
-T = TypeVar("T")
 
 
 class EngineOverloadedError(KvistError):
@@ -88,6 +87,8 @@ class AsyncEngine:
 
     def __init__(self, core: EngineCore, max_num_open: int, close_timeout_s: float = 2.0) -> None:
         self._core = core
+        self.limits, self.block_size = core.limits, core.kv_cache.block_size
+        self.cache_size_tokens = core.kv_cache.cache_size_tokens
         self._max_num_open = max_num_open
         self._close_timeout_s = close_timeout_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -95,7 +96,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop
         self._ids = itertools.count()
         self._generations: dict[str, Generation] = {}
-        self._pending_calls: set[asyncio.Future[Any]] = set()
+        self._flushes: set[asyncio.Future[None]] = set()
         self._is_stopped = False
         self.num_refused = 0
 
@@ -116,10 +117,6 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_stopped
-
-    @property
-    def limits(self) -> ModelLimits:
-        return self._core.limits
 
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
         """Queue all sequences or none; raises InvalidValueError, EngineOverloadedError or EngineStoppedError."""
@@ -148,7 +145,17 @@ class AsyncEngine:
 
     async def flush_cache(self) -> None:
         """Remove all blocks that no request uses from the prefix cache. Raises EngineStoppedError."""
-        await self._call(self._core.kv_cache.flush)
+        if not self.is_alive:
+            raise EngineStoppedError
+        flushed: asyncio.Future[None] = self._loop.create_future()
+        self._flushes.add(flushed)
+
+        def flush() -> None:
+            self._core.kv_cache.flush()
+            self._loop.call_soon_threadsafe(self._end_flush, flushed)
+
+        self._commands.put(flush)
+        await flushed
 
     def submit(self, command: Command) -> None:
         """Queue a call for the engine's thread, which makes it between steps; returns at once, from any thread."""
@@ -195,31 +202,18 @@ class AsyncEngine:
             if output.is_last:
                 del self._generations[output.request_id]
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        """Make a call on the engine's thread, between steps, and return its result; raises EngineStoppedError."""
-        if not self.is_alive:
-            raise EngineStoppedError
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._pending_calls.add(future)
-
-        def run() -> None:
-            self._loop.call_soon_threadsafe(self._set_result, future, call())
-
-        self._commands.put(run)
-        return await future
-
-    def _set_result(self, future: asyncio.Future[T], value: T) -> None:
-        self._pending_calls.discard(future)
-        if not future.done():  # the caller may have been cancelled
-            future.set_result(value)
+    def _end_flush(self, flushed: asyncio.Future[None]) -> None:
+        self._flushes.discard(flushed)
+        if not flushed.done():  # the caller may have been cancelled
+            flushed.set_result(None)
 
     def _fail_open(self) -> None:
-        """End every open sequence and pending call with an error."""
+        """End every open sequence and flush with an error."""
         self._is_stopped = True
-        for future in self._pending_calls:
-            if not future.done():
-                future.set_exception(EngineStoppedError())
-        self._pending_calls.clear()
+        for flushed in self._flushes:
+            if not flushed.done():
+                flushed.set_exception(EngineStoppedError())
+        self._flushes.clear()
         for request_id, generation in self._generations.items():
             generation.put(RequestOutput(request_id, error="the engine has stopped"))
         self._generations.clear()

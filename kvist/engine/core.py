@@ -186,29 +186,30 @@ class EngineCore:
         self._is_stuck = False
         if request in self._unreserved:
             self._unreserved.remove(request)
-        elif self.handoffs.cancel_fetch(request):
-            self._scheduler.remove_receiving(request)
+        elif self._scheduler.receiving.pop(request_id, None) is not None:
+            self.handoffs.cancel_fetch(request)
         else:
             self._scheduler.remove(request)
 
     def on_report(self, report: Report) -> None:
         """Apply a report of the transfer service on an offer or a fetch; it may free what `step` was waiting for."""
         self._is_stuck = False
+        receiving = self._scheduler.receiving
         match report:
             case OfferReleased(remote_request_id, is_fetched):
                 request = self.handoffs.on_offer_released(remote_request_id, is_fetched)
                 if request is not None and request.request_id in self._requests:
                     self._outputs.append(self._end_with_error(request, _NOBODY))
-            case FetchReleased(request_id):
-                self.handoffs.on_fetch_released(request_id)
             case FetchCompleted(request_id, int(token_id)) if token_id >= self.limits.vocab_size:
                 expected = f"below {self.limits.vocab_size}"
                 self.on_report(FetchFailed(request_id, f"first_token_id: got {token_id}, expected {expected}"))
                 self.on_report(FetchReleased(request_id))
-            case FetchCompleted(request_id, token_id):
-                self._start_fetched(self.handoffs.on_fetch_completed(request_id), token_id)
-            case FetchFailed(request_id, reason):
-                self._fall_back(self.handoffs.on_fetch_failed(request_id, reason), reason)
+            case FetchCompleted(request_id, token_id) if request_id in receiving:
+                self._start_fetched(receiving.pop(request_id), token_id)
+            case FetchFailed(request_id, reason) if request_id in receiving:
+                self._fall_back(receiving.pop(request_id), reason)
+            case FetchCompleted(request_id) | FetchReleased(request_id):  # of one that has failed, or was aborted
+                self.handoffs.on_fetch_released(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return an output for each request that got a token, or an error.
@@ -314,18 +315,16 @@ class EngineCore:
             return [self._end_with_error(request, _TOO_MANY)]
         return [RequestOutput(request.request_id, remote_request_id=remote_request_id)] if is_first else []
 
-    def _start_fetched(self, request: Request | None, first_token_id: int | None) -> None:
+    def _start_fetched(self, request: Request, first_token_id: int | None) -> None:
         """Start a request whose blocks hold its whole prompt; its first token is among the next step's outputs.
 
         If only a prefix was fetched, that is in the cache now, and the request is queued like any other.
         """
-        if request is None:
-            return
+        self.handoffs.on_fetch_completed(request)
         assert request.blocks is not None
         if first_token_id is None or request.blocks.num_tokens < len(request.prompt_token_ids):
             self.kv_cache.close(request.blocks)
-            request.blocks = None
-            self._scheduler.remove_receiving(request)
+            request.blocks = request.num_cached_tokens = None
             self._scheduler.add(request)
             return
         self._scheduler.start_received(request)
@@ -345,12 +344,10 @@ class EngineCore:
             remote_request_id=remote_request_id,
         )
 
-    def _fall_back(self, request: Request | None, reason: str) -> None:
+    def _fall_back(self, request: Request, reason: str) -> None:
         """Compute here the prompt of a failed fetch, or end its request with the reason."""
-        if request is None:
-            return
+        self.handoffs.on_fetch_failed(request, reason)
         request.times.fetch_error = reason
-        self._scheduler.remove_receiving(request)
         if self.handoffs.is_fallback_allowed:
             self._scheduler.add(request)
             return

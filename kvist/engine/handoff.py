@@ -31,12 +31,11 @@ failed after 30 s, routers avoid the worker for some minutes."""
 class HandoffStatistics:
     """Numbers of sequences that other workers may read or write now, and counts since the start.
 
-    `num_held` prompts wait to be fetched, `num_receiving` requests wait for their blocks to be filled. The blocks of
-    `num_abandoned` fetches are not needed any more, but another worker may still write to them.
+    `num_held` prompts wait to be fetched. The blocks of `num_abandoned` fetches are not needed any more, but another
+    worker may still write to them.
     """
 
     num_held: int = 0
-    num_receiving: int = 0
     num_abandoned: int = 0
     num_offered: int = 0
     num_sent: int = 0
@@ -88,7 +87,6 @@ class Handoffs:
         self._speed: FetchSpeed | None = None
         self._kv_cache = kv_cache
         self._held: dict[str, _Held] = {}
-        self._receiving: dict[str, Request] = {}
         self._abandoned: dict[str, SequenceBlocks] = {}
         self._counts = HandoffStatistics()
 
@@ -166,7 +164,6 @@ class Handoffs:
         blocks, source = request.blocks, request.handoff
         assert blocks is not None
         assert isinstance(source, RemotePrefill)
-        self._receiving[request.request_id] = request
         remote = (source.remote_endpoints, source.remote_request_id)
         missing = []
         for table in blocks.tables:
@@ -174,47 +171,34 @@ class Handoffs:
             missing.append((ABSENT,) * num_held + tuple(table.block_ids[num_held:]))
         self._command(commands.Fetch(request.request_id, *remote, blocks.num_tokens, tuple(missing)))
 
-    def on_fetch_completed(self, request_id: str) -> Request | None:
-        """Return the request whose blocks are filled; if it was aborted, release its blocks and return None."""
-        request = self._receiving.pop(request_id, None)
-        if request is None:
-            self.on_fetch_released(request_id)
-            return None
+    def on_fetch_completed(self, request: Request) -> None:
+        """Accept the blocks of a request, which are filled now."""
         assert request.blocks is not None
         self._kv_cache.accept(request.blocks, request.token_ids)
         self._counts.num_fetched += 1
         self._record_fetch_end(request, request.blocks.num_tokens - (request.num_cached_tokens or 0))
-        return request
 
-    def on_fetch_failed(self, request_id: str, reason: str) -> Request | None:
-        """Return the request of a failed fetch, without its blocks, which may still be written to; None if aborted."""
-        request = self._receiving.get(request_id)
-        if request is None:
-            return None
-        logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
-        self._detach_blocks(request)
+    def on_fetch_failed(self, request: Request, reason: str) -> None:
+        """Take from a request the blocks that could not be filled."""
+        logger.warning("kv transfer failed request_id=%s reason=%s", request.request_id, reason)
+        self._abandon_blocks(request)
         self._record_fetch_end(request, 0)
         self._counts.num_failed += 1
         self._counts.num_fallbacks += self.is_fallback_allowed
-        return request
 
     def on_fetch_released(self, request_id: str) -> None:
         """Release the blocks of a fetch that failed or whose request was aborted: nobody writes to them any more."""
         self._kv_cache.close(self._abandoned.pop(request_id))
 
-    def cancel_fetch(self, request: Request) -> bool:
-        """Cancel the fetch of an aborted request; return False if none is under way."""
-        if request.request_id not in self._receiving:
-            return False
-        self._detach_blocks(request)
+    def cancel_fetch(self, request: Request) -> None:
+        """Cancel the fetch of an aborted request."""
+        self._abandon_blocks(request)
         self._command(commands.CancelFetch(request.request_id))
-        return True
 
     def statistics(self) -> HandoffStatistics:
         return replace(
             self._counts,
             num_held=len(self._held),
-            num_receiving=len(self._receiving),
             num_abandoned=len(self._abandoned),
             tokens_per_s=None if self._speed is None else self._speed.tokens_per_s(time.monotonic()),
         )
@@ -245,12 +229,11 @@ class Handoffs:
         if self._speed is not None and is_prefix and times.fetching_s is not None:
             self._speed.add(num_tokens, times.fetching_s, times.fetched_s)
 
-    def _detach_blocks(self, request: Request) -> None:
+    def _abandon_blocks(self, request: Request) -> None:
         """Take from a request its blocks, which another worker may still write to."""
         assert request.blocks is not None
-        del self._receiving[request.request_id]
         self._abandoned[request.request_id] = request.blocks
-        request.blocks = None
+        request.blocks = request.num_cached_tokens = None
 
 
 def check_handoff(handoff: RemotePrefill, num_prompt_tokens: int) -> None:

@@ -45,7 +45,7 @@ class SchedulerStatistics:
     num_running: int
     num_waiting: int
     num_preemptions: int
-    num_receiving: int = 0
+    num_receiving: int
 
 
 class Scheduler:
@@ -63,7 +63,8 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._receiving: list[Request] = []
+        self.receiving: dict[str, Request] = {}
+        """Requests that are receiving, by id: whoever takes one out starts it, adds it or forgets it."""
         self.num_preemptions = 0
 
     @property
@@ -124,20 +125,13 @@ class Scheduler:
         if request.blocks is None:
             return False
         request.num_cached_tokens = hit.num_tokens
-        self._receiving.append(request)
+        self.receiving[request.request_id] = request
         return True
 
     def start_received(self, request: Request) -> None:
-        """Move a receiving request to the running ones: its blocks hold its whole prompt."""
-        self._receiving.remove(request)
+        """Add a request that was receiving to the running ones: its blocks hold its whole prompt."""
         self._running.append(request)
         request.num_computed_tokens = len(request.prompt_token_ids)
-
-    def remove_receiving(self, request: Request) -> None:
-        """Forget a receiving request, whose blocks were taken from it before."""
-        assert request.blocks is None
-        self._receiving.remove(request)
-        request.num_cached_tokens = None
 
     def remove(self, request: Request) -> None:
         """Forget a running or waiting request and give back its blocks."""
@@ -148,11 +142,11 @@ class Scheduler:
         self._release(request)
 
     def statistics(self) -> SchedulerStatistics:
-        return SchedulerStatistics(len(self._running), len(self._waiting), self.num_preemptions, len(self._receiving))
+        return SchedulerStatistics(len(self._running), len(self._waiting), self.num_preemptions, len(self.receiving))
 
     @property
     def _num_admitted(self) -> int:
-        return len(self._running) + len(self._receiving)
+        return len(self._running) + len(self.receiving)
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         admitted: list[ScheduledRequest] = []

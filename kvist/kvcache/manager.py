@@ -82,6 +82,11 @@ class KvCacheManager:
     def has_scratch(self) -> bool:
         return self._scratch is not None
 
+    @property
+    def cache_size_tokens(self) -> int:
+        """Return how many tokens the prefix cache can hold."""
+        return max(pool.num_blocks for pool in self.pools) * self.block_size if self._has_prefix_cache else 0
+
     def match(self, chain: BlockHashChain, token_ids: Sequence[int], *, is_next_known: bool = False) -> PrefixHit:
         """Return the longest prefix of these tokens that the cache can serve, at most all but the last token.
 

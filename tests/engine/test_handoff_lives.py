@@ -210,7 +210,7 @@ class Worker:
             assert handoffs is not None
             assert theirs is not None
             self.check(source, [held.blocks for held in handoffs._held.values()])
-            receiving = [each.blocks for each in theirs._receiving.values() if each.blocks is not None]
+            receiving = [each.blocks for each in target.core._scheduler.receiving.values() if each.blocks is not None]
             target.check(destination, [*receiving, *theirs._abandoned.values()], is_written=True)
             ctypes.memmove(destination, source, size)
             self.world.reached["pieces written"] += 1
@@ -325,7 +325,7 @@ class World:
             self.reached["given up"] += statistics.handoffs.num_given_up
             assert statistics.kv_cache.num_used == 0
             handoffs = statistics.handoffs
-            assert (handoffs.num_held, handoffs.num_receiving, handoffs.num_abandoned) == (0, 0, 0)
+            assert (handoffs.num_held, statistics.scheduler.num_receiving, handoffs.num_abandoned) == (0, 0, 0)
             assert not worker.core._requests
             assert (len(worker.sender._held), worker.sender.num_writing, len(worker.receiver._transfers)) == (0, 0, 0)
             assert worker.bounce is None or worker.bounce.statistics().used_bytes == 0

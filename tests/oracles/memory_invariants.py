@@ -42,7 +42,7 @@ def check_engine(core: EngineCore) -> None:
     assert len(core._requests) == num_known
     assert all(request.blocks is None for request in scheduler._waiting)
     held = [request.blocks for request in scheduler._running]
-    held += [request.blocks for request in handoffs._receiving.values()]
+    held += [request.blocks for request in scheduler.receiving.values()]
     held += handoffs._abandoned.values()
     kept = [each.blocks for each in handoffs._held.values()]
     check_memory(core.kv_cache, [blocks for blocks in held if blocks is not None], kept)

@@ -55,7 +55,7 @@ def engine_metrics(engine: AsyncEngine) -> Iterator[Metric]:
         ("requests_running", "Sequences that hold KV blocks.", scheduler.num_running),
         ("requests_waiting", "Sequences queued for their first or next admission.", scheduler.num_waiting),
         ("prompts_held", "Prompts whose blocks wait to be fetched.", handoffs.num_held),
-        ("requests_receiving", "Requests whose blocks are being fetched.", handoffs.num_receiving),
+        ("requests_receiving", "Requests whose blocks are being fetched.", scheduler.num_receiving),
         ("fetches_abandoned", "Fetches whose blocks may still be written to.", handoffs.num_abandoned),
     )
     yield from counters(
@@ -100,14 +100,11 @@ class ServedTransfers:
 class ServedModel:
     """What the server reports about itself. Answers have the first of the names; requests may use any.
 
-    `max_total_num_tokens` is the capacity of the prefix cache; `kv_cache_dtype` also identifies the cache's scales.
+    `kv_cache_dtype` also identifies the cache's scales.
     """
 
     names: tuple[str, ...]
     path: str
-    block_size: int
-    max_model_len: int
-    max_total_num_tokens: int
     kv_cache_dtype: str
     kv_events_endpoint: str | None = None
     transfers: ServedTransfers | None = None
@@ -163,13 +160,14 @@ class Api:
         """
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # with the process's start time, which shows restarts
-        grammars = GrammarCompiler(tokenizer, engine.limits.vocab_size, engine.limits.eos_token_ids)
+        limits = engine.limits
+        grammars = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._engine = engine
         self._model = model
         self._tracing = tracing
         self._api_key = api_key
         self._created = int(time.time())
-        self._intake = intake = Intake(tokenizer, model.names, model.max_model_len, grammars)
+        self._intake = intake = Intake(tokenizer, model.names, limits.max_model_len, grammars)
         self._timings = Timings(registry)
         makers: list[MakeMetrics] = [partial(engine_metrics, engine), *metrics]
         self._page = MetricsPage(lambda: chain.from_iterable(make() for make in makers), registry)
@@ -242,7 +240,7 @@ class Api:
     async def _tokenize(self, call: _Call) -> None:
         """Answer in vLLM's format: a router compares the tokens with its own of the same chat."""
         tokens, token_strs = await self._intake.read_tokenize(call.request.body)
-        limit = self._model.max_model_len
+        limit = self._engine.limits.max_model_len
         call.send_json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
     async def _count_tokens(self, call: _Call) -> None:
@@ -264,7 +262,7 @@ class Api:
             "created": self._created,
             "owned_by": "kvist",
             "root": self._model.path,
-            "max_model_len": self._model.max_model_len,
+            "max_model_len": self._engine.limits.max_model_len,
             "object": "model",
         }
 
@@ -279,10 +277,10 @@ class Api:
         call.send(await self._page.text(), headers=[(b"content-type", CONTENT_TYPE_LATEST.encode())])
 
     async def _server_info(self, call: _Call) -> None:
-        model, transfers = self._model, self._model.transfers
+        engine, model, transfers = self._engine, self._model, self._model.transfers
         kv_transfer = None
         if transfers is not None:
-            tokens_per_s = self._engine.statistics().handoffs.tokens_per_s
+            tokens_per_s = engine.statistics().handoffs.tokens_per_s
             kv_transfer = {"endpoints": transfers.endpoints, "agent": transfers.agent, "tokens_per_s": tokens_per_s}
         call.send_json(
             {
@@ -290,9 +288,9 @@ class Api:
                 "version": __version__,
                 "model": model.names[0],
                 "model_path": model.path,
-                "block_size": model.block_size,
-                "max_model_len": model.max_model_len,
-                "max_total_num_tokens": model.max_total_num_tokens,
+                "block_size": engine.block_size,
+                "max_model_len": engine.limits.max_model_len,
+                "max_total_num_tokens": engine.cache_size_tokens,
                 "kv_cache_dtype": model.kv_cache_dtype,
                 "tensor_parallel_size": model.tensor_parallel_size,
                 "data_parallel_size": 1,

@@ -57,9 +57,6 @@ def served() -> Iterator[Served]:
         model = ServedModel(
             names=("tiny", "alias"),
             path=str(bundled_model_path()),
-            block_size=16,
-            max_model_len=8192,
-            max_total_num_tokens=8192,
             kv_cache_dtype="float32",
             kv_events_endpoint="tcp://127.0.0.1:5557",
         )

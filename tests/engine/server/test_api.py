@@ -423,7 +423,7 @@ def test_the_server_says_what_it_is(served) -> None:
         "model_path": str(bundled_model_path()),
         "block_size": 16,
         "max_model_len": 8192,
-        "max_total_num_tokens": 8192,
+        "max_total_num_tokens": 16 * max(pool.num_blocks for pool in served.core.kv_cache.pools),
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,

@@ -72,9 +72,6 @@ async def served() -> AsyncIterator[Served]:
     model = ServedModel(
         names=("tiny",),
         path="/m",
-        block_size=16,
-        max_model_len=128,
-        max_total_num_tokens=128,
         transfers=said,
         kv_cache_dtype="float32",
     )

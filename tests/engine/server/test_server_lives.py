@@ -197,9 +197,6 @@ async def opened(**settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Asyn
     model = ServedModel(
         names=("tiny",),
         path=str(path),
-        block_size=16,
-        max_model_len=256,
-        max_total_num_tokens=256,
         kv_cache_dtype="float32",
     )
     async with AsyncEngine(core, max_num_open=200) as engine:

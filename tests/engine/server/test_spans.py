@@ -77,9 +77,6 @@ async def serve(trace_collector: Any) -> Any:
             model = ServedModel(
                 names=("tiny",),
                 path="/m",
-                block_size=16,
-                max_model_len=8192,
-                max_total_num_tokens=8192,
                 kv_cache_dtype="float32",
             )
             async with (
