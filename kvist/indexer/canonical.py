@@ -152,6 +152,11 @@ class CanonicalFollower:
         else:
             steps = rank.session.receive(batch.epoch, batch.sequence, batch, now_s)
         self._apply_steps(rank, steps, now_s)
+        companion, epoch = self._ranks.get(rank.source.companion.rank), rank.session.epoch
+        if companion is not None and epoch is not None and rank.version == (epoch, 0):
+            before = companion.session.epoch
+            if before is not None and before < epoch:  # of an earlier publisher; this one tells of no other groups
+                self._drop_rank(companion)
 
     def on_reconnect(self, now_s: float) -> None:
         """Do nothing: the epoch shows a restart, and the next heartbeat shows what was lost meanwhile."""

@@ -222,15 +222,15 @@ def test_where_hits_need_no_other_groups_any_more_they_are_what_the_rank_holds()
     stored = [_message(0, 0, Stored(struct.pack("<Q", 7))), _message(companion, 0, rules)]
     beats = [_message(rank, 0, Heartbeat(0, 0), epoch=2) for rank in (0, companion)]
     again = _message(0, 0, Stored(struct.pack("<Q", 7)), epoch=2)
-    for is_companion_gone in (False, True):
+    for how in ("no rules", "another publisher", "not among the peer's ranks"):
         follower, index = _follower()
         _feed(follower, stored, 1.0)
         assert not index.match(hashes)
-        if is_companion_gone:
-            _feed(follower, beats[:1], 2.0)
-            follower.on_peer_ranks(beats[:1], 2.0, 2.0)
+        if how == "no rules":
+            _feed(follower, [*beats, again], 2.0)
+        elif how == "another publisher":
+            _feed(follower, [again], 2.0)
         else:
-            _feed(follower, beats, 2.0)
-        _feed(follower, [again], 3.0)
+            follower.on_peer_ranks([_message(0, 1, Heartbeat(1, block_digest(7, Tier.GPU)))], 2.0, 2.0)
         assert index.match(hashes)[WorkerRank("worker", 0)].gpu == 1
         assert follower.states() == {0: SourceState.LIVE}

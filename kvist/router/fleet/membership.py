@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 UNSURE_INTERVAL_S = 0.5
 """The longest time between checks of a worker that is not healthy or that failed the last check."""
-ASK_AGAIN_S = 1.0
-"""The least time between two checks of all workers for a model that nobody is known to serve."""
+ASK_AGAIN_S, ASKED_A_SECOND = 1.0, 50
+"""All workers are checked for a model that nobody is known to serve this long after the last time at the soonest, and
+later in large fleets: no more than so many workers a second."""
 REPORT_INTERVAL_S = 1.0
 FIRST_CHECKS_S = 1.0
 """How long the router's start waits for workers that do not answer."""
@@ -94,7 +95,7 @@ class Membership(ComposedContext):
     def check_all(self) -> None:
         """Check all workers now, as one may have loaded an adapter, unless that was done a moment ago."""
         now_s = self._now_s()
-        if now_s >= self._checked_at_s + ASK_AGAIN_S:
+        if now_s >= self._checked_at_s + max(ASK_AGAIN_S, len(self._fleet.workers) / ASKED_A_SECOND):
             self._checked_at_s = now_s
             self._check_now.set()
             self._check_now = asyncio.Event()
