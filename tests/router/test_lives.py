@@ -685,7 +685,7 @@ class Life:
         tenants = load.tenants
         for start in tenants._starts:
             cells = load.ints[start : start + rows.ROW_WORDS].tolist()
-            assert not any(cells[8 + rows.Field.RUNNING :: 8])
+            assert not any(cells[rows._CELL_WORDS + rows.Field.RUNNING :: rows._CELL_WORDS])
         for worker in service.fleet.workers:
             assert not worker.on_silence
 

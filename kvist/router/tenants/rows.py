@@ -1,21 +1,19 @@
 """The state of tenants that the processes of a router share: each has a row, with a cell for each tenant it has served.
 
     RUNNING     running requests                                    the sum over all rows
-    VERSION     grows with each write, in whichever row: of the following, the cell with the highest version counts;
-                negative while these are being written
+    VERSION     grows with each write, in whichever row: of the following, those with the highest version count
     AT            when the tenant's buckets were last updated       0 if they never were
     REQUESTS      how many requests it had left then
     TOKENS        how many prompt tokens it had left then
     FINISH        the virtual time at which its last request from a queue finishes (`kvist.router.admission`)
 
-A row begins with the virtual time of its process; the latest of all rows counts. Only its process writes to a row; of
-two writes within a microsecond one may be lost, but none is read half: a tenant would get what its buckets had gained
-twice. Only what a process was writing when it died may be read so, until its row is cleared.
+A cell has the last five twice, and a write replaces the older ones, with their version 0 meanwhile: so nobody reads
+half of a write, also if its process has died. A row begins with the virtual time of its process; the latest of all rows
+counts. Only its process writes to a row; of two writes within a microsecond one may be lost.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -24,14 +22,12 @@ from xxhash import xxh3_64_intdigest
 NUM_PLACES = 1 << 13
 _NUM_LOOKS = 16
 """A tenant's cell is within so many of its hashed place; if all are taken, it replaces a tenant without requests."""
-_NUM_READS = 100
-"""How often a cell that is being written is read again, for 0.5 ms or so."""
-_CELL_WORDS = 8
+_CELL_WORDS, _STATE_WORDS = 12, 5
 ROW_WORDS = (1 + NUM_PLACES + _NUM_LOOKS) * _CELL_WORDS
 
 
 class Field(IntEnum):
-    """The words of a cell; those from AT on are floats."""
+    """The words of a cell, up to its second state; those from AT on are floats."""
 
     TENANT = 0
     RUNNING = 1
@@ -79,24 +75,21 @@ class TenantRows:
         number = _number_of(tenant)
         version, state = self._newest(number)
         state[first - _AT : first - _AT + len(values)] = values
-        own = self._own_cell(number)
-        self._ints[own + _VERSION] = -version - 1
-        for field, value in enumerate(state, own + _AT):
+        place = min(_states_of(self._own_cell(number)), key=lambda each: self._ints[each + _VERSION])
+        self._ints[place + _VERSION] = 0
+        for field, value in enumerate(state, place + _AT):
             self._floats[field] = value
-        self._ints[own + _VERSION] = version + 1
+        self._ints[place + _VERSION] = version + 1
 
     def _newest(self, number: int) -> tuple[int, list[float]]:
-        version, state = 0, [0.0] * 4
-        for _ in range(_NUM_READS):
-            cells = [each for each in self._cells(number) if self._ints[each + _VERSION]]
-            if not cells:
-                break
-            version, cell = max((abs(self._ints[each + _VERSION]), each) for each in cells)
-            state = [*self._floats[cell + _AT : cell + _AT + 4]]
-            if self._ints[cell + _VERSION] == version:
-                break
-            os.sched_yield()
-        return version, state
+        while True:
+            places = [each for cell in self._cells(number) for each in _states_of(cell)]
+            version, place = max([(self._ints[each + _VERSION], each) for each in places], default=(0, 0))
+            if version == 0:
+                return 0, [0.0] * 4
+            state = [*self._floats[place + _AT : place + _AT + 4]]
+            if self._ints[place + _VERSION] == version:  # else it was written twice meanwhile
+                return version, state
 
     def _cells(self, number: int) -> list[int]:
         found = [self._find(start, number) for start in self._starts]
@@ -108,7 +101,7 @@ class TenantRows:
             near = _near(self._own, number)
             cell = next((each for each in near if ints[each + _RUNNING] == 0), near[0])
         if ints[cell] != number:
-            for field in Field:
+            for field in range(_CELL_WORDS):
                 ints[cell + field] = 0
             ints[cell] = number
         return cell
@@ -119,6 +112,11 @@ class TenantRows:
             if self._ints[cell] in (number, 0):
                 return cell
         return None
+
+
+def _states_of(cell: int) -> tuple[int, int]:
+    """Return from where a `Field` of each of the cell's states is counted."""
+    return cell, cell + _STATE_WORDS
 
 
 def _near(start: int, number: int) -> range:
