@@ -115,7 +115,10 @@ def _stored_parts(locations: Iterable[Location], config: ModelConfig) -> dict[st
 
 
 def _fp8_weights(stored: dict[str, Stored], config: ModelConfig, num_ranks: int) -> Iterator[str]:
-    """Yield the weights that may stay as they are stored: in FP8, with a scale for the tensor or for each row."""
+    """Yield the weights that may stay as they are stored: in FP8, with a scale for the tensor or for each row.
+
+    Not the head, as a step may have no row of logits, which `multiply_fp8` cannot take.
+    """
     for name, parts in stored.items() if quantizes_activations(config.quantization) else ():
         if parts.keys() == {"weight", "weight_scale"} and name != "lm_head.weight":
             weight, scale = (file.get_slice(theirs) for file, theirs in (parts["weight"], parts["weight_scale"]))

@@ -156,6 +156,21 @@ def test_weights_are_dequantised_where_torch_has_no_product_for_them(
     assert {layer.weight.dtype for layer in projections_of(model)} == {torch.float32}
 
 
+def test_a_quantised_head_is_dequantised_and_a_step_may_have_no_logits(
+    fp8_checkpoint, keep_fp8, generate, greedy
+) -> None:
+    def quantize_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(FP8)
+        tensors["lm_head.weight_scale"] = torch.ones(512, 1)
+
+    path = fp8_checkpoint("llama", BY_TOKEN, change=quantize_head)
+    products = keep_fp8()
+    settings = EngineConfig(model_dir=path, block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16)
+    core = load_engine(settings).core
+    generate(core, [(list(range(3, 43)), greedy(2))])  # in three chunks, of which the first two need no logits
+    assert (64, 512) not in products
+
+
 def test_on_a_cpu_weights_are_dequantised(fp8_checkpoint, harness) -> None:
     model = harness(fp8_checkpoint("llama", BY_TOKEN)).model
     assert {layer.weight.dtype for layer in projections_of(model)} == {torch.float32}
