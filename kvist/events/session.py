@@ -275,6 +275,17 @@ class Session(Generic[T]):
         steps += self._restart_copy(snapshot_sequence)
         return steps + self._recover(answer, now_s)
 
+    def on_snapshot(self, epoch: int, sequence: int, now_s: float) -> list[Step[T]]:
+        """Return the steps for a snapshot in the stream itself, as recordings have them: messages from there on follow.
+
+        They are not lost before, whatever heartbeats announced.
+        """
+        if self._is_beyond(sequence) or not self._accepts(epoch, now_s):
+            return []
+        steps = self._enter(epoch)
+        self._announced = 0
+        return steps + self._restart_copy(sequence)
+
     def doubt(self, now_s: float) -> None:
         """Ask whether the stream is still the same process's, after a reconnection; messages held back are dropped."""
         self._is_doubted = True

@@ -47,7 +47,7 @@ class Numbering:
             if (snapshot := self.snapshots.add(record.message, record.source.name)) is None:
                 return []
             self.snapshot = snapshot
-            return session.on_answer(epoch, (), now_s, snapshot_sequence=sequence)
+            return session.on_snapshot(epoch, sequence, now_s)
         if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
             steps = believe_heartbeat(session, envelope, now_s)
         else:
