@@ -596,9 +596,14 @@ class Life:
             self.check_answer(asked)
         for service in self.services:
             self.check_nothing_is_left(service)
-        await self.until(lambda: not any(type(each) is Forwarding for each in gc.get_objects()))
+        await self.until(lambda: not self.forwardings())
         self.check_counts()
         await self.settled()
+
+    def forwardings(self) -> list[Forwarding]:
+        """Return those that something still refers to, other than cycles of what is gone."""
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is Forwarding]
 
     def tried(self) -> list[str]:
         """Return the workers that some front waits for a trial of."""
