@@ -186,6 +186,7 @@ class Reuse:
             "blocks": len(uses),
             "sampling_rate": self.sampling_rate,
             "share_of_uses_by_top_blocks": popularity,
+            "blocks_by_uses": _histogram(Counter(map(int.bit_length, uses))),
         }
 
 
@@ -350,7 +351,7 @@ class Regret:
         costliest = sorted(prefixes.items(), key=lambda each: -each[1].lost_tokens)[:NUM_PREFIXES_REPORTED]
         named = [(block_hash, self.name_of(block_hash)) for block_hash, _ in costliest]
         self.costly = dict([*named, *self.costly.items()][:MAX_NAMED])
-        retention_needed_s = {str(1 << bits): num for bits, num in sorted(retentions.items())}
+        retention_needed_s = _histogram(retentions)
         missed = 1.0 - total["pooled_cache_tokens"] / max(1, total["prompt_tokens"])
         sample = self._reuse.described() | {
             "uses": total["sampled"],
@@ -368,7 +369,7 @@ class Regret:
                 for bucket in self._buckets
             ],
             "sample": sample,
-            "reuse_distance_blocks": {str(1 << bits): num for bits, num in sorted(distances.items())},
+            "reuse_distance_blocks": _histogram(distances),
             "retention_needed_s": retention_needed_s,
             "losses": _losses(total, retention_needed_s),
             "costliest_prefixes": [
@@ -381,6 +382,11 @@ class Regret:
                 for block_hash, prefix in costliest
             ],
         }
+
+
+def _histogram(counts: Counter[int]) -> dict[str, int]:
+    """Return counts by the number of bits as counts by the power of two below which those numbers are."""
+    return {str(1 << bits): num for bits, num in sorted(counts.items())}
 
 
 def _losses(total: Counter[str], retention_needed_s: Mapping[str, int]) -> list[dict[str, Any]]:

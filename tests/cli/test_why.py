@@ -89,6 +89,7 @@ def test_few_requests_are_counted_exactly(tmp_path: Path, capsys: pytest.Capture
     assert report["total"]["pooled_cache_tokens"] == 2 * 1600
     assert report["total"]["lost_tokens"]["evicted before reuse"] == 1600 - 320
     assert (report["sample"]["blocks"], report["sample"]["standard_error"]) == (200, 0)
+    assert report["sample"]["blocks_by_uses"] == {"4": 200}  # of 2 or 3 uses each
     assert main(["why", path, "--cache-tokens", "1600", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["total"]["pooled_cache_tokens"] == 0
 

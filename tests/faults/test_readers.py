@@ -195,7 +195,9 @@ def stress(seeds: range, *, is_silent: bool = False) -> tuple[dict[str, int], li
         for process in started:
             process.kill()
             process.communicate()
-    assert not any(process.returncode for process in started), found
+    errors = [error for (_, error), process in zip(found, started[1:], strict=True) if process.returncode]
+    if errors:
+        raise AssertionError("\n".join(errors))
     return json.loads(wrote[0]), [json.loads(text) for text, _ in found]
 
 
