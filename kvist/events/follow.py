@@ -106,11 +106,13 @@ async def follow(
     replay_gate: AbstractAsyncContextManager[object],
     snapshot_gate: AbstractAsyncContextManager[object] | None = None,
     num_connects: int = 0,
+    on_round: Callable[[], None] = lambda: None,
 ) -> None:
     """Feed the follower and ask its questions until cancelled; `replay_gate` is held during each question.
 
     During a question for all that a publisher holds, and until its answer is applied, `snapshot_gate` is held instead,
-    if given. The follower already knows of the first `num_connects` connections.
+    if given. The follower already knows of the first `num_connects` connections. `on_round` is called before each wait:
+    the follower's state may have changed.
     """
     has_departed = False
 
@@ -133,9 +135,11 @@ async def follow(
                 messages = await subscription.receive()
         await turns.run_in_turns(apply(messages))
         for question in follower.questions(clock()):
+            on_round()
             is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
             async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                 answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
                 question = question._replace(is_caught_up=subscription.is_caught_up)
                 await turns.run_in_turns(follower.on_answer(question, answer, clock()))
                 del answer  # which counts in the budget of all answers, and may be the last for long
+        on_round()

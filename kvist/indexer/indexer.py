@@ -49,6 +49,7 @@ class Indexer(ComposedContext):
         clock: Callable[[], float] = time.monotonic,
         is_held: bool = False,
         max_delay_s: float = 0.0,
+        on_round: Callable[[], None] = lambda: None,
     ) -> None:
         """Feed `index` with blocks of `block_size` tokens: streams with another size are refused.
 
@@ -57,7 +58,8 @@ class Indexer(ComposedContext):
         `has_full_reports` see `EngineFollower`.
 
         With `is_held`, streams are subscribed to but not read until `release`, so that `resume` can come first. A
-        message may wait up to `max_delay_s` for others, so that they are applied together.
+        message may wait up to `max_delay_s` for others, so that they are applied together. `on_round` is called when
+        messages were applied, and now and then: ranks may have come, or be resyncing or no longer so.
         """
         if block_size is not None and block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
@@ -66,7 +68,7 @@ class Indexer(ComposedContext):
         self._num_ranks = num_ranks
         self._has_full_reports = has_full_reports
         self._limits: dict[str, int] = {}
-        self._clock, self._max_delay_s = clock, max_delay_s
+        self._clock, self._max_delay_s, self._on_round = clock, max_delay_s, on_round
         self._tasks = BackgroundTasks()
         self._sources: dict[str, dict[Source, asyncio.Task[None]]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -237,6 +239,7 @@ class Indexer(ComposedContext):
                     replay_gate=self._replay_gate,
                     snapshot_gate=self._snapshot_gate,
                     num_connects=source.num_known_connects,
+                    on_round=self._on_round,
                 )
         except (InvalidValueError, MissingExtraError) as error:
             source.fail(str(error), self._clock())

@@ -165,6 +165,8 @@ class FleetIndex(ComposedContext):
         """The index, once it has joined."""
         self.joined_at_s: float | None = None
         """When it joined."""
+        self.on_round: Callable[[], None] = lambda: None
+        """Is called when events were applied, and now and then: the ranks, or those resyncing, may have changed."""
         self._indexer: Indexer | None = None
         self._streams: dict[str, _Streams] = {}
         self._tasks = BackgroundTasks()
@@ -347,6 +349,7 @@ class FleetIndex(ComposedContext):
             has_full_reports=self._config.full_reports,
             clock=self._now_s,
             max_delay_s=_MAX_EVENT_DELAY_S,
+            on_round=lambda: self.on_round(),
         ) as indexer:
             if self._keeper is not None:
                 fleet = FleetState(self.radix, indexer)

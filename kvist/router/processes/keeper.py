@@ -37,10 +37,9 @@ logger = logging.getLogger(__name__)
 
 KEEPER_SOCKET = "keeper"
 """The name of the socket in the router's own directory."""
-TICK_S = 0.05
-"""What has changed of the index is sent after so long, as its events come as late …"""
-_REST = 9
-"""… but sending takes no more than one part in ten of the time: it rests for so many times as long as it took."""
+_MIN_REST_S, _REST = 0.005, 9
+"""What has changed of the index is sent at once, but sending takes no more than one part in ten of the time: it rests
+for so many times as long as it took."""
 _RESCAN_S = 1.0
 """What nobody reports is noticed after so long."""
 _METRICS_TIMEOUT_S = 2.0
@@ -62,6 +61,8 @@ class KeeperProcess(ComposedContext):
         self._trials: dict[str, Link] = {}
         """The front that is trying a worker whose circuit is half-open."""
         self._descriptor = os.memfd_create("kvist-index")
+        self._ranks: object = None
+        self._has_changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
     async def _open(self, exits: AsyncExitStack) -> None:
@@ -70,6 +71,8 @@ class KeeperProcess(ComposedContext):
             Keeper(self._config, pool, self._started_s, self._load, registry=self._metrics, descriptor=self._descriptor)
         )
         self._keeper.fleet.on_room, self._keeper.fleet.on_removed = self._send_worker, self._on_removed
+        if self._keeper.index is not None:
+            self._keeper.index.on_round = self._note_change
         if self._keeper.replicas is not None:
             self._keeper.replicas.on_response = lambda response_id, worker: self._broadcast(
                 encode(messages.ResponseStored(response_id, worker, None))
@@ -93,18 +96,25 @@ class KeeperProcess(ComposedContext):
 
     # Sending.
 
+    def _note_change(self) -> None:
+        """Have fronts told if ranks have come or were cleared, or are resyncing or no longer so."""
+        index = self._keeper.index
+        ranks = None if index is None else (index.num_clearings, frozenset(index.resyncing))
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self._has_changed.set()
+
     async def _publish(self) -> None:
         """Send fronts what has changed of the index, and what nobody reports; other changes are sent at once."""
-        loop, index, last = asyncio.get_running_loop(), self._keeper.index, None
-        scanned_s = rests_until_s = 0.0
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(TICK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RESCAN_S):
+                    await self._has_changed.wait()
+            self._has_changed.clear()
             began_s = loop.time()
-            now = None if index is None else (index.num_clearings, frozenset(index.resyncing))
-            if (now != last or began_s - scanned_s > _RESCAN_S) and began_s >= rests_until_s:
-                last, scanned_s = now, began_s
-                self._send_changes()
-                rests_until_s = began_s + _REST * (loop.time() - began_s)
+            self._send_changes()
+            await asyncio.sleep(max(_MIN_REST_S, _REST * (loop.time() - began_s)))
 
     def _send_changes(self) -> None:
         for worker in self._keeper.fleet.workers:
@@ -166,6 +176,7 @@ class KeeperProcess(ComposedContext):
         try:
             async for frame in link.frames():
                 self._on_message(link, _decode(frame))
+                self._note_change()
         finally:
             self._fronts.pop(link, None)
             link.close()

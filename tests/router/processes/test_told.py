@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -236,3 +237,20 @@ async def test_the_next_keeper_frees_the_columns_of_all_ranks_of_a_worker_that_i
             while keeper._keeper.fleet.get(url) is not None:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.01)
     assert [LoadBoard(memory, names_columns=False).column(rank) for rank in ranks] == [None, None, None]
+
+
+async def test_fronts_are_told_of_a_rank_when_its_first_events_are_read(
+    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvist.router.processes.keeper._RESCAN_S", 1000.0)
+    config, board = replace(CONFIG, policy="kv"), LoadBoard(mmap.mmap(-1, board_bytes(1)))
+    async with KeeperProcess(config, tmp_path, LoadTracker(board), 0.0) as keeper:
+        index, told = keeper._keeper.index, asyncio.Queue[list[RankStatus]]()
+        assert index is not None
+        monkeypatch.setattr(keeper, "_send_changes", lambda: told.put_nowait(index.ranks("http://a")))
+        with engine("a") as stored:
+            index.follow("http://a", [stored.publisher.endpoint], 16)
+            stored.store([*range(64)])
+            async with asyncio.timeout(15):
+                while not any(rank.num_blocks == 4 for rank in await told.get()):
+                    pass
