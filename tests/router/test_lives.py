@@ -601,9 +601,10 @@ class Life:
         await self.settled()
 
     def forwardings(self) -> list[Forwarding]:
-        """Return those that something still refers to, other than cycles of what is gone."""
+        """Return those of this life that something still refers to, other than cycles of what is gone."""
         gc.collect()
-        return [each for each in gc.get_objects() if type(each) is Forwarding]
+        routers = [service._forwarder for service in self.services]
+        return [each for each in gc.get_objects() if type(each) is Forwarding and each.router in routers]
 
     def tried(self) -> list[str]:
         """Return the workers that some front waits for a trial of."""
