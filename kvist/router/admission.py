@@ -432,7 +432,8 @@ def with_priority(body: bytes, parsed: ParsedRequest, priority: int, worker: Wor
     """
     says = worker.identity.uses_priority
     if body and parsed.path not in FORM_PATHS and (by_default if says is None else says):
-        return with_fields(body, {"priority": priority})
+        is_there = priority == parsed.fields.get("priority", 0)
+        return body if is_there else with_fields(body, {"priority": priority})
     return without_field(body, parsed.fields, "priority")
 
 
