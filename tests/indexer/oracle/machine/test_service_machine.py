@@ -296,13 +296,16 @@ class Life:
         truth = self.truth.rank(worker.model, worker.number, rank)
         token_ids = [next(_numbers), *range(1, BLOCK_SIZES[worker.model])]
         name = worker.name_of(("mark", token_ids[0]), 0)
-        options = self.options(worker, truth)
-        groups = [options, *(options | {"group": group, "window": each[0]} for group, each in truth.others.items())]
-        for told in groups:
+        groups = [self.options(worker, truth)]
+        truth.stored([name], token_ids, **groups[0])  # a sliding group that was published becomes one of the others
+        groups += [groups[0] | {"group": group, "window": each[0]} for group, each in truth.others.items()]
+        for told in groups[1:]:
             truth.stored([name], token_ids, **told)
+        for told in groups:
             stream.stored(rank, [name], token_ids, **told)
         stream.flush()
         expected = self.truth.answer(worker.model, token_ids)
+        assert expected["instances"], "a mark that nobody holds cannot be waited for"
         again_s = time.monotonic() + 1.0
         give_up_s = time.monotonic() + DEADLINE_S
         while (answer := self.query(worker.model, token_ids)) != expected:
