@@ -182,7 +182,7 @@ async def test_everything_from_the_streams_beginning_can_be_received_then_what_c
         server.kill()
         await until(lambda: subscription.problem is not None)
         server.start()
-        await until(lambda: subscription.num_connects == 2)
+        await until(lambda: subscription.num_connects == publication._link.num_connects == 2)
         wire.send(publication, 3001)
         assert await wire.take(subscription, 1) == [3001]
 
@@ -198,7 +198,7 @@ async def test_a_stream_that_a_server_lost_is_read_from_the_beginning_of_its_suc
         shutil.rmtree(server.folder / "jetstream")
         await until(lambda: subscription.problem is not None)
         server.start()
-        await until(lambda: publication._link.client is not None)
+        await until(lambda: publication._link.num_connects == 2)  # until it knows of its end, it sends over the first
         wire.send(publication, *range(100, 110))
         assert await wire.take(subscription, 10) == [*range(100, 110)]
 

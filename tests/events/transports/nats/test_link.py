@@ -46,7 +46,7 @@ async def test_a_server_killed_and_restarted_is_found_again_by_both_ends(wire, u
         assert f"broker 127.0.0.1:{server.port}" in subscription.problem
         wire.send(publication, 2)
         server.start()
-        await until(lambda: subscription.num_connects == 2)
+        await until(lambda: subscription.num_connects == publication._link.num_connects == 2)
         assert subscription.problem is None
         # What was handed over meanwhile may have been sent before this end was back, and what follows is not.
         wire.send(publication, 3)
