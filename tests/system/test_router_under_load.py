@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -133,13 +134,13 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
     await until(all_came)
     before = set(await stopped.prompts())
     assert any(prompt.startswith("hold") for prompt in before)
-    reports_before = (await fetch(fleet[1].url, "/told"))["num_reports"]
+    began_s, reports_before = time.monotonic(), (await fetch(fleet[1].url, "/told"))["num_reports"]
     stopped.process.send_signal(signal.SIGSTOP)
     try:
         await router.until_state(stopped, "unhealthy")
-        # Each busy worker is asked once a second, by a loop that may be late for all alike.
+        # Each busy worker is asked once a second, however long it takes.
         num_reports = (await fetch(fleet[1].url, "/told"))["num_reports"] - reports_before
-        assert num_reports <= SILENCE_S + 5
+        assert num_reports <= time.monotonic() - began_s + 2
         assert "sent no byte" in (await router.workers())[stopped.url]["last_failure"]
 
         async def all_moved() -> bool:
