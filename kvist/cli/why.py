@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,20 +70,18 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     from kvist.router.regret import Regret
     from kvist.simulate.trace import read_lines
 
-    lines = sorted(
-        (line.recording_started_at + (line.timestamp or 0.0) / 1e3, place, line) for place, line in read_lines(path)
-    )
+    lines = [(line.recording_started_at + (line.timestamp or 0.0) / 1e3, line) for _, line in read_lines(path)]
+    lines.sort(key=itemgetter(0))
     if not lines:
         raise InvalidValueError("recording", str(path), "a line for each request")
-    num_workers = len({line.worker for _, _, line in lines})
+    num_workers = len({line.worker for _, line in lines})
     regret = Regret(max_buckets=None, sampling_rate=1.0)  # a few requests are counted exactly
-    for at_s, _, line in lines:
+    for at_s, line in lines:
         if line.input_length is not None and line.status == 200:
-            regret.add(
-                at_s, [_parse_routed(line, regret.sampling_rate)], num_workers * cache_tokens // line.tokens_per_block
-            )
+            capacity_blocks = num_workers * cache_tokens // line.tokens_per_block
+            regret.add(at_s, [_parse_routed(line, regret.sampling_rate)], capacity_blocks)
     report = regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
-    if not any(line.worker for _, _, line in lines):  # nobody routed these requests, so nothing was lost
+    if not any(line.worker for _, line in lines):  # nobody routed these requests, so nothing was lost
         for row in (report["total"], *(row for name in report if name.startswith("by_") for row in report[name])):
             row["lost_tokens"] = {}
         report["losses"], report["costliest_prefixes"] = [], []

@@ -137,6 +137,13 @@ def test_a_trace_that_nobody_routed_says_what_it_repeats_and_of_nothing_that_it_
         assert not re.search("worker|lost|Evicted", shown)
 
 
+def test_turns_without_times_of_their_own_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "trace.jsonl", [{"turns": [{"text": "a" * 1024}, {"text": "b" * 1024}]}])
+    assert main(["why", path, "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["total"]
+    assert (total["requests"], total["prompt_tokens"], total["pooled_cache_tokens"]) == (2, 256 + 512, 256)
+
+
 def test_how_uses_are_spread_over_blocks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, *_ = lines_of(3200)
     often = [{**first, "input_length": 1600 * 16, "hash_ids": first["hash_ids"][:1600]}] * 6
