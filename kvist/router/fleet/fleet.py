@@ -132,7 +132,7 @@ class Fleet:
         return self._serving(model).engine
 
     def _serving(self, model: str | None) -> _Serving:
-        known = {} if self._index is None else self._index.block_sizes
+        known = self._last_sizes if self._index is None else self._index.block_sizes
         if known is not self._last_sizes:
             self._last_sizes = known
             self._models.clear()
@@ -151,8 +151,8 @@ class Fleet:
 
     def block_size_of(self, worker: str, model: str | None) -> int:
         """Return the tokens per block of a worker; if unknown, the smallest of those that serve the model."""
-        known = {} if self._index is None else self._index.block_sizes
-        return known.get(worker) or self.block_sizes(model).each[0]
+        sizes = self.block_sizes(model)
+        return self._last_sizes.get(worker) or sizes.each[0]
 
     @property
     def workers(self) -> list[Worker]:

@@ -10,6 +10,7 @@ import pytest
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
+from kvist.router.fleet.worker import CircuitBreaker, HealthGauge, Worker
 from kvist.router.index import RankStatus
 
 EVENTS = {"endpoint": "tcp://127.0.0.1:40001?replay_port=40002"}
@@ -174,3 +175,20 @@ def test_the_lists_of_ranks_are_asked_for_anew_after_a_while_or_once_a_rank_was_
     assert max(nums[50:]) < 32  # not all of them at once
     index.num_clearings = 1
     assert (num_asked(), num_asked()) == (64, 0)
+
+
+@pytest.mark.parametrize("index", [None, SimpleNamespace(block_sizes={})])
+def test_workers_are_asked_once_what_they_serve(index: Any) -> None:
+    asked = list[str]()
+
+    class Asked(Worker):
+        def serves(self, model: str | None) -> bool:
+            asked.append(self.url)
+            return super().serves(model)
+
+    fleet = Fleet(16, index, lambda: 0.0)
+    fleet.put(Asked("http://w", (), HealthGauge(is_healthy=True), CircuitBreaker()))
+    for _ in range(2):
+        assert [worker.url for worker in fleet.routable(None)] == ["http://w"]
+        assert fleet.block_size_of("http://w", None) == 16
+    assert asked == ["http://w"]
