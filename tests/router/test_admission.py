@@ -459,12 +459,20 @@ def test_a_batch_that_is_half_empty_for_a_moment_lowers_no_bound() -> None:
 
 def test_short_requests_have_a_reserve_for_the_time_in_which_the_router_sends_more() -> None:
     capacity = Capacity()
-    capacity.learn(LoadReport(32, 400), num_in_flight=432, num_ended=20)
+    capacity.learn(LoadReport(32, 400), num_in_flight=432, ended=[20])
     assert capacity.max_requests is None  # of what has just begun nobody knows how fast it ends
     for seconds in range(1, 11):
-        capacity.learn(LoadReport(32, 400), num_in_flight=432, num_ended=1500 * seconds)
+        capacity.learn(LoadReport(32, 400), num_in_flight=432, ended=[1500 * seconds])
     assert capacity.max_requests == 32 + 150
     assert 1000 < capacity.ends_a_second <= 1500
+
+
+def test_what_other_routers_have_done_is_not_taken_for_speed_when_they_come_or_leave() -> None:
+    capacity = Capacity()
+    for ended in ([0, 0], [10, 0], [20, 0], [30, 10**6], [40, 10**6 + 10], [50, 0], [60, 0]):
+        capacity.learn(LoadReport(8, 0), num_in_flight=8, ended=ended)
+        assert 0 <= capacity.ends_a_second <= 20
+    assert capacity.ends_a_second > 5
 
 
 def test_a_batch_that_grows_has_a_reserve_for_what_it_takes_until_the_next_report() -> None:

@@ -167,7 +167,7 @@ def _explain_worker(
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
-        "ended_requests": load.ended_requests(worker.url),
+        "ended_requests": sum(load.ended_requests(worker.url)),
         "prefill_tokens": load.prefill_tokens(worker.url),
         "max_requests": worker.capacity.bound(load.num_steps(worker.url)),
         "warming": worker.capacity.warms_from is not None,

@@ -162,9 +162,10 @@ class LoadTracker:
             totals[target.worker] = before[0] + seconds, before[1] + work
         return {worker: round(work / seconds, 1) for worker, (seconds, work) in totals.items()}
 
-    def ended_requests(self, worker: str) -> int:
-        """Return how many requests of the worker have ended so far."""
-        return self._sum(worker, _ENDED)
+    def ended_requests(self, worker: str) -> list[int]:
+        """Return how many requests of the worker have ended so far at each front, and at each other router."""
+        ranks = self._cells.get(worker, {}).values()
+        return [sum(self.ints[cell + _ENDED] for cell in cells) for cells in zip(*ranks, strict=True)]
 
     def num_steps(self, worker: str) -> int:
         """Return how many answers of the worker have begun so far plus how many have ended."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -87,7 +87,7 @@ class Capacity:
     """How many of its requests have ended in a second of late."""
     _num_running: int = 0
     _peak_running: float = 0.0
-    _num_ended: int = 0
+    _ended: Sequence[int] = ()
 
     @property
     def max_requests(self) -> int | None:
@@ -102,14 +102,17 @@ class Capacity:
         warm_up = WARM_UP_REQUESTS + max(0, num_steps - self.warms_from)  # the count of a front that died is lost
         return warm_up if most is None else min(most, warm_up)
 
-    def learn(self, report: LoadReport, num_in_flight: int, num_ended: int = 0) -> None:
-        """Update the bound from a report; so many of the router's requests are in flight, and have ended so far.
+    def learn(self, report: LoadReport, num_in_flight: int, ended: Sequence[int] = ()) -> None:
+        """Update the bound from a report; so many of the router's requests are in flight, `ended` so far at each front.
 
         If other routers send to the worker, too, each reduces its bound by its share of what is too much.
         """
         num_more, self._num_running = report.num_running - self._num_running, report.num_running
         self._peak_running = max(report.num_running, self._peak_running * _PEAK_DECAY)
-        peak, num_just_ended, self._num_ended = int(self._peak_running), num_ended - self._num_ended, num_ended
+        peak = int(self._peak_running)
+        # A count that begins or falls is of a front or router that came or left.
+        num_just_ended = sum(max(0, now - before) for before, now in zip(self._ended, ended, strict=False) if before)
+        self._ended = ended
         self.ends_a_second += (num_just_ended - self.ends_a_second) / _ENDS_AVERAGED
         if num_more == peak == report.num_running:  # it has just begun: how fast requests end is not known yet
             return
