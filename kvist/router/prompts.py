@@ -236,12 +236,13 @@ class PromptReader:
         ):
             yield
         ids_matter = path is None or (path in APIS and (path not in _TOKEN_IDS or self._needs_tokens()))
-        rest = body if ids_matter or len(body) <= INLINE_BODY_BYTES else _without_token_ids(body)
+        reads_all = ids_matter or len(body) <= INLINE_BODY_BYTES
+        rest, num_prompts = (body, {}) if reads_all else _without_token_ids(body)
         fields = _client_fields(rest)
         is_renamed = self._rename(fields)
-        if rest is not body and path in _TOKEN_IDS:
+        if path in _TOKEN_IDS and (num := num_prompts.get(_TOKEN_IDS[path])):
             parsed = _read_other(fields, len(body) * CHARS_PER_TOKEN // BYTES_PER_TOKEN_ID, _NOT_NEEDED)
-            return msgspec.structs.replace(parsed, path=path, is_renamed=is_renamed)
+            return msgspec.structs.replace(parsed, num_prompts=num, path=path, is_renamed=is_renamed)
         if path is None and fields.get("token_ids") is not None:
             return _read_tokens(fields)
         if path is None:
@@ -452,23 +453,25 @@ def _stand_in(token_ids: bytes | memoryview) -> int:
     return xxh3_64_intdigest(token_ids) % 2**32
 
 
-def _without_token_ids(body: bytes) -> bytes:
+def _without_token_ids(body: bytes) -> tuple[bytes, dict[str, int]]:
     """Return a body with a stand-in for each long array, or batch of arrays, of integers; they are not read.
 
-    300,000 of them take 3 ms of the interpreter, and as lists 30. A body that may not be valid stays as it is.
+    Also how many arrays stood under each of these names. 300,000 integers take 3 ms of the interpreter, and as lists
+    30. A body that may not be valid stays as it is.
     """
     try:
         whole = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return body
-    stand_ins = {}
+        return body, {}
+    stand_ins, num_arrays = dict[str, msgspec.Raw](), dict[str, int]()
     for name, value in whole.items():
         text = bytes(value) if len(memoryview(value)) > INLINE_BODY_BYTES else b""
         brackets = text.translate(None, b"0123456789, \t\r\n")
         if brackets and brackets in (b"[]", b"[%b]" % (b"[]" * (len(brackets) // 2 - 1))):
-            stand_ins[name] = msgspec.Raw(b"[%d]" % _stand_in(text))
+            stand_ins[name], num_arrays[name] = msgspec.Raw(b"[%d]" % _stand_in(text)), max(1, len(brackets) // 2 - 1)
     rest = msgspec.json.encode(whole | stand_ins) if stand_ins else body
-    return rest if count_of(b":", rest) == count_of(b":", body) else body  # a name may be there twice
+    is_same = count_of(b":", rest) == count_of(b":", body)  # else a name is there twice
+    return (rest, num_arrays) if is_same else (body, {})
 
 
 _NOT_NEEDED = RequestError(400, "the policy does not use prompts, so they are not read", code="not_needed")

@@ -255,6 +255,7 @@ async def test_token_ids_become_no_objects_whether_or_not_the_policy_looks_at_th
     assert max(parsed) < 100
     assert (ask.model, ask.path) == ("m", path)
     assert len(IDS) * 0.8 < ask.num_tokens < len(IDS) * 3
+    assert ask.num_prompts == (len(BATCH) if BATCH in fields.values() and "input" not in fields else 1)
     assert (ask.token_ids is not None) == (has_index and "input" not in fields)
     assert ask.obstacle == (
         "other_endpoint"
@@ -265,6 +266,12 @@ async def test_token_ids_become_no_objects_whether_or_not_the_policy_looks_at_th
         if fields.get("prompt") is IDS
         else "batch"
     )
+
+
+async def test_a_text_beside_many_token_ids_is_counted_as_a_text() -> None:
+    reader = PromptReader(OneModel(None), lambda: False, lambda: False)
+    ask = await reader.read(COMPLETION_PATH, body(prompt="hello world", allowed_token_ids=IDS))
+    assert ask.num_tokens < 10
 
 
 @pytest.mark.parametrize(
