@@ -242,6 +242,7 @@ class Membership(ComposedContext):
 
     async def _check_regularly(self, worker: Worker) -> None:
         while True:
+            check_now = self._check_now  # one during the check asks for another
             await self._check(worker)
             self._renderings.on_health_check(worker, self._tasks)
             interval_s = self._config.health_interval_s
@@ -249,7 +250,7 @@ class Membership(ComposedContext):
                 interval_s = min(interval_s, UNSURE_INTERVAL_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
-                    await self._check_now.wait()
+                    await check_now.wait()
 
     async def _poll_load(self, worker: Worker) -> None:
         """Read each second how many requests the worker runs, while it has some; give it up if it sends nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import Counter
@@ -13,7 +14,7 @@ from word_models import WORDS, model_dir
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import RouterConfig
-from kvist.router.fleet import models
+from kvist.router.fleet import membership, models
 from kvist.router.fleet.models import locate, read_files
 
 TEXT = " ".join(WORDS[:80])
@@ -133,6 +134,29 @@ async def test_an_adapter_is_served_as_soon_as_a_worker_has_loaded_it(worker, ro
         for _ in range(2):
             answer = await ask(front, "tuned")
             assert (answer.status_code, answer.headers["x-kvist-worker"]) == (200, other.url)
+
+
+async def test_a_worker_that_is_being_checked_is_checked_again_for_an_unknown_model(
+    worker, router, until, monkeypatch
+) -> None:
+    async with worker(models=named("a")) as one, router(one.url, health_interval_s=1000.0) as front:
+        has_read, go_on, probe = asyncio.Event(), asyncio.Event(), membership.probe
+
+        async def probe_slowly(*args: Any) -> Any:
+            identity = await probe(*args)
+            has_read.set()
+            await go_on.wait()
+            return identity
+
+        monkeypatch.setattr(membership, "probe", probe_slowly)
+        checks = front.service.keeper.membership
+        checks.check_all()
+        await has_read.wait()
+        one.models = [*named("a"), *named("tuned", parent="a")]
+        checks._checked_at_s -= 10.0
+        checks.check_all()
+        go_on.set()
+        await until(lambda: front.service.fleet.is_known("tuned"))
 
 
 async def test_workers_are_not_asked_for_each_request_that_names_what_nobody_serves(worker, router) -> None:
