@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvist.errors import InvalidValueError
 from kvist.http.fields import Headers, content_length, render_head, status_line
+from kvist.http.limits import KIB
 from kvist.http.request import Request
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
+_MAX_PIECE_BYTES = 64 * KIB
+"""The most that `write` sends before it waits: a client has `write_timeout_s` for so much, not for any body."""
 
 Framing = Literal["length", "chunked", "until_close", "none"]
 
@@ -112,8 +115,9 @@ class Responder:
 
         Raises ClientDisconnectedError once the client is gone.
         """
-        self.send(chunk)
-        await self._connection.drained()
+        for start in range(0, len(chunk) or 1, _MAX_PIECE_BYTES):
+            self.send(chunk[start : start + _MAX_PIECE_BYTES])
+            await self._connection.drained()
 
     def _render(self, status: int, headers: Headers) -> bytes:
         """Chooses the framing and renders the head."""

@@ -147,6 +147,20 @@ async def test_steps_out_of_order_are_refused() -> None:
         await responder.write(b"x")
 
 
+async def test_writing_waits_for_room_within_a_long_piece_too() -> None:
+    wire, responder = respond_to()
+    responder.start(200, [(b"content-length", b"1000000")])
+    wire.has_room.clear()
+    waiting = asyncio.create_task(responder.write(bytes(1_000_000)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert sum(map(len, wire.sent)) < 100_000
+    wire.has_room.set()
+    await waiting
+    responder.end()
+    assert read_back(wire, "GET")[2] == bytes(1_000_000)
+
+
 async def test_writing_waits_for_room_and_can_be_cancelled() -> None:
     wire, responder = respond_to()
     wire.has_room.clear()
