@@ -205,7 +205,7 @@ async def _serve(
     from kvist.cli._worker_metrics import publisher_metrics, transfer_metrics
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.server.api import Api, MakeMetrics, ServedModel, ServedTransfers
-    from kvist.http import HttpLimits, HttpServer
+    from kvist.http import HttpLimits, HttpServer, default_max_connections
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(config.model_dir)
@@ -242,7 +242,7 @@ async def _serve(
             tensor_parallel_size=config.tensor_parallel_size,
         )
         api = Api(engine, tokenizer, model, metrics=metrics, tracing=tracing, api_key=config.api_key)
-        limits = HttpLimits(close_timeout_s=_HTTP_CLOSE_S)
+        limits = HttpLimits(max_connections=default_max_connections(), close_timeout_s=_HTTP_CLOSE_S)
         try:
             await exits.enter_async_context(HttpServer(api.handle, bound=listener, limits=limits))
         except OSError as error:  # another process was ready before

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,12 @@ class Running:
 
 
 @asynccontextmanager
-async def serve(*flags: str) -> AsyncIterator[Running]:
+async def serve(*flags: str, preexec_fn: Callable[[], None] | None = None) -> AsyncIterator[Running]:
     """Run the command and wait for its ready line."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvist", "--log-level", "warning", "serve", "--model", MODEL, "--port", "0", *flags),
         stdout=asyncio.subprocess.PIPE,
+        preexec_fn=preexec_fn,
     )
     try:
         assert process.stdout is not None
@@ -109,6 +111,16 @@ async def test_requests_in_progress_do_not_hold_up_the_end_and_are_told() -> Non
         assert "the engine has stopped" in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert answer.json()["error"]["message"] == "the engine has stopped"
+
+
+async def test_more_connections_than_descriptors_do_not_make_it_look_dead() -> None:
+    limit = resource.RLIMIT_NOFILE, (256, 256)
+    async with serve("--kv-events", "none", preexec_fn=lambda: resource.setrlimit(*limit)) as running:
+        with ExitStack() as exits:
+            for _ in range(300):
+                exits.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(running.url).port)))
+            async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+                assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(
