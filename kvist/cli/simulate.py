@@ -173,14 +173,15 @@ def run(args: argparse.Namespace) -> int:
     columns, *lines = table(rows)
     display(make_table(columns, lines), *changes(rows), *warnings(rows))
     if config.report is not None:
-        defaults = asdict(SimulateConfig(seeds=config.seeds + 1, report=config.report, json=config.json))
-        given = {name: value for name, value in asdict(config).items() if value != defaults[name]}  # and the seeds
-        flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in given.items() if name != "requests")
-        title = f"{args.trace}{flags}, {len(trace.requests)} requests"
+        left_out = {"requests": config.requests, "report": config.report, "json": config.json}
+        defaults = asdict(SimulateConfig()) | left_out | {"seeds": None}
+        given = {name: value for name, value in asdict(config).items() if value != defaults[name]}
+        flags = (f" --{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in given.items())
+        title = f"{args.trace}{''.join(flags)}, {len(trace.requests)} requests"
         write_output("--report", config.report, html_report(title, rows))
     if config.json is not None:
-        left_out = ("json", "report", "rates", "model_path")
-        arguments = {name: value for name, value in asdict(config).items() if name not in left_out}
+        unnamed = ("json", "report", "rates", "model_path")
+        arguments = {name: value for name, value in asdict(config).items() if name not in unnamed}
         arguments |= {"trace": args.trace, "outage": outage}
         arguments["machines"] = [asdict(machine) for machine in machines]
         results = {"arguments": arguments, "requests": len(trace.requests), "results": rows}
