@@ -470,7 +470,8 @@ def _without_token_ids(body: bytes) -> tuple[bytes, dict[str, int]]:
         if brackets and brackets in (b"[]", b"[%b]" % (b"[]" * (len(brackets) // 2 - 1))):
             stand_ins[name], num_arrays[name] = msgspec.Raw(b"[%d]" % _stand_in(text)), max(1, len(brackets) // 2 - 1)
     rest = msgspec.json.encode(whole | stand_ins) if stand_ins else body
-    is_same = count_of(b":", rest) == count_of(b":", body)  # else a name is there twice
+    # Else a name may be there twice, which an escaped colon in another name, no escape any more, would hide.
+    is_same = count_of(b":", rest) == count_of(b":", body) and b"\\u003" not in body
     return (rest, num_arrays) if is_same else (body, {})
 
 

@@ -278,6 +278,8 @@ async def test_a_text_beside_many_token_ids_is_counted_as_a_text() -> None:
     "text",
     [
         b'{"input": [%b], "input": 7}' % (b"1," * 20_000 + b"1"),
+        b'{"input": [%b], "model": "a", "model": "b", "\\u003a": 1}' % (b"1," * 20_000 + b"1"),
+        b'{"input": [%b], "model": "a", "model": "b", "\\u003A": 1}' % (b"1," * 20_000 + b"1"),
         b'{"input": [%b]}' % (b"01," * 20_000 + b"1"),
         b'{"input": [%b]' % (b"1," * 20_000 + b"1"),
         b'{"input": [%b]}' % (b"[" * 200 + b"1," * 20_000 + b"1" + b"]" * 200),
