@@ -62,8 +62,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model's directory; raises InvalidValueError."""
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InvalidValueError("model path", str(path.parent), f"a directory with {path.name}") from None
+    except OSError as error:
+        expected = f"a directory with {path.name} ({error.strerror})"
+        raise InvalidValueError("model path", str(path.parent), expected) from None
     except ValueError as error:
         raise InvalidValueError(path.name, str(path), f"valid JSON ({error})") from None
     if not isinstance(value, dict):

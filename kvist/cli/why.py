@@ -70,16 +70,19 @@ def _report_recording(path: Path, cache_tokens: int) -> dict[str, Any]:
     from kvist.router.regret import Regret
     from kvist.simulate.trace import read_lines
 
-    lines = [(line.recording_started_at + (line.timestamp or 0.0) / 1e3, line) for _, line in read_lines(path)]
+    lines = [
+        (line.recording_started_at + (line.timestamp or 0.0) / 1e3, line)
+        for _, line in read_lines(path)
+        if line.input_length is not None and line.status == 200
+    ]
     lines.sort(key=itemgetter(0))
     if not lines:
-        raise InvalidValueError("recording", str(path), "a line for each request")
+        raise InvalidValueError("recording", str(path), "a line for each answered request, with its input_length")
     num_workers = len({line.worker for _, line in lines})
     regret = Regret(max_buckets=None, sampling_rate=1.0)  # a few requests are counted exactly
     for at_s, line in lines:
-        if line.input_length is not None and line.status == 200:
-            capacity_blocks = num_workers * cache_tokens // line.tokens_per_block
-            regret.add(at_s, [_parse_routed(line, regret.sampling_rate)], capacity_blocks)
+        capacity_blocks = num_workers * cache_tokens // line.tokens_per_block
+        regret.add(at_s, [_parse_routed(line, regret.sampling_rate)], capacity_blocks)
     report = regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
     if not any(line.worker for _, line in lines):  # nobody routed these requests, so nothing was lost
         for row in (report["total"], *(row for name in report if name.startswith("by_") for row in report[name])):

@@ -180,7 +180,7 @@ class RequestParser:
         headers = parse_fields(block)
         control = pick(headers, _CONTROL_FIELDS)
         is_http11 = version == b"1.1"
-        target = _origin_form(method, target, _single_host(control[b"host"]))
+        target = _origin_form(method, target, _single_host(control[b"host"], is_http11=is_http11))
         options = list_members(control[b"connection"])
         length = _length(control, is_http11=is_http11)
         request = Request(
@@ -239,8 +239,10 @@ def _require_http1(version: bytes) -> None:
     raise RequestRefusedError(505, "http_version_not_supported", "the HTTP versions supported are 1.1 and 1.0")
 
 
-def _single_host(hosts: list[bytes]) -> bytes:
-    """The one Host, which HTTP/1.0 would let a client leave out: whoever proxies such a request would have to guess."""
+def _single_host(hosts: list[bytes], *, is_http11: bool) -> bytes:
+    """The one Host; b"" where HTTP/1.0 leaves it out, as health checks do: no absolute target names that."""
+    if not hosts and not is_http11:
+        return b""
     if len(hosts) != 1:
         raise MalformedHttpError(f"{len(hosts)} host headers where one is required")
     if not _HOST.fullmatch(hosts[0]):

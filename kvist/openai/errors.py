@@ -50,6 +50,18 @@ def error_body(error: RequestError) -> bytes:
     )
 
 
+def error_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
+    """Return the headers that HTTP wants with an error: when to try again, what is allowed, how to log in."""
+    headers = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    if error.allowed_methods:
+        headers.append((b"allow", ", ".join(error.allowed_methods).encode()))
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
 def error_event(error: RequestError, *, is_named: bool) -> bytes:
     """Return the server-sent event that ends a stream with an error; those of responses and messages are named."""
     return (b"event: error\n" if is_named else b"") + b"data: " + error_body(error) + b"\n\n"

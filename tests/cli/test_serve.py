@@ -127,6 +127,7 @@ async def test_more_connections_than_descriptors_do_not_make_it_look_dead() -> N
     ("flags", "message"),
     [
         (["--model", "/nowhere"], "model path: got '/nowhere', expected a directory with config.json"),
+        (["--model", __file__], f"model path: got '{__file__}', expected a directory with config.json (Not a"),
         (["--model", MODEL, "--dtype", "fp16"], "dtype: got 'fp16', expected one of bfloat16, float16, float32\n"),
         (["--model", MODEL, "--block-size", "10"], "block_size: got 10"),
         (["--model", MODEL, "--num-blocks", "3"], "at least 512: one sequence of max_model_len=8192"),

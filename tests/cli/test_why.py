@@ -155,8 +155,9 @@ def test_how_uses_are_spread_over_blocks_is_told(tmp_path: Path, capsys: pytest.
 
 
 def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["why", recorded(tmp_path / "empty.jsonl", [])]) == 2
-    assert "expected a line for each request" in capfd.readouterr().err
+    for lines in ([], [{"foo": 1}], [{**line, "status": 499} for line in lines_of(2)]):
+        assert main(["why", recorded(tmp_path / "empty.jsonl", lines)]) == 2
+        assert "expected a line for each answered request, with its input_length" in capfd.readouterr().err
     assert main(["why", recorded(tmp_path / "bad.jsonl", [{"timestamp": "noon"}])]) == 2
     assert "bad.jsonl, line 1" in capfd.readouterr().err
     with RecordingWriter(tmp_path / "fleet.mcap") as writer:

@@ -144,6 +144,7 @@ VALID = {
     ),
     "two in one go": b"POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhiGET /2 HTTP/1.1\r\nHost: b\r\n\r\n",
     "http/1.0 with a host": b"GET /old HTTP/1.0\r\nHost: a\r\n\r\n",
+    "http/1.0 without a host": b"OPTIONS / HTTP/1.0\r\n\r\n",  # HAProxy's health check
     "an ipv6 host": b"GET / HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n",
     "options of the server": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n",
     "an upgrade nobody knows": b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: tls/1.3\r\n\r\n",

@@ -187,9 +187,10 @@ async def test_a_router_says_where_hits_went(worker, router, http_bytes) -> None
         assert told["lost_tokens"][Cause.ENGINE] == 256
         assert told["lost_tokens"][Cause.UNREAD] > 0
         assert {row["worker"] for row in report["by_worker"]} <= {a.url, b.url}
-        wrong = await front.client.get("/regret?window=soon")
-        assert wrong.status_code == 400
-        assert "window: got 'soon', expected a time of up to an hour" in wrong.json()["error"]["message"]
+        for window in ("soon", "0m", "61m"):
+            wrong = await front.client.get(f"/regret?window={window}")
+            assert wrong.status_code == 400
+            assert f"window: got '{window}', expected a time of up to an hour" in wrong.json()["error"]["message"]
 
 
 async def test_what_another_worker_was_just_computing_is_told_apart(worker, router, http_bytes, until) -> None:

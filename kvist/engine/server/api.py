@@ -28,7 +28,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL
 from kvist.http import Headers, Request, Responder
 from kvist.metrics_page import MetricsPage, counters, gauges
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_body, error_headers
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.tracing import Span
 
@@ -196,8 +196,7 @@ class Api:
             if refusal is None or responder.has_started:
                 span.fail(type(error).__name__)
                 raise
-            allowed = [(b"allow", method.encode()) for method in refusal.allowed_methods]
-            call.send(error_body(refusal), refusal.status, [_JSON, *allowed])
+            call.send(error_body(refusal), refusal.status, [_JSON, *error_headers(refusal)])
         finally:
             span.end()  # if the client has left, as one that ended early
 

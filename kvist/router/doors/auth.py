@@ -74,7 +74,8 @@ def check_client_request(request: Request) -> None:
         if not _FORM.fullmatch(content_type):
             raise RequestError(HTTPStatus.BAD_REQUEST, "content-type: expected multipart/form-data with a boundary")
     elif (charset := _CHARSET.search(content_type)) and charset[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"):
-        raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {content_type!r:.100}, expected charset utf-8")
+        got = f"{content_type.decode('latin-1')!r:.100}"
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {got}, expected charset utf-8")
 
 
 def cors_headers(request: Request, origins: Collection[str]) -> Headers:
@@ -105,7 +106,8 @@ def _content_type(headers: Headers) -> bytes:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {len(content_types)}, expected one")
     for name, value in headers:
         if name == b"content-encoding" and value.lower() != b"identity":
-            raise RequestError(HTTPStatus.BAD_REQUEST, f"content-encoding: got {value!r:.100}, expected none")
+            got = f"{value.decode('latin-1')!r:.100}"
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"content-encoding: got {got}, expected none")
     return content_types[0] if content_types else b""
 
 

@@ -35,7 +35,7 @@ from kvist.errors import InvalidValueError
 from kvist.files import exclusive_folder
 from kvist.http import Request, Responder, UpstreamPool
 from kvist.metrics_page import MetricsPage
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_body, error_headers
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
@@ -58,7 +58,7 @@ from kvist.router.routing import FleetView
 from kvist.router.sources import WantedWorker
 from kvist.router.tenants.accounts import used
 
-_WINDOW, _UNITS_S = re.compile(r"([1-9][0-9]{0,3})([smh])"), {"s": 1, "m": 60, "h": 3600}
+_WINDOW, _UNITS_S = re.compile(r"([0-9]{1,4})([smh])"), {"s": 1, "m": 60, "h": 3600}
 _RESIZE_S = 1.0
 """How often the size of all caches together is computed anew."""
 
@@ -81,6 +81,7 @@ class Answer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     content_type: str = "application/json"
+    headers: list[tuple[bytes, bytes]] = []
 
 
 class FleetKeeper(FleetView, Protocol):
@@ -173,10 +174,12 @@ class Keeper(ComposedContext):
                 return Answer(HTTPStatus.OK, await self._page.text(), CONTENT_TYPE_LATEST)
             endpoint = self._endpoints.get((method, question.path))
             if endpoint is None:
-                is_known = question.path == "/metrics" or any(question.path == path for _, path in self._endpoints)
-                status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
-                expected = "expected another method" if is_known else "no endpoint for operators"
-                raise RequestError(status, f"{question.method} {question.path}: {expected}")
+                known = (("GET", "/metrics"), ("POST", "/route"), *self._endpoints)
+                methods = tuple(method for method, path in known if path == question.path)
+                status = HTTPStatus.METHOD_NOT_ALLOWED if methods else HTTPStatus.NOT_FOUND
+                expected = f"expected {' or '.join(methods)}" if methods else "no endpoint for operators"
+                message = f"{question.method} {question.path}: {expected}"
+                raise RequestError(status, message, allowed_methods=methods)
             return endpoint(question)
         except RequestError as error:
             return error_answer(error)
@@ -266,9 +269,10 @@ class Keeper(ComposedContext):
     def _regret_of_window(self, question: Question) -> Answer:
         given = parse_qs(question.query).get("window", ["10m"])[-1]
         window = _WINDOW.fullmatch(given)
-        if window is None:
+        window_s = int(window[1]) * _UNITS_S[window[2]] if window else 0
+        if not 0 < window_s <= _UNITS_S["h"]:
             raise InvalidValueError("window", given, "a time of up to an hour: 90s, 10m or 1h")
-        return json_answer(self._regret.report(time.monotonic(), int(window[1]) * _UNITS_S[window[2]]))
+        return json_answer(self._regret.report(time.monotonic(), window_s))
 
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
@@ -283,8 +287,9 @@ def question_of(request: Request, config: RouterConfig, is_draining: bool, tenan
 
 
 def send_answer(answer: Answer, responder: Responder) -> None:
-    responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
+    headers = [(b"content-type", answer.content_type.encode()), *answer.headers]
+    responder.answer(answer.status, headers, answer.body)
 
 
 def error_answer(error: RequestError) -> Answer:
-    return Answer(error.status, error_body(error))
+    return Answer(error.status, error_body(error), headers=error_headers(error))

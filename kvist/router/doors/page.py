@@ -65,7 +65,7 @@ def show_file(request: Request, responder: Responder) -> None:
     """Answer with a file of the page; raises RequestError if there is no such file."""
     if request.method not in ("GET", "HEAD"):
         message = f"{request.method} {request.path}: expected GET or HEAD"
-        raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
+        raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message, allowed_methods=("GET", "HEAD"))
     body, headers = _files().get(request.path, (None, []))
     if body is None:
         raise RequestError(HTTPStatus.NOT_FOUND, f"{request.path[:200]}: there is no such file")

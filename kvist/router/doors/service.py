@@ -40,7 +40,7 @@ from kvist.http import (
     default_max_connections,
 )
 from kvist.metrics_page import server_metrics
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError, error_body, error_headers
 from kvist.router.access_log import AccessLog
 from kvist.router.attempts import forwarded_headers, worker_failure
 from kvist.router.config import RouterConfig
@@ -239,13 +239,7 @@ class RouterService(ComposedContext):
 
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
         self._metrics.counts["refusals", str(error.status)] += 1
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % error.retry_after_s))
-        if error.allowed_methods:
-            headers.append((b"allow", ", ".join(error.allowed_methods).encode()))
-        if error.status == HTTPStatus.UNAUTHORIZED:
-            headers.append((b"www-authenticate", b"Bearer"))
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id), *error_headers(error)]
         responder.answer(error.status, headers, error_body(error))
 
     def _dispatch(

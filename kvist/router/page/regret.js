@@ -52,7 +52,7 @@ export default {
     refill(
       tiles,
       tile("Requests", number(total.requests), `${short(total.prompt_tokens)} prompt tokens, last ${duration(regret.window_s)}`),
-      tile("Pooled cache", most, `one as large as all together, ± ${(200 * sample.standard_error).toFixed(1)} points`),
+      tile("Pooled cache", most, `one as large as all together, ± ${Math.min(100, 200 * sample.standard_error).toFixed(1)} points`),
       tile("Held", held, "by the worker that held most"),
       tile("Routed", routed, "held by the chosen worker"),
       tile("Reported", reported, "found cached, by engines that report it"),

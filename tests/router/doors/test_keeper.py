@@ -148,15 +148,23 @@ async def test_where_clients_need_keys_only_administrators_learn_what_is_served(
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 404), ("GET", "/v1/completions", 405)],
+    ("method", "path", "status", "allowed"),
+    [
+        ("POST", "/health", 405, "GET"),
+        ("POST", "/metrics", 405, "GET"),
+        ("POST", "/ui", 405, "GET, HEAD"),
+        ("GET", "/route", 405, "POST"),
+        ("PUT", "/workers", 405, "GET, POST, DELETE"),
+        ("GET", "/nope", 404, None),
+        ("GET", "/v1/completions", 405, "POST"),
+    ],
 )
 async def test_wrong_methods_and_paths_are_refused_in_openais_shape(
-    router, method: str, path: str, status: int
+    router, method: str, path: str, status: int, allowed: str | None
 ) -> None:
     async with router() as front:
         answer = await front.client.request(method, path)
-        assert answer.status_code == status
+        assert (answer.status_code, answer.headers.get("allow")) == (status, allowed)
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
