@@ -280,9 +280,12 @@ def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
 
 
 def question_of(request: Request, config: RouterConfig, is_draining: bool, tenant: str | None = None) -> Question:
-    """Return an operator's HTTP request as a question."""
+    """Return an operator's HTTP request as a question, without a body that no endpoint reads.
+
+    Anybody may send one to `/readiness`, and a few large ones would close a front's link to its keeper.
+    """
     is_outsider = config.asks_for_keys and not is_administrator(request, config.admin_key)
-    asked = msgspec.structs.asdict(request)
+    asked = msgspec.structs.asdict(request) | ({} if request.path == "/workers" else {"body": b""})
     return Question(**asked, is_draining=is_draining, tenant=tenant, is_outsider=is_outsider)
 
 

@@ -8,6 +8,18 @@ import httpx
 import pytest
 
 from kvist.events.transports.received import BUDGET
+from kvist.http import Request
+from kvist.router.config import RouterConfig
+from kvist.router.doors.keeper import question_of
+
+
+@pytest.mark.parametrize(
+    ("path", "passes"), [("/readiness", False), ("/metrics", False), ("/usage?x", False), ("/workers", True)]
+)
+def test_no_body_that_anybody_may_send_goes_to_the_process_that_follows_the_fleet(path: str, passes: bool) -> None:
+    question = question_of(Request("POST", path, [(b"a", b"b")], b"body", None), RouterConfig(), is_draining=False)
+    assert (question.target, question.headers) == (path, [(b"a", b"b")])
+    assert question.body == (b"body" if passes else b"")
 
 
 async def test_clients_need_their_key_and_it_stays_with_the_router(worker, router) -> None:
