@@ -111,11 +111,11 @@ class ServedModel:
     tensor_parallel_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """A request, its responder, and its span, which ends before the client sees the end of the answer."""
+    """A request's body, its responder, and its span, which ends before the client sees the end of the answer."""
 
-    request: Request
+    body: bytes
     responder: Responder
     span: Span
 
@@ -188,9 +188,11 @@ class Api:
 
     async def handle(self, request: Request, responder: Responder) -> None:
         span = begin_span(self._tracing, request, self._model.names[0])
-        call = _Call(request, responder, span)
+        call = _Call(request.body, responder, span)
         try:
-            await self._endpoint(request)(call)
+            endpoint = self._endpoint(request)
+            del request  # a long answer needs no memory for its body
+            await endpoint(call)
         except Exception as error:
             refusal = _refusal(error)
             if refusal is None or responder.has_started:
@@ -216,7 +218,8 @@ class Api:
         return endpoint
 
     async def _answer(self, read_job: ReadJob, make_shape: MakeShape, prefix: str, call: _Call) -> None:
-        job = await read_job(call.request.body)
+        job = await read_job(call.body)
+        call.body = b""
         self._engine.check_room(len(job.prompts) * job.params.n)  # first: a short body can ask for millions
         tokenizer, transfers = self._intake.tokenizer, self._model.transfers
         generation = self._engine.generate(job.sequences(tokenizer))
@@ -238,15 +241,15 @@ class Api:
 
     async def _tokenize(self, call: _Call) -> None:
         """Answer in vLLM's format: a router compares the tokens with its own of the same chat."""
-        tokens, token_strs = await self._intake.read_tokenize(call.request.body)
+        tokens, token_strs = await self._intake.read_tokenize(call.body)
         limit = self._engine.limits.max_model_len
         call.send_json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
     async def _count_tokens(self, call: _Call) -> None:
-        call.send_json({"input_tokens": await self._intake.count_tokens(call.request.body)})
+        call.send_json({"input_tokens": await self._intake.count_tokens(call.body)})
 
     async def _detokenize(self, call: _Call) -> None:
-        call.send_json({"prompt": self._intake.read_detokenize(call.request.body)})
+        call.send_json({"prompt": self._intake.read_detokenize(call.body)})
 
     async def _models(self, call: _Call) -> None:
         call.send_json({"data": [self._model_body(name) for name in self._model.names], "object": "list"})

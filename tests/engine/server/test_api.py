@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -13,6 +13,11 @@ import openai
 import pytest
 
 from kvist.engine import bundled_model_path
+from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.config import EngineConfig
+from kvist.engine.loading import load_engine
+from kvist.engine.server.api import Api, ServedModel
+from kvist.http import ClientDisconnectedError, Request, Responder
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
@@ -391,6 +396,40 @@ def test_a_body_over_the_limit_is_refused_declared_or_not(post) -> None:
     assert post(TEXT, {"prompt": "x" * 2**20}).status_code == 413
     pieces = (b"x" * 2**17 for _ in range(9))
     assert post(TEXT, content=pieces).status_code == 413
+
+
+async def test_a_body_is_forgotten_before_its_answer_begins() -> None:
+    """So what all of them take together is bounded as `HttpLimits` says."""
+    forgotten: list[bool] = []
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            forgotten.append(True)
+
+    class Connection:
+        was_forgotten: bool | None = None
+
+        def on_response_start(self) -> None:
+            """It counts the body no more."""
+
+        def send(self, _: bytes) -> None:
+            self.was_forgotten = bool(forgotten)
+
+        async def drained(self) -> None:
+            raise ClientDisconnectedError("enough")
+
+    def respond(connection: Connection) -> Coroutine[Any, Any, None]:
+        body = Body(b'{"prompt": "x", "max_tokens": 5, "stream": true}')
+        request = Request("POST", TEXT, [], body, None)
+        return api.handle(request, Responder(connection, request, keep_alive=True))
+
+    core, connection = load_engine(EngineConfig(model_dir=bundled_model_path())).core, Connection()
+    async with AsyncEngine(core, max_num_open=1) as engine:
+        tokenizer = ChatTokenizer.load(bundled_model_path())
+        api = Api(engine, tokenizer, ServedModel(names=("tiny",), path="", kv_cache_dtype="float32"))
+        with pytest.raises(ClientDisconnectedError):
+            await respond(connection)
+    assert connection.was_forgotten
 
 
 def test_a_stream_whose_client_leaves_frees_its_blocks(served) -> None:
