@@ -222,9 +222,7 @@ class Keeper(ComposedContext):
 
     def _readiness(self, question: Question) -> Answer:
         page = explain_readiness(self.fleet, self.models, self.index, is_draining=question.is_draining)
-        page |= self._explain_more()
-        shown = {"ready": page["ready"]} if question.is_outsider else page
-        return json_answer(shown, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        return readiness_answer(page | self._explain_more(), question)
 
     def _explain_more(self) -> dict[str, Any]:
         """Return the parts of readiness that are not about workers."""
@@ -277,6 +275,12 @@ class Keeper(ComposedContext):
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:
     return Answer(status, msgspec.json.encode(value))
+
+
+def readiness_answer(page: dict[str, Any], question: Question) -> Answer:
+    """Return what `/readiness` says; outsiders learn no more of the page than whether the router is ready."""
+    shown = {"ready": page["ready"]} if question.is_outsider else page
+    return json_answer(shown, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def question_of(request: Request, config: RouterConfig, is_draining: bool, tenant: str | None = None) -> Question:

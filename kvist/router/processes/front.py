@@ -40,7 +40,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.conversations import Conversations
 from kvist.router.doors.explain import explain_readiness
 from kvist.router.doors.journal import JournalEntry
-from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer
+from kvist.router.doors.keeper import Answer, Question, error_answer, json_answer, readiness_answer
 from kvist.router.doors.service import RouterService
 from kvist.router.fleet.board import LoadBoard
 from kvist.router.fleet.fleet import Fleet
@@ -213,7 +213,7 @@ class RemoteKeeper(ComposedContext):
         if is_readiness:
             page = explain_readiness(self.fleet, self.models, None, is_draining=question.is_draining)
             page["index"] = f"away: the process that follows the fleet {away}"
-            return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+            return readiness_answer(page, question)
         message = f"the router's process that follows the fleet {away}; requests are routed by load"
         return error_answer(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1))
 

@@ -18,7 +18,7 @@ from lives import seeds
 from kvist.events import WorkerRank
 from kvist.router.admission import Admission
 from kvist.router.config import RouterConfig
-from kvist.router.doors.keeper import Keeper
+from kvist.router.doors.keeper import Keeper, Question
 from kvist.router.fleet.board import LoadBoard, board_bytes
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import CircuitBreaker, CircuitState, HealthGauge, Worker
@@ -185,6 +185,16 @@ async def test_whatever_comes_between_a_trial_that_has_ended_is_waited_for_by_no
     for act in life.random.choices([*acts], [*acts.values()], k=NUM_STEPS):
         act()
     life.check_trials()
+
+
+async def test_outsiders_learn_only_whether_the_router_is_ready_also_while_the_keeper_is_away(tmp_path: Path) -> None:
+    front = Life(0, tmp_path).fronts[0]
+    front._link = None
+    for is_outsider in (True, False):
+        answer = await front.answer(Question("GET", "/readiness", [], b"", None, is_outsider=is_outsider))
+        page = msgspec.json.decode(answer.body)
+        assert (answer.status, page["ready"]) == (200, True)
+        assert (page.keys() == {"ready"}) == is_outsider
 
 
 async def test_the_keeper_asks_for_a_model_that_a_front_does_not_know(tmp_path: Path) -> None:
