@@ -63,6 +63,10 @@ async def test_it_serves_publishes_and_ends_when_asked() -> None:
         assert (await client.post("/flush_cache", headers={"Authorization": ""})).json()["error"][
             "code"
         ] == "invalid_api_key"
+        del client.headers["Authorization"]
+        for key, status in (("other", 401), ("secret", 200)):  # as Anthropic's clients send it
+            assert (await client.get("/v1/models", headers={"x-api-key": key})).status_code == status
+        client.headers["Authorization"] = "Bearer secret"
         info = (await client.get("/server_info")).json()
         assert info["model"] == "tiny"
         assert info["kv_events"] == {"endpoint": running.events}

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hmac import compare_digest
 from http import HTTPStatus
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -156,7 +157,7 @@ class Api:
     ) -> None:
         """Serve `model`; `metrics` make more of them for /metrics, and `tracing` traces requests.
 
-        With an `api_key`, every path but `OPEN_PATHS` requires it as a bearer token.
+        With an `api_key`, every path but `OPEN_PATHS` requires it, as `Request.client_key`.
         """
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # with the process's start time, which shows restarts
@@ -165,7 +166,7 @@ class Api:
         self._engine = engine
         self._model = model
         self._tracing = tracing
-        self._api_key = api_key
+        self._api_key = None if api_key is None else api_key.encode()
         self._created = int(time.time())
         self._intake = intake = Intake(tokenizer, model.names, limits.max_model_len, grammars)
         self._timings = Timings(registry)
@@ -205,8 +206,9 @@ class Api:
     def _endpoint(self, request: Request) -> Endpoint:
         """Return what answers a request; raises RequestError for one without the key, and for unknown ones."""
         path = unquote(request.path)
-        if self._api_key is not None and path not in OPEN_PATHS and not request.has_bearer_token(self._api_key):
-            message = "authorization: expected the bearer token of --api-key"
+        given = request.client_key or b""
+        if self._api_key is not None and path not in OPEN_PATHS and not compare_digest(given, self._api_key):
+            message = "authorization: expected the bearer token of --api-key, or x-api-key"
             raise RequestError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
         method, endpoint = self._routes.get(path, ("", None))
         if path.startswith(f"{_MODELS_PATH}/"):
