@@ -46,7 +46,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
+    """Run one command and return its exit code.
+
+    0 done, 1 failed, 2 the arguments are wrong or an extra is missing, 130 interrupted before it was done.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # also while a command is imported
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     if argv is None:  # then this process is the command's own
         argv = sys.argv[1:]
         gc.set_threshold(_GC_THRESHOLD)
@@ -82,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args.command, MissingExtraError(extra, str(error.name)))
     except (KvistError, OSError) as error:
         return _fail(args.command, error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _fail(command: str, error: Exception) -> int:

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ready_line(config: RouterConfig, url: str) -> str:
-    return f"kvist route: listening on {url} policy={config.policy} workers={len(config.every_worker_url)}"
+    discover = f" discover={len(config.discover)}" if config.discover else ""
+    return f"kvist route: listening on {url} policy={config.policy} workers={len(config.every_worker_url)}{discover}"
 
 
 def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: Stamp, started_s: float) -> int:

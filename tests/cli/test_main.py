@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,6 +38,11 @@ def test_a_process_of_its_own_collects_rarely() -> None:
     )
     command = [sys.executable, "-c", program, "why", "--help"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("\n10000\n")
+
+
+def test_an_interrupt_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.import_module", Mock(side_effect=KeyboardInterrupt))
+    assert main(["route"]) == 130
 
 
 @pytest.mark.parametrize("command", COMMANDS)

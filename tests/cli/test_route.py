@@ -172,8 +172,9 @@ def test_a_value_out_of_range_is_an_error() -> None:
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
+def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "kvist", "route", "--port", "0", "--policy", "least-loaded"]
+    command += ["--discover", f"file://{tmp_path}/workers.toml"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         yield running
         running.kill()
@@ -182,7 +183,8 @@ def process() -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: int) -> None:
     line = process.stdout.readline()
-    ready = re.fullmatch(r"kvist route: listening on (http://127\.0\.0\.1:\d+) policy=least-loaded workers=0\n", line)
+    told = r"kvist route: listening on (http://127\.0\.0\.1:\d+) policy=least-loaded workers=0 discover=1\n"
+    ready = re.fullmatch(told, line)
     assert ready, line
     with urllib.request.urlopen(ready[1] + "/health", timeout=180) as answer:
         assert json.load(answer)["status"] == "ok"
