@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvist.events import WorkerRank
+from kvist.router.fleet.board import RankField
 from kvist.router.fleet.worker import WARM_UP_REQUESTS, WARM_UP_STEPS
 
 
@@ -83,6 +85,23 @@ async def test_a_worker_is_warm_after_enough_answers_and_has_no_bound_then(
         await front.until(is_warm)
         busy.let(1)
         assert (await asked).status_code == 200
+
+
+async def test_a_worker_becomes_warm_also_after_a_front_that_had_counted_its_answers_has_died(
+    worker, router, until, monkeypatch
+) -> None:
+    for name, value in (("REPORT_INTERVAL_S", 0.01), ("WARM_UP_STEPS", 4)):
+        monkeypatch.setattr(f"kvist.router.fleet.membership.{name}", value)
+    async with worker() as one, router(one.url) as front:
+        for _ in range(5):
+            assert (await front.complete()).status_code == 200
+        capacity, load = front.service.fleet.get(one.url).capacity, front.service.keeper.load
+        capacity.warms_from = load.num_steps(one.url)
+        load.board.cell_ints[:, 1 + load.column(WorkerRank(one.url, 0)), RankField.ENDED : RankField.ANSWERED + 1] = 0
+        await until(lambda: capacity.warms_from == 0)
+        for _ in range(2):  # each begins and ends
+            assert (await front.complete()).status_code == 200
+        await until(lambda: capacity.warms_from is None)
 
 
 async def test_a_fleet_that_starts_at_once_takes_a_burst_evenly(worker, router, http_bytes, until) -> None:

@@ -257,9 +257,10 @@ class Membership(ComposedContext):
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
-            warms_from = worker.capacity.warms_from
-            if warms_from is not None and self._load.num_steps(worker.url) - warms_from >= WARM_UP_STEPS:
-                worker.capacity.warms_from = None
+            if (warms_from := worker.capacity.warms_from) is not None:
+                num_steps = self._load.num_steps(worker.url)
+                warms_from = min(warms_from, num_steps)  # less if a front has died
+                worker.capacity.warms_from = warms_from if num_steps < warms_from + WARM_UP_STEPS else None
             if not self._load.running_requests(worker.url):
                 worker.capacity.reset()
                 continue
