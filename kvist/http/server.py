@@ -436,10 +436,9 @@ class HttpServer:
 
         A `bound` socket takes the place of host and port; the server closes it.
         """
-        self._is_shared = is_shared
-        self._bound = bound
-        self._host = host
-        self._port = port
+        self._where: dict[str, Any] = {"host": host, "port": port, "reuse_port": is_shared}
+        if bound is not None:
+            self._where = {"sock": bound}
         self._tls = tls
         self._listener: asyncio.Server
         # What connections share.
@@ -469,21 +468,17 @@ class HttpServer:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         self.clock = LoopClock(loop)
-        self.clock.__enter__()
-        where: dict[str, Any] = {"host": self._host, "port": self._port, "reuse_port": self._is_shared}
-        if self._bound is not None:
-            where = {"sock": self._bound}
         try:
             self._listener = await loop.create_server(
                 lambda: ServerConnection(self),
-                **where,
+                **self._where,
                 ssl=self._tls,
                 backlog=_ACCEPTED_AT_ONCE,
                 ssl_handshake_timeout=None if self._tls is None else self.limits.header_timeout_s,
                 start_serving=False,
             )
         except socket.gaierror as error:
-            raise OSError(error.errno, f"{error.strerror}: {self._host}") from None
+            raise OSError(error.errno, f"{error.strerror}: {self._where['host']}") from None
         try:
             await self._listener.start_serving()
         except BaseException:  # cancelled, with sockets that nobody else would close
@@ -492,6 +487,7 @@ class HttpServer:
         for listening in self._listener.sockets:
             with listening.dup() as sock:
                 sock.listen(_BACKLOG)
+        self.clock.__enter__()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -28,6 +28,15 @@ async def test_an_idle_connection_is_closed_when_the_server_closes(connect: Conn
         await asyncio.open_connection("127.0.0.1", port)
 
 
+async def test_a_server_that_cannot_listen_leaves_no_timer_in_the_loop(echo: Handler) -> None:
+    loop: Any = asyncio.get_running_loop()
+    async with HttpServer(echo) as server:
+        num_timers = sum(not timer.cancelled() for timer in loop._scheduled)
+        with pytest.raises(OSError, match="in use"):
+            await HttpServer(echo, port=server.port).__aenter__()
+        assert sum(not timer.cancelled() for timer in loop._scheduled) == num_timers
+
+
 async def test_a_running_request_is_answered_before_the_server_has_closed(connect: Connect) -> None:
     started, release = asyncio.Event(), asyncio.Event()
 
