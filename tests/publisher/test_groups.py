@@ -23,7 +23,6 @@ WINDOWS = {0: FULL, 1: 9, 2: STATE, 3: 9, 4: 6, 5: 9}
 SMALL, SMALL_SIZE = 5, 2
 """A group whose blocks are smaller than the published ones."""
 NEEDED = {1: 2, 2: 1, 3: 2, 4: 2}
-HIT_STEP = 1
 
 
 @pytest.mark.parametrize(

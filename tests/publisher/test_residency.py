@@ -82,13 +82,6 @@ def check(residency, model, scope) -> None:
         assert residency.scope(block_hash) == (scope if is_held else NO_SCOPE)
 
 
-chains_behind = st.tuples(chains, st.sampled_from([None, 100, 101, 107]))
-scoped_steps = st.one_of(
-    st.tuples(st.just("hold"), chains_behind, tiers, st.sampled_from([NO_SCOPE, NO_SCOPE, Scope("sql", None)])),
-    st.tuples(st.just("release"), st.lists(names, max_size=2), tiers, st.none()),
-)
-
-
 def test_the_parent_of_a_held_block_outlives_the_parent_itself():
     residency = Residency()
     residency.hold(Chain([1, 2], [11, 12], None, Tier.GPU))

@@ -45,7 +45,3 @@ def test_a_worker_is_whom_the_batch_names_else_the_source(make):
     assert [worker_of(record) for record in (ours, theirs, broken)] == ["gpu-0", "pod-9", "pod-9"]
     assert [Selection({"pod-9"}).has_worker(record) for record in (ours, theirs, broken)] == [False, True, True]
     assert all(Selection().has_worker(record) for record in (ours, theirs, broken))
-
-
-def sequences_of(script):
-    return [(line.record.message.sequence, line.is_early) for lines in script.lines() for line in lines]

@@ -18,7 +18,6 @@ from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, Pars
 
 SHORT = list(range(1000, 1020))
 TOKENS = ["a", "b", "c", "d"]
-GENERATED = {"text": "abcd", "meta_info": {"prompt_tokens": 2, "completion_tokens": 4}}
 PORT = 9123
 
 
