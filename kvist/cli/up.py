@@ -46,8 +46,8 @@ _MODEL_NAME = "kvist-tiny"
 _SERVING = """
 Serving on {front} (OpenAI API; metrics at {router}/metrics). Ctrl-C stops it. A request of your own:
 
-  curl {front}/v1/completions -d '{{"model": "{model}", "max_tokens": 16, "prompt": "A request goes to the worker \
-that holds its prefix. Where does this one go when it is sent for the second time, and why there?"}}'
+  curl {front}/v1/chat/completions -d '{{"model": "{model}", "max_tokens": 16, "messages": [{{"role": \
+"user", "content": "A request goes to the worker that holds its prefix. Where does this one go, and why there?"}}]}}'
 
 Sent again, it goes to the worker that holds it. Where it went, and why: {router}/ui#requests"""
 _ENVOY_OPTIONS = ("--log-level", "error", "--concurrency", "1", "--use-dynamic-base-id")

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -108,12 +109,14 @@ def test_a_signal_stops_everything(number: signal.Signals, has_engine: bool, req
     command = UP if has_engine else [sys.executable, "-c", UP_WITHOUT_ENGINES, *UP[3:]]
     with started(*command, "--no-demo", "--workers", "1") as process:
         assert process.stdout is not None
-        url = next(word for line in process.stdout if "Serving on" in line for word in line.split() if "://" in word)
+        curl, url, flag, body = shlex.split(next(line for line in process.stdout if "curl" in line))
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 2
         if has_engine:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=180) as answer:
-                assert json.load(answer)["data"]
+            assert (curl, flag) == ("curl", "-d")
+            greedy = json.dumps(json.loads(body) | {"temperature": 0}).encode()
+            with urllib.request.urlopen(url, greedy, timeout=180) as answer:
+                assert json.load(answer)["choices"][0]["message"]["content"]
         os.kill(process.pid, number)
         assert process.wait(timeout=180) == 0
         assert not [child for child in children if child.is_running()]
