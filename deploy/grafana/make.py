@@ -472,7 +472,10 @@ def unanswered(prometheus_url: str, interval: str = "1m") -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        print(*unanswered(sys.argv[1]) or ["every query has an answer"], sep="\n")
+        try:
+            print(*unanswered(sys.argv[1]) or ["every query has an answer"], sep="\n")
+        except (OSError, LookupError, ValueError) as error:
+            sys.exit(f"{sys.argv[1]} does not answer as Prometheus does: {error}")
     else:
         for path, text in made().items():
             path.write_text(text)

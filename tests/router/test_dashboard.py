@@ -93,6 +93,13 @@ def test_the_files_are_as_they_are_made() -> None:
         assert path.read_text() == text, f"{path}: make dashboard"
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "localhost:9090", "nowhere"])
+def test_a_prometheus_that_cannot_be_asked_is_an_error_of_one_line(url: str) -> None:
+    asked = subprocess.run([sys.executable, make.__file__, url], capture_output=True, text=True, check=False)
+    assert asked.returncode == 1
+    assert re.fullmatch(f"{re.escape(url)} does not answer as Prometheus does: .*\n", asked.stderr)
+
+
 async def test_every_metric_and_label_that_is_asked_for_is_one_that_routers_have(measuring) -> None:
     known = await families(measuring)
     for expression in expressions():
