@@ -158,15 +158,12 @@ class OneModel:
     only_engine: str | None = None
 
     def tokenizer(self, _: str | None) -> ChatTokenizer | None:
-        """Return the tokeniser."""
         return self.only
 
     def engine(self, _: str | None) -> str | None:
-        """Return the engine."""
         return self.only_engine
 
     def resolve_alias(self, _: Fields) -> str | None:
-        """Return None, as there are no aliases."""
         return None
 
 
