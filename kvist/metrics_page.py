@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from time import monotonic
 from typing import TypeAlias
 
@@ -48,10 +48,17 @@ def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
 class MetricsPage:
     """Reads values on the event loop, a slice at a time, and renders them in a thread, one page at a time."""
 
-    def __init__(self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | Collector) -> None:
-        """Show what `collect` yields, which may be interrupted at each None, and `registry`, read in the thread."""
-        self._collect = collect
-        self._registry = registry
+    def __init__(
+        self,
+        collect: Callable[[], Iterator[Metric | None]],
+        registry: CollectorRegistry | Collector,
+        refresh: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0),
+    ) -> None:
+        """Show what `collect` yields, which may be interrupted at each None, and `registry`, read in the thread.
+
+        Before each page `refresh` updates them.
+        """
+        self._collect, self._registry, self._refresh = collect, registry, refresh
         self._lock = asyncio.Lock()
         self._page, self._read_at_s = b"", -math.inf
         self._not_before_s = 0.0
@@ -62,9 +69,11 @@ class MetricsPage:
         async with self._lock:
             if self._read_at_s <= called_at_s:
                 await asyncio.sleep(self._not_before_s - monotonic())
+                read_at_s = monotonic()
+                await self._refresh()
                 began_s = monotonic()
                 self._page = await asyncio.to_thread(self._render, await self._read())
-                self._read_at_s, now_s = began_s, monotonic()
+                self._read_at_s, now_s = read_at_s, monotonic()
                 self._not_before_s = now_s + PAUSE * (now_s - began_s)
             return self._page
 

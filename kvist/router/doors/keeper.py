@@ -13,10 +13,11 @@ of one process has a keeper in it (`service`); a router of several processes has
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from itertools import chain
@@ -115,12 +116,13 @@ class Keeper(ComposedContext):
         *,
         registry: CollectorRegistry | Collector,
         gauges: Callable[[], Iterator[Metric | None]] = lambda: iter(()),
+        refresh: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0),
         descriptor: int | None = None,
     ) -> None:
         """Its metrics are the fleet's, those that `gauges` yields, and those of `registry`, which a thread reads.
 
-        `load` is by default counted in this process alone. If there is a `descriptor`, the index lies in its file, for
-        other processes to read.
+        `refresh` updates the registry before each page. `load` is by default counted in this process alone. If there is
+        a `descriptor`, the index lies in its file, for other processes to read.
         """
         now_s = time.monotonic
         load = LoadTracker(LoadBoard(num_replicas=num_replicas(config))) if load is None else load
@@ -132,7 +134,7 @@ class Keeper(ComposedContext):
         self.fleet.on_unknown_model = self.membership.check_all
         self.replicas = None if config.replicas is None else Replicas(config.replicas, load.board, self.fleet, now_s)
         measured, discovered = (self.fleet, load, self.index, self.replicas), self.membership.discovery.metrics
-        self._page = MetricsPage(lambda: chain(fleet_metrics(*measured), discovered(), gauges()), registry)
+        self._page = MetricsPage(lambda: chain(fleet_metrics(*measured), discovered(), gauges()), registry, refresh)
         self._started_s = started_s
         self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
         self._live = LiveState(self.fleet, self.models, load, self.index, self._regret, self._explain_more)

@@ -68,7 +68,15 @@ class KeeperProcess(ComposedContext):
     async def _open(self, exits: AsyncExitStack) -> None:
         pool: UpstreamPool = await exits.enter_async_context(self._certificates.worker_pool())
         self._keeper = await exits.enter_async_context(
-            Keeper(self._config, pool, self._started_s, self._load, registry=self._metrics, descriptor=self._descriptor)
+            Keeper(
+                self._config,
+                pool,
+                self._started_s,
+                self._load,
+                registry=self._metrics,
+                refresh=self._read_fronts,
+                descriptor=self._descriptor,
+            )
         )
         self._keeper.fleet.on_room, self._keeper.fleet.on_removed = self._send_worker, self._on_removed
         if self._keeper.index is not None:
@@ -253,11 +261,15 @@ class KeeperProcess(ComposedContext):
                 membership.remove(worker)
 
     async def _answer(self, link: Link, number: int, question: Question) -> None:
-        if question.path in ("/metrics", "/usage"):
-            await asyncio.gather(*(self._read_metrics(*each) for each in self._fronts.items()))
+        if question.path == "/usage":
+            await self._read_fronts()
         answer = await self._keeper.answer(question)
         self._send_changes()  # before the answer: who has it may rely on what it changed
         link.send(encode(messages.Answered(number, answer)))
+
+    async def _read_fronts(self) -> None:
+        """Ask all fronts for their metrics."""
+        await asyncio.gather(*(self._read_metrics(*each) for each in self._fronts.items()))
 
     async def _read_metrics(self, link: Link, front: int) -> None:
         """Ask a front for its metrics; if it does not answer in time, its last ones count."""

@@ -26,7 +26,7 @@ from kvist.router.index import RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes.front import RemoteKeeper
 from kvist.router.processes.keeper import FrontMetrics, KeeperProcess
-from kvist.router.processes.messages import ToFront, ToKeeper
+from kvist.router.processes.messages import Answered, ToFront, ToKeeper
 from kvist.router.processes.supervisor import Part
 
 CONFIG = RouterConfig(policy="round-robin", port=0, breaker_failures=2, breaker_cooldown_s=1.0)
@@ -195,6 +195,26 @@ async def test_outsiders_learn_only_whether_the_router_is_ready_also_while_the_k
         page = msgspec.json.decode(answer.body)
         assert (answer.status, page["ready"]) == (200, True)
         assert (page.keys() == {"ready"}) == is_outsider
+
+
+async def test_scrapes_that_come_together_ask_fronts_for_their_metrics_together(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    keeper, asked = KeeperProcess(CONFIG, tmp_path, LoadTracker(), 0.0), list[int]()
+
+    async def read(_: Any, front: int) -> None:
+        asked.append(front)
+
+    nothing: Any = None
+    keeper._keeper = Keeper(CONFIG, nothing, 0.0, registry=FrontMetrics(), refresh=keeper._read_fronts)
+    link: Any = Wire()
+    keeper._fronts[link] = 0
+    monkeypatch.setattr(keeper, "_read_metrics", read)
+    question = Question("GET", "/metrics", [], b"", None)
+    await asyncio.gather(*(keeper._answer(link, number, question) for number in range(20)))
+    assert 1 <= len(asked) <= 2
+    told = [msgspec.msgpack.decode(frame, type=ToFront) for frame in link.frames]
+    assert [each.number for each in told if isinstance(each, Answered)] == [*range(20)]
 
 
 async def test_the_keeper_asks_for_a_model_that_a_front_does_not_know(tmp_path: Path) -> None:
