@@ -121,6 +121,7 @@ class _PartReader:
         self._file.seek(max(num_bytes, self._file.seek(0, os.SEEK_END) - num_bytes))
         is_closed = self._file.read(num_bytes) == MCAP0_MAGIC
         self._file.seek(0)
+        self.offset = num_bytes if begin == MCAP0_MAGIC else 0
         return is_closed
 
     def _damage(self, found: str, expected: str) -> recording.RecordingError:
