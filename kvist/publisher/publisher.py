@@ -180,6 +180,16 @@ class KvEventPublisher:
             call.result.cancel()
         return call.result
 
+    def set_complete(self, completeness: Mapping[int, bool]) -> None:
+        """Have ranks say behind what was reported so far whether they lack no block, also before their first event."""
+
+        def set_streams(_: Streams) -> None:
+            for rank, is_complete in completeness.items():
+                if _is_rank(rank):
+                    self._stream(rank).set_complete(is_complete)
+
+        self.call_between_batches(set_streams)
+
     def resume(self, ranks: Mapping[int, RankState]) -> None:
         """Continue ranks that an earlier publisher published, before anything of them is reported here."""
 

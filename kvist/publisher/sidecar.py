@@ -150,8 +150,11 @@ class SidecarFeed:
         self._resume_ranks()
         if not self._publisher.learn_block_size(batch.events):
             return
+        if new_ranks := {event.rank for event in batch.events} - self._ranks:
+            self._ranks |= new_ranks
+            if not self.is_complete:
+                self._publish_completeness()
         for event in largest_windows_first(batch.events):
-            self._ranks.add(event.rank)
             self._publisher.report(event)
             if isinstance(event, EngineCleared):
                 self._cleared_ranks.add(event.rank)
@@ -202,12 +205,7 @@ class SidecarFeed:
         if completeness == self._published_completeness:
             return
         self._published_completeness = completeness
-
-        def set_complete(streams: Streams) -> None:
-            for rank in completeness.keys() & streams.keys():
-                streams[rank].set_complete(completeness[rank])
-
-        self._publisher.call_between_batches(set_complete)
+        self._publisher.set_complete(completeness)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvist.events.types import MAX_RANKS
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.publisher.sidecar import SidecarFeed
 from kvist.publisher.state import SidecarState, pack, unpack
+from kvist.publisher.stream import RankStream
 
 QUICK = PublisherLimits(coalesce_s=0)
 
@@ -360,6 +361,22 @@ def test_an_incomplete_rank_says_so_and_stays_it_when_it_is_saved(start, publica
     assert (second.held(), second.state) == ({block_of(4)}, SourceState.PARTIAL)
     second.publisher.close()
     assert not publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_a_rank_is_incomplete_from_its_first_event_on_if_the_engine_has_forgotten_its_beginning(
+    start, publication, monkeypatch
+):
+    seen: list[bool] = []
+    admit = RankStream.admit
+    monkeypatch.setattr(RankStream, "admit", lambda self, event: (seen.append(self.is_complete), admit(self, event)))
+    engine, sidecar = Engine(1, 5), start()
+    for number in range(9):
+        engine.change(number)
+    sidecar.receive(engine.change(9), 1.0)
+    sidecar.settle(engine, 1.0)
+    sidecar.publisher.close()
+    assert seen == [False] * 5
+    assert not any(message.events[0].is_complete for message in publication.heartbeats())
 
 
 def test_a_rank_known_wholly_stays_it_beside_what_its_stream_lacks_when_it_is_saved(start, publication):
