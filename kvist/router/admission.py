@@ -114,7 +114,7 @@ class Admission:
     max_queued: int
     """How many requests may wait for a model."""
     max_prefill_tokens: int | None = None
-    """A worker with so many uncached tokens in flight has no room for more."""
+    """A worker with so many uncached tokens in flight has no room for more; None for the bound that was learnt."""
     max_requests: int | None = None
     """How many requests the whole fleet is given at a time."""
     max_fleet_prefill_tokens: int | None = None
@@ -150,8 +150,10 @@ class Admission:
         bound = capacity.bound(0 if capacity.warms_from is None else self.load.num_steps(worker.url))
         if capacity.paused_until_s > self.now_s() or (bound is not None and num_running >= bound):
             return False
-        most = self.max_prefill_tokens
-        return most is None or num_running == 0 or self.load.prefill_tokens(worker.url) < most
+        if self.max_prefill_tokens is None:
+            most = capacity.max_prefill_work
+            return most is None or self.load.prefill_work(worker.url) < most
+        return num_running == 0 or self.load.prefill_tokens(worker.url) < self.max_prefill_tokens
 
     def full_workers(self, model: str | None, excluded: Collection[str]) -> dict[str, float]:
         """Return which of the workers that could take the request have no room, and for how many seconds.
@@ -366,7 +368,8 @@ class Admission:
         # A request whose worker has left or pauses waits for any; where there is none, routing refuses the request.
         its_own = [each for each in workers if each.url == url and each.capacity.paused_until_s <= now_s]
         its_own = [*filter(self.can_do_all, workers)] if url == ANY_STANDALONE else its_own
-        return not workers or self._can_answer(its_own or workers, self.has_room)
+        has_room = any(map(self.has_room, its_own or workers)) and self._can_answer(workers, self.has_room)
+        return not workers or has_room
 
     def _can_answer(self, workers: list[Worker], has_room: Callable[[Worker], bool]) -> bool:
         """Return whether a worker with room can answer, alone or with a prefill worker that has room.

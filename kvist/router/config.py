@@ -205,7 +205,7 @@ class RouterConfig:
     max_worker_requests: Count | None = None
     """most requests in flight to a worker; by default learnt: what it runs at once and a small reserve"""
     max_worker_prefill_tokens: Count | None = None
-    """uncached prompt tokens in flight at which a worker gets no more requests; by default no limit"""
+    """uncached prompt tokens in flight at which a worker gets no more requests; by default what it computes in 8 s"""
     max_fleet_requests: Count | None = None
     """most requests in flight to all workers; by default the sum of their own limits"""
     max_fleet_prefill_tokens: Count | None = None

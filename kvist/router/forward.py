@@ -25,10 +25,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -417,12 +418,8 @@ class Forwarding:
                 else:
                     self._answer_by(decode)
                     return
-            plan, full = self._plan()
-            may_wait = not self.tried and not isinstance(self.responder, SplitPart)
-            worker = plan.answer.chosen.target.worker
-            if may_wait and worker in full and plan.dialect.works_alone(self.parsed.path):
-                awaited = ANY_STANDALONE if self.router.fleet.has_roles else worker
-                self.place, self._waiting_step = self._enter_queue(self, worker=awaited), self.trace.step("queue")
+            plan = self._plan()
+            if plan is None:
                 return
         except RequestError as error:
             if error.code == MODEL_NOT_FOUND and not self._has_waited_for_model:
@@ -435,7 +432,7 @@ class Forwarding:
             model = self.router.fleet.label_of(self.parsed.model)
             self.router.metrics.observe(self.place.waited_s, "queue_seconds", model)
         self.pull = plan if plan.pulled_tokens else None
-        self.computed_by = plan.answer if self.pull is not None else plan.prefill or plan.answer
+        self.computed_by = plan.computed_by
         if self.spending is not None:
             self.spending.charge(self.parsed.num_tokens - self.computed_by.overlap_tokens)
         if plan.is_split:
@@ -460,8 +457,8 @@ class Forwarding:
             loop = asyncio.get_running_loop()
             self._match_retry = loop.call_later(_MODEL_POLL_S, self._run, self._wait_for_model, until_s)
 
-    def _plan(self) -> tuple[Plan, Mapping[str, float]]:
-        """Return the plan for the request, and which workers are full, for how many seconds.
+    def _plan(self) -> Plan | None:
+        """Return the plan for the request, None where it first waits for the full worker that is to compute its prompt.
 
         The reason why one worker does all of it is recorded the first time.
         """
@@ -470,6 +467,11 @@ class Forwarding:
         with self.trace.step("choose") as choice:
             plan = self.router.routing.plan(self.parsed, self.prefix, self.tried, full, self.local_reason)
             choice.set(spans.of_plan, plan)
+        worker = plan.computed_by.chosen.target.worker
+        if worker in full and not self.tried and not isinstance(self.responder, SplitPart):
+            awaited = worker if full[worker] < inf else ANY_STANDALONE
+            self.place, self._waiting_step = self._enter_queue(self, worker=awaited), self.trace.step("queue")
+            return None
         if plan.local_reason is not None and plan.local_reason not in FALLBACKS:
             if not self.tried:
                 self.local_reason = plan.local_reason
@@ -478,7 +480,7 @@ class Forwarding:
                 is_decoding = plan.local_reason is LocalReason.NO_DECODE_WORKER
                 self._fall_back(LocalReason.DECODE_FAILED if is_decoding else LocalReason.PREFILL_FAILED)
                 self.local_reason = plan.local_reason  # pairs that have no room now may be tried yet
-        return plan, full
+        return plan
 
     def _choose_decode(self, prefill_worker: str) -> Decision | None:
         """Return the worker that generates from the computed prompt, None if none can; a full one only if all are."""

@@ -231,7 +231,7 @@ class Routing:
         holder = self._holder(parsed, prefix, excluded) if can_pull else None
         room_s: dict[str, float] = {}
         if full:
-            is_priced = isinstance(settings.policy, PriceSettings) and not has_roles
+            is_priced = isinstance(settings.policy, PriceSettings)
             room_s = {url: wait_s for url, wait_s in full.items() if is_priced and wait_s < inf}
             if self.has_alternative(parsed, (all_excluded := {*excluded, *(full.keys() - room_s.keys())})):
                 excluded = all_excluded
@@ -246,13 +246,14 @@ class Routing:
             return self._plan_pull(parsed, decision, holder)
         alone = [worker for worker in workers if self.can_do_all(parsed.path, worker)]
         alone = [worker for worker in alone if worker.role is not Role.PREFILL] or alone
-        answer = self._decide(parsed, prefix, alone) if alone else None
+        answer = self._decide(parsed, prefix, alone, room_s=room_s) if alone else None
         if answer is not None and not self._fleet.has_prefill_workers:
             return Plan(answer)
-        prefill_workers, reason = self._prefill_workers(parsed, everyone)
+        pairing = [worker for worker in everyone if worker.role is Role.PREFILL or worker.url not in room_s]
+        prefill_workers, reason = self._prefill_workers(parsed, pairing)
         if reason is LocalReason.SEVERAL_SEQUENCES and local_reason is None:
             single = single_answer(parsed)
-            plan = None if single is None else self.plan(single, prefix, excluded)
+            plan = None if single is None else self.plan(single, prefix, excluded, room_s)
             if plan is not None and plan.prefill is not None:
                 return msgspec.structs.replace(plan, is_split=True)
         if answer is None:
@@ -261,7 +262,7 @@ class Routing:
             obstacle = reason if reason in OBSTACLES else None
             local_reason = obstacle or why_local(answer, settings.max_local_prefill_tokens) or reason
         if local_reason is None:
-            return self._plan_pair(parsed, prefix, prefill_workers, everyone)
+            return self._plan_pair(parsed, prefix, prefill_workers, pairing, room_s)
         if answer is None:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST if local_reason in OBSTACLES else HTTPStatus.SERVICE_UNAVAILABLE,
@@ -271,10 +272,15 @@ class Routing:
         return Plan(answer, None, local_reason)
 
     def _plan_pair(
-        self, parsed: ParsedRequest, prefix: Prefix, prefill_workers: list[Worker], everyone: list[Worker]
+        self,
+        parsed: ParsedRequest,
+        prefix: Prefix,
+        prefill_workers: list[Worker],
+        everyone: list[Worker],
+        room_s: Mapping[str, float],
     ) -> Plan:
         """Return the plan in which one worker computes the prompt for another."""
-        prefill = self._decide(parsed, prefix, prefill_workers)
+        prefill = self._decide(parsed, prefix, prefill_workers, room_s=room_s)
         ranks = [] if parsed.prefill_rank is None else [each.target for each in prefill.candidates]
         if parsed.prefill_rank in ranks:
             prefill = prefill.choosing(ranks.index(parsed.prefill_rank))

@@ -403,6 +403,65 @@ async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gate
         assert [(await each).status_code for each in asked] == [200] * 30
 
 
+@pytest.mark.parametrize(
+    ("is_streamed", "num_learnt", "limits", "num_sent"),
+    [
+        (True, 60_000, {}, 4),  # 8,000 tokens
+        (False, 60_000, {}, 6),  # which nobody knows to be computed before the whole answer is there
+        (True, 40_000, {}, 6),  # too few to know
+        (True, 60_000, {"max_worker_prefill_tokens": 10**9}, 6),
+    ],
+)
+async def test_no_more_prompts_pile_up_at_a_worker_than_it_computes_in_seconds(
+    worker,
+    router,
+    gated,
+    until,
+    monkeypatch,
+    tmp_path,
+    is_streamed: bool,
+    num_learnt: int,
+    limits: dict[str, int],
+    num_sent: int,
+) -> None:
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
+    async with worker(answer=gated) as one:
+        speed = {"worker": one.url, "rank": 0, "seconds": num_learnt / 1000, "work": num_learnt}
+        (tmp_path / "router.speeds.json").write_text(json.dumps([speed]))
+        async with router(one.url, block_size=16, state_dir=str(tmp_path), **limits) as front:
+
+            async def ask(first: int, last: int) -> list[asyncio.Task[httpx.Response]]:
+                prompts = ([idx] * 2000 for idx in range(first, last))
+                asked = [asyncio.create_task(front.complete(each, stream=is_streamed)) for each in prompts]
+                await until(lambda: len(one.completions) + queued(front) == last)
+                num_seen = len(one.received)
+                await until(lambda: sum(each.target == "/metrics" for each in one.received[num_seen:]) >= 3)
+                return asked
+
+            asked = [*await ask(0, 4), *await ask(4, 6)]
+            assert (len(one.completions), queued(front)) == (num_sent, 6 - num_sent)
+            gated.let(1)
+            assert [each.status_code for each in await asyncio.gather(asked[0])] == [200]
+            await until(lambda: len(one.completions) == min(6, num_sent + 1))
+            gated.let(5)
+            assert [(await each).status_code for each in asked] == [200] * 6
+
+
+def test_a_bound_of_prompts_is_what_a_worker_computes_in_seconds_once_half_as_much_is_in_flight() -> None:
+    capacity = Capacity()
+    for prefill_work, work_a_second, expected in (
+        (1e9, float("inf"), None),
+        (4 * 25_000.0, 25_000.0, None),
+        (4 * 25_000.0 + 1, 25_000.0, 8 * 25_000.0),
+        (4 * 25_000.0, 25_000.0, None),
+    ):
+        capacity.learn_prefill(prefill_work, work_a_second)
+        assert capacity.max_prefill_work == expected
+    capacity.learn_prefill(1e9, 25_000.0)
+    capacity.reset()
+    assert capacity.max_prefill_work is None
+
+
 async def test_no_bound_is_learnt_for_a_prefill_worker(worker, router, gated, until, monkeypatch) -> None:
     monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     page = "vllm:num_requests_running 8.0\nvllm:num_requests_waiting 12.0\n"
@@ -412,7 +471,13 @@ async def test_no_bound_is_learnt_for_a_prefill_worker(worker, router, gated, un
         num_seen = len(one.received)
         await until(lambda: sum(each.target == "/metrics" for each in one.received[num_seen:]) >= 40)
         assert (await front.workers())[one.url]["max_requests"] is None
-        gated.let(20)
+        gated.let()
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        num_seen = len(one.received)
+        await until(lambda: sum(each.target == "/metrics" for each in one.received[num_seen:]) >= 3)
+        gated.let()
+        await until(lambda: front.service.fleet.get(one.url).capacity.ends_a_second > 0)
+        gated.let(18)
         assert [(await each).status_code for each in asked] == [200] * 20
 
 
@@ -426,6 +491,14 @@ def test_reports_of_all_engines_are_read_and_other_pages_are_none() -> None:
     assert parse_report(b"kvist_engine_requests_running 1.0\nkvist_engine_requests_waiting 2e1\n") == LoadReport(1, 20)
     assert parse_report(b"vllm:num_requests_running 1.2.3\n") is None
     assert parse_report(b"process_start_time_seconds 1.0\n") is None
+
+
+def test_of_a_worker_without_reports_is_learnt_how_fast_its_requests_end() -> None:
+    capacity = Capacity()
+    for num_ended in range(1, 61, 3):
+        capacity.learn(None, 100, [num_ended])
+    assert 2 < capacity.ends_a_second <= 3
+    assert capacity.max_requests is None
 
 
 def test_a_bound_never_starves_the_batch_and_grows_back() -> None:

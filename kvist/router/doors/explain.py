@@ -170,6 +170,7 @@ def _explain_worker(
         "ended_requests": sum(load.ended_requests(worker.url)),
         "prefill_tokens": load.prefill_tokens(worker.url),
         "max_requests": worker.capacity.bound(load.num_steps(worker.url)),
+        "max_prefill_work": worker.capacity.max_prefill_work,
         "warming": worker.capacity.warms_from is not None,
         "last_failure": worker.last_failure,
         "engine": identity.engine,

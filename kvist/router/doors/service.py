@@ -308,7 +308,7 @@ class RouterService(ComposedContext):
         full = admission.full_workers(parsed.model, ())
         plan = routing.plan(parsed, routing.match(parsed) or Prefix(), full=full)
         explained = explain_plan(plan, parsed, self.keeper.load)
-        is_queued = admission.would_wait(parsed.model) or plan.answer.chosen.target.worker in full
+        is_queued = admission.would_wait(parsed.model) or plan.computed_by.chosen.target.worker in full
         return json_answer(explained | {"queued": is_queued})
 
     def _named_worker(self, request: Request) -> str:

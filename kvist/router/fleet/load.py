@@ -14,6 +14,7 @@ over all of them.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from kvist.events import WorkerRank
@@ -30,12 +31,14 @@ from kvist.router.policy.decision import Load, Prompt
 from kvist.router.policy.in_flight import PromptsInFlight
 from kvist.router.policy.priced import Dispatched, PricedPolicy
 from kvist.router.policy.settings import PriceSettings
-from kvist.router.policy.work import WorkRows
+from kvist.router.policy.work import QUEUED, WorkRows, learnt_of
 from kvist.router.tenants.rows import TenantRows
 
 _IDLE_INTERVAL_S = 0.05
 _ALIVE_S = 1.0
 """A front that has not updated its queue head for so long may have stopped."""
+_MIN_LEARNT_WORK = 50_000.0
+"""A first request that waits half a minute for its worker's kernels to be compiled hides its speed until then."""
 _RUNNING, _PREFILL, _ENDED, _ANSWERED, _LAST_BYTE_AT = map(int, RankField)
 
 
@@ -150,6 +153,16 @@ class LoadTracker:
         """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
         return self._sum(worker, _PREFILL)
 
+    def prefill_work(self, worker: str) -> float:
+        """Return the work of the worker's streamed prompts without a first token, in units of `policy.work`."""
+        return float(self.board.work[:, QUEUED, self._columns(worker)].sum())
+
+    def work_a_second(self, worker: str) -> float:
+        """Return how much of that its ranks do in a second together; inf until that is learnt from enough of it."""
+        columns = self._columns(worker)
+        seconds, work = learnt_of(self.board.work[:, :, columns]).sum(1).tolist()
+        return float(len(columns) * work / seconds) if work >= _MIN_LEARNT_WORK else math.inf
+
     def all_prefill_tokens(self) -> int:
         """Return those of all workers."""
         return sum(map(self.prefill_tokens, self._cells))
@@ -251,6 +264,9 @@ class LoadTracker:
         """Drop the worker's history, so that a later worker of the same name starts afresh."""
         self._cells.pop(worker, None)
         self.board.forget(worker)
+
+    def _columns(self, worker: str) -> list[int]:
+        return [self.column(target) for target in self._cells.get(worker, ())]
 
     def _sum(self, worker: str, field: int) -> int:
         ints = self.ints

@@ -274,14 +274,15 @@ class Membership(ComposedContext):
             except (UpstreamError, MalformedMessageError):
                 continue  # health checks and circuits judge by that
             else:
-                report = parse_report(page) if status == HTTPStatus.OK else None
                 # What waits at a prefill worker are prompts: the price counts their work, and no batch is to be filled.
-                if report is not None and worker.role is not Role.PREFILL:
-                    num_in_flight = self._load.running_requests(worker.url)
-                    worker.capacity.learn(report, num_in_flight, self._load.ended_requests(worker.url))
-                    if worker.capacity.max_requests is not None:
-                        self._fleet.bounded.add(worker.url)
-                    self._fleet.on_room(worker)
+                learns = status == HTTPStatus.OK and worker.role is not Role.PREFILL
+                url, load, capacity = worker.url, self._load, worker.capacity
+                report = parse_report(page) if learns else None
+                capacity.learn(report, load.running_requests(url), load.ended_requests(url))
+                capacity.learn_prefill(load.prefill_work(url), load.work_a_second(url))
+                if capacity.max_requests is not None or capacity.max_prefill_work is not None:
+                    self._fleet.bounded.add(url)
+                self._fleet.on_room(worker)
 
     def _give_up(self, worker: Worker, silent_s: float) -> None:
         """Set a silent worker unhealthy, and let other workers have the requests that it has not begun to answer."""

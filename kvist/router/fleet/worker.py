@@ -8,6 +8,7 @@ A worker is given as many requests at a time as it runs, by its own reports, and
     it has nothing to do         the bound is dropped
     it never reports             there is no bound, unless a fixed one is configured
     it is a prefill worker       likewise
+    its prompts pile up          the bound is what it computes in some seconds, by its learnt speed
     it is new among busy others  it warms up: a few requests at first, and one more for each first byte and each end
 
 The reserve waits in the worker's own queue; all other requests wait at the router, which chooses their worker late.
@@ -39,6 +40,9 @@ WARM_UP_STEPS = 512
 """How many requests a new worker may have at first, and after how many first bytes and ends it is warm."""
 _NO_LIMIT_FACTOR = 4
 """A bound of so many times the requests in flight is dropped, as it limits nothing."""
+MAX_PREFILL_S = 8.0
+"""A worker has no room with prompts that it computes in so long: a net for fleets that are too small, not a means to
+keep queues short (docs/decisions.md)."""
 _PEAK_DECAY = 0.9
 """From report to report, of the most that ran: requests that end together leave a batch half empty for a moment."""
 _ENDS_AVERAGED = 8
@@ -85,6 +89,8 @@ class Capacity:
     warms_from: int | None = None
     ends_a_second: float = 0.0
     """How many of its requests have ended in a second of late."""
+    max_prefill_work: float | None = None
+    """With so much work of streamed prompts, in units of `policy.work`, it has no room; None for any."""
     _num_running: int = 0
     _peak_running: float = 0.0
     _ended: Sequence[int] = ()
@@ -102,18 +108,21 @@ class Capacity:
         warm_up = WARM_UP_REQUESTS + max(0, num_steps - self.warms_from)  # the count of a front that died is lost
         return warm_up if most is None else min(most, warm_up)
 
-    def learn(self, report: LoadReport, num_in_flight: int, ended: Sequence[int] = ()) -> None:
-        """Update the bound from a report; so many of the router's requests are in flight, `ended` so far at each front.
+    def learn(self, report: LoadReport | None, num_in_flight: int, ended: Sequence[int] = ()) -> None:
+        """Update the rate of ends, and the bound if there is a report; call it once a second.
 
-        If other routers send to the worker, too, each reduces its bound by its share of what is too much.
+        So many of the router's requests are in flight, `ended` so far at each front. If other routers send to the
+        worker, too, each reduces its bound by its share of what is too much.
         """
-        num_more, self._num_running = report.num_running - self._num_running, report.num_running
-        self._peak_running = max(report.num_running, self._peak_running * _PEAK_DECAY)
-        peak = int(self._peak_running)
         # A count that begins or falls is of a front or router that came or left.
         num_just_ended = sum(max(0, now - before) for before, now in zip(self._ended, ended, strict=False) if before)
         self._ended = ended
         self.ends_a_second += (num_just_ended - self.ends_a_second) / _ENDS_AVERAGED
+        if report is None:
+            return
+        num_more, self._num_running = report.num_running - self._num_running, report.num_running
+        self._peak_running = max(report.num_running, self._peak_running * _PEAK_DECAY)
+        peak = int(self._peak_running)
         if num_more == peak == report.num_running:  # it has just begun: how fast requests end is not known yet
             return
         # A batch that has grown by so many may take as many more from the worker's queue until the next report.
@@ -127,9 +136,15 @@ class Capacity:
             grown = bound + max(MIN_RESERVE, bound // 4)
             self.learnt_requests = grown if grown < _NO_LIMIT_FACTOR * max(MIN_RESERVE, num_in_flight) else None
 
+    def learn_prefill(self, prefill_work: float, work_a_second: float) -> None:
+        """Update the bound of prompts from the work in flight and the speed; there is none before half of it is."""
+        most = MAX_PREFILL_S * work_a_second
+        self.max_prefill_work = most if prefill_work > most / 2 else None
+
     def reset(self) -> None:
         """Drop what was learnt of a worker that is idle now, as its next requests may be of another kind."""
         self.learnt_requests, self._num_running, self._peak_running = None, 0, 0.0
+        self.max_prefill_work = None
 
 
 @dataclass(slots=True)

@@ -49,6 +49,11 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     is_split: bool = False
     """Whether the request is split into one for each answer, each of which is then planned by itself."""
 
+    @property
+    def computed_by(self) -> Decision:
+        """Return the decision of who computes the prompt, or what of it is not fetched."""
+        return self.answer if self.prefill is None or self.pulled_tokens else self.prefill
+
 
 def why_local(local: Decision, max_local_prefill_tokens: int) -> LocalReason | None:
     """Return why one worker should do all of a request, None if its prompt is worth handing over."""

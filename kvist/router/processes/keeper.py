@@ -158,7 +158,6 @@ class KeeperProcess(ComposedContext):
         for rank in ranks:
             self._load.register(rank.target)
         breaker, known = worker.breaker, worker.capacity
-        ends_a_second = round(known.ends_a_second, 1)
         return WorkerNews(
             worker.url,
             worker.configured_event_sources,
@@ -169,7 +168,14 @@ class KeeperProcess(ComposedContext):
             worker.is_draining,
             worker.last_failure,
             (breaker.state, breaker.failures_in_a_row, breaker.retry_at_s),
-            Capacity(known.max_requests, None, known.paused_until_s, known.warms_from, ends_a_second),
+            Capacity(
+                known.max_requests,
+                None,
+                known.paused_until_s,
+                known.warms_from,
+                round(known.ends_a_second, 1),
+                known.max_prefill_work,
+            ),
             worker.url in fleet.bounded,
             worker.num_given_up,
             ranks,

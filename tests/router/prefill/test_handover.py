@@ -504,6 +504,47 @@ async def test_a_decode_worker_at_its_bound_is_left_out_while_another_has_room(
         assert [(await each).status_code for each in asked] == [200] * 2
 
 
+async def test_a_full_prefill_worker_is_waited_for_by_whom_it_spares_more(worker, router, simulated, until) -> None:
+    is_free, may_decode, held = asyncio.Event(), asyncio.Event(), list(range(50_000))
+
+    async def prefill(received: Any, writer: asyncio.StreamWriter) -> None:
+        await is_free.wait()
+        await simulated.prefill(received, writer)
+
+    async def decode(received: Any, writer: asyncio.StreamWriter) -> None:
+        await may_decode.wait()
+        await simulated.decode(received, writer)
+
+    async with (
+        worker(server_info=info("prefill"), answer=prefill) as holder,
+        worker(server_info=info("prefill"), answer=simulated.prefill) as other,
+        worker(server_info=info("decode"), answer=decode) as d,
+        router(holder.url, other.url, d.url, max_worker_requests=1, block_size=16) as front,
+    ):
+        admission = front.service._forwarder.admission
+        front.hold(holder.url, held)
+        asked = [asyncio.create_task(front.complete([*held, *LONG]))]
+        await until(lambda: len(holder.completions) == 1)
+        explained = await front.explain([*held, *SHORT])  # nobody knows yet how long its requests take
+        assert (explained["queued"], explained["prefill"]["worker"]) == (False, other.url)
+        front.service.fleet.get(holder.url).capacity.ends_a_second = 2.0
+        explained = await front.explain([*held, *SHORT])
+        assert (explained["queued"], explained["prefill"]["worker"]) == (True, holder.url)
+        asked.append(asyncio.create_task(front.complete([*held, *SHORT])))
+        await until(lambda: sum(admission.queued.values()) == 1)
+        asked.append(asyncio.create_task(front.complete(LONG)))
+        await until(lambda: len(d.completions) == 1)
+        assert (len(holder.completions), len(other.completions)) == (1, 1)
+        is_free.set()
+        await until(lambda: len(d.completions) == 2)
+        await front.explain(LONG)
+        assert (len(holder.completions), sum(admission.queued.values())) == (1, 1)  # no decode worker has room
+        may_decode.set()
+        workers = [(await each).headers["x-kvist-prefill-worker"] for each in asked]
+        assert workers == [holder.url, holder.url, other.url]
+        assert not await count(front, 'local_prefills_total{reason="no_prefill_worker"}')
+
+
 async def test_a_prefill_worker_that_asks_to_be_spared_is(worker, router, simulated, http_bytes) -> None:
     async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(http_bytes.response(b"{}", status=503, extra="retry-after: 60\r\n"))

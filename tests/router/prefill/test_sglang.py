@@ -352,6 +352,33 @@ async def test_a_pair_is_waited_for_until_both_of_it_have_room(worker, router, r
         assert [(await each).status_code for each in asked] == [200] * 3
 
 
+async def test_a_full_prefill_worker_of_a_pair_is_waited_for_by_whom_it_spares_more(
+    worker, router, rooms, until
+) -> None:
+    is_free, held = asyncio.Event(), list(range(50_000))
+
+    def waiting(mode: str) -> Any:
+        async def answer(received: Any, writer: asyncio.StreamWriter) -> None:
+            await is_free.wait()
+            await rooms.worker(mode)(received, writer)
+
+        return answer
+
+    modes = ("prefill", "prefill", "decode", "decode")
+    holder, other, d, e = (worker(server_info=info(mode), answer=waiting(mode)) for mode in modes)
+    limits = {"max_worker_requests": 1, "block_size": 16, "breaker_failures": 1000}
+    async with holder, other, d, e, router(holder.url, other.url, d.url, e.url, **limits) as front:
+        front.hold(holder.url, held)
+        asked = [asyncio.create_task(front.complete([*held, *SHORT]))]
+        await until(lambda: len(holder.completions) == 1)
+        front.service.fleet.get(holder.url).capacity.ends_a_second = 2.0
+        asked.append(asyncio.create_task(front.complete(held)))
+        await until(lambda: sum(front.service._forwarder.admission.queued.values()) == 1)
+        is_free.set()
+        assert [(await each).status_code for each in asked] == [200] * 2
+        assert (len(holder.completions), len(other.completions)) == (2, 0)
+
+
 async def test_a_pair_is_tried_again_when_a_worker_that_does_all_has_failed_after_the_first(
     worker, router, rooms, until
 ) -> None:
