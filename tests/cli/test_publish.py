@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.snapshot import block_digest
 from kvist.indexer import Indexer
+from kvist.publisher.state import unpack
 from kvist.radix import RadixIndex
 
 TOKENS = [1, 2, 3, 4]
@@ -92,8 +92,8 @@ class Killed:
         assert "ready at" in self._process.stdout.readline()
         return self._process
 
-    def was_saved_since(self, moment_ns: int) -> bool:
-        return self._state.exists() and self._state.stat().st_mtime_ns > moment_ns
+    def has_saved(self, next_sequence: int) -> bool:
+        return self._state.exists() and unpack(self._state.read_bytes()).streams[0].next_sequence == next_sequence
 
     def kill(self) -> None:
         self._process.kill()
@@ -130,8 +130,8 @@ async def test_a_killed_sidecar_goes_on_unless_the_engine_is_another(
         engine.publish({"type": "AllBlocksCleared"})
         for number in (20, 21, 22):
             engine.store(number, tokens_of(number))
-        moment_ns, expected = time.time_ns(), SourceState.LIVE
-        await until(lambda: holds_exactly(20, 21, 22) and sidecar.was_saved_since(moment_ns))
+        expected = SourceState.LIVE
+        await until(lambda: holds_exactly(20, 21, 22) and sidecar.has_saved(engine.next_sequence))
         sidecar.kill()
         if is_restarted:
             engine.kill()

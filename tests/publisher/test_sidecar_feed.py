@@ -440,11 +440,14 @@ def test_a_rank_that_may_have_kept_blocks_beside_the_gpu_is_incomplete_also_when
 
 def test_what_a_publisher_learns_of_its_completeness_it_tells_at_once(publication, until_true):
     limits = PublisherLimits(coalesce_s=0, heartbeat_s=1000.0)
-    publisher = KvEventPublisher(publication, worker="w", block_size=4, limits=limits)
-    for is_complete in (False, True):
-        publisher.call_between_batches(lambda streams, is_complete=is_complete: streams[0].set_complete(is_complete))
-        until_true(lambda wanted=is_complete: publication.heartbeats()[-1].events[0].is_complete is wanted)
-    publisher.close()
+
+    def told() -> list[bool]:
+        return [batch.events[0].is_complete for batch in publication.heartbeats()]
+
+    with KvEventPublisher(publication, worker="w", block_size=4, limits=limits) as publisher:
+        for is_complete in (False, True):
+            publisher.call_between_batches(lambda streams, tell=is_complete: streams[0].set_complete(tell))
+            until_true(lambda wanted=is_complete: told()[-1:] == [wanted])
 
 
 def test_that_a_ranks_groups_cannot_be_followed_exactly_is_told_at_once(publication, until_true):
