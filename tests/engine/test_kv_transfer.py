@@ -270,7 +270,8 @@ async def test_the_fetched_bytes_are_those_of_the_sender(way: str, open_worker, 
 async def test_a_prompt_that_nobody_fetches_is_given_up(open_worker, greedy, until) -> None:
     async with open_worker("gemma3", FAST) as source:
         await source.prefill(make_prompt(30), greedy(5))
-        assert source.engine.statistics().handoffs.num_held == 1
+        handoffs = source.engine.statistics().handoffs
+        assert handoffs.num_held + handoffs.num_given_up == 1  # it is held for a second, which may have passed
         await until(lambda: source.num_used == 0)
         handoffs = source.engine.statistics().handoffs
         assert (handoffs.num_held, handoffs.num_given_up) == (0, 1)
