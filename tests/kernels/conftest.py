@@ -52,6 +52,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     patch_once_a_launch()
 
 
+@pytest.fixture(autouse=True)
+def _draws_the_same_each_time() -> None:
+    """Whatever was drawn in this process before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():

@@ -168,6 +168,7 @@ class Life:
         self.was_killed: set[str] = set()
         self.has_faults = False
         self.num_firsts = self.num_attempts = 0
+        self.choosing_since_s = 0.0
         self.failures: list[BaseException] = []
         self.told = Counter[str]()
         choose = self.random.choice
@@ -513,7 +514,11 @@ class Life:
 
     def watch(self, monkeypatch: Any) -> None:
         """Look at each first attempt, and at each request that leaves the queue."""
-        answer_by, leave, life = Forwarding._answer_by, Admission.leave, self
+        send_next, answer_by, leave, life = Forwarding._send_next, Forwarding._answer_by, Admission.leave, self
+
+        def send(forwarding: Forwarding) -> None:
+            life.choosing_since_s = forwarding.router.now_s()
+            send_next(forwarding)
 
         def answer(forwarding: Forwarding, decision: Decision) -> None:
             life.num_attempts += 1
@@ -527,6 +532,7 @@ class Life:
                 life.note(life.check_order, admission, place)
             leave(admission, place, is_served=is_served)
 
+        monkeypatch.setattr(Forwarding, "_send_next", send)
         monkeypatch.setattr(Forwarding, "_answer_by", answer)
         monkeypatch.setattr(Admission, "leave", served)
 
@@ -560,8 +566,8 @@ class Life:
             source = router.fleet.get(forwarding.handover.prefill_worker)
             others = [each for each in router.fleet.routable(forwarding.parsed.model) if each.role is worker.role]
             others = [each for each in others if source is not None and each.has_compatible_cache(source)]
-            just_s = admission.now_s() - 0.05  # who could not be asked until a moment ago
-            others = [each for each in others if max(each.capacity.paused_until_s, each.breaker.retry_at_s) < just_s]
+            since_s = self.choosing_since_s  # who could be asked only later may have been left out
+            others = [each for each in others if max(each.capacity.paused_until_s, each.breaker.retry_at_s) <= since_s]
             assert admission.has_room(worker) or not any(map(admission.has_room, others))
             self.told["decoded with room"] += admission.has_room(worker)
             self.told["decoded without"] += not admission.has_room(worker)

@@ -119,7 +119,6 @@ def quantized(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[...
 
     def write(name: str, quantization: dict[str, Any], store: Store) -> tuple[Path, Path]:
         rng = np.random.default_rng(0)
-        torch.manual_seed(0)
         source, paths = checkpoint(name), (tmp_path / "quantized", tmp_path / "exact")
         tensors = load_file(source / "model.safetensors")
         exact = dict(tensors)
