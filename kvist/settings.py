@@ -113,7 +113,7 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
     if choices and isinstance(value, str):
         value = value.lower()
     try:
-        return msgspec.convert(value, annotation, strict=strict)
+        converted = msgspec.convert(value, annotation, strict=strict)
     except msgspec.ValidationError as error:
         reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
         reason = reason.replace("Object contains unknown field", "known keys alone, not")
@@ -122,3 +122,6 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
             has_number = any(get_origin(part) is Annotated for part in get_args(annotation))
             reason = f"one of {', '.join([*choices, 'a number'] if has_number else choices)}"
         raise InvalidValueError(name, value, reason) from None
+    if isinstance(converted, str) and "\0" in converted:  # opening such a path raises ValueError
+        raise InvalidValueError(name, converted, "text without NUL")
+    return converted

@@ -166,6 +166,13 @@ def test_models_and_aliases_are_named_by_flags() -> None:
             config(*flags)
 
 
+def test_a_text_with_a_nul_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text('state_dir = "\\u0000"')
+    with pytest.raises(InvalidValueError, match=r"^state_dir: got .*, expected text without NUL"):
+        config("--config", str(path))
+
+
 def test_a_value_out_of_range_is_an_error() -> None:
     with pytest.raises(InvalidValueError, match="breaker_failures"):
         config("--breaker-failures", "0")
