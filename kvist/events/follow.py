@@ -6,6 +6,7 @@ Long work on the event loop is done in turns, a slice at a time, and all sockets
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -17,6 +18,8 @@ TICK_S = 0.5
 """How long to wait for a message: questions become due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
+JITTER_S = 0.02
+"""A question waits up to this long, so that all subscribers of one publisher do not ask at once."""
 SLICE_S = 0.0002
 """How long one turn takes; its last piece of work may exceed that."""
 PAUSE_S = 0.0002
@@ -128,17 +131,22 @@ async def follow(
         if has_departed and not was_reported:  # also after messages: they may be its last
             follower.on_departure()
 
+    wait_s = TICK_S
     while True:
         messages: Sequence[Message] = ()
         with suppress(TimeoutError):
-            async with asyncio.timeout(TICK_S):
+            async with asyncio.timeout(wait_s):
                 messages = await subscription.receive()
+        wait_s = TICK_S
         await turns.run_in_turns(apply(messages))
-        for question in follower.questions(clock()):
+        for idx, question in enumerate(follower.questions(clock())):
             on_round()
+            if idx == 0:
+                await asyncio.sleep(random.uniform(0, JITTER_S))
             is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
             async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                 answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                wait_s = TICK_S if answer is None else 0.0  # it may lead to another question
                 question = question._replace(is_caught_up=subscription.is_caught_up)
                 await turns.run_in_turns(follower.on_answer(question, answer, clock()))
                 del answer  # which counts in the budget of all answers, and may be the last for long

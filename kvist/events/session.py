@@ -8,7 +8,6 @@ are held back, and asked about, until an answer contains one of them.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,8 +69,6 @@ class SessionLimits:
     """Questions in a row without a complete answer before the missing messages count as lost."""
     max_heals: int = 10
     """How often an engine that could not be asked is asked later for everything it keeps."""
-    jitter_s: float = 0.02
-    """The first question waits up to this long, so that the subscribers of one publisher do not ask at once."""
     retry_s: float = 0.5
     """The wait before the second question; doubles with each, up to `max_retry_s`."""
     max_retry_s: float = 30.0
@@ -83,14 +80,14 @@ class SessionLimits:
 
 MAX_LEFT_EPOCHS = 16
 """How many epochs that were left for an earlier one are remembered."""
-NO_REPLAY = SessionLimits(max_asks=1, max_heals=0, jitter_s=0.0)
+NO_REPLAY = SessionLimits(max_asks=1, max_heals=0)
 """For a peer that cannot be asked: missing messages are lost at once."""
 
 
 class QuestionTimer:
-    """Decides when to ask the peer: after a random delay, then after ever longer ones, at most `max_asks` times."""
+    """Decides when to ask the peer: at once, then after ever longer waits, at most `max_asks` times."""
 
-    def __init__(self, limits: SessionLimits, rng: random.Random) -> None:
+    def __init__(self, limits: SessionLimits) -> None:
         self.ask_at_s: float | None = None
         """When the question may be asked; None while there is none."""
         self.is_healing = False
@@ -98,7 +95,6 @@ class QuestionTimer:
         self.num_unanswered = 0
         self.num_heals_in_a_row = 0
         self._limits = limits
-        self._rng = rng
         self._heal_at_s = 0.0
 
     @property
@@ -106,8 +102,8 @@ class QuestionTimer:
         return self.ask_at_s is not None
 
     def ask(self, now_s: float, after_s: float = 0.0) -> None:
-        """Schedule a question `after_s` from now, plus a random delay."""
-        self.ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
+        """Schedule a question `after_s` from now."""
+        self.ask_at_s = now_s + after_s
 
     def retry(self, now_s: float) -> bool:
         """Schedule the question again, unless it was asked `max_asks` times or is for everything; return whether."""
@@ -131,8 +127,7 @@ class QuestionTimer:
     def delay_heal(self, now_s: float) -> None:
         """Allow the next question for everything after a wait that grows each time."""
         self.num_heals_in_a_row += 1
-        wait_s = self.backoff_s(self.num_heals_in_a_row)
-        self._heal_at_s = now_s + wait_s + self._rng.random() * self._limits.jitter_s
+        self._heal_at_s = now_s + self.backoff_s(self.num_heals_in_a_row)
 
     def clear(self) -> None:
         """Drop the question: it was answered, or given up."""
@@ -148,12 +143,10 @@ class QuestionTimer:
 class Session(Generic[T]):
     """Decides about one stream; whatever a peer sends, it never raises and never exceeds its limits."""
 
-    def __init__(
-        self, limits: SessionLimits | None = None, rng: random.Random | None = None, *, has_snapshots: bool = False
-    ) -> None:
+    def __init__(self, limits: SessionLimits | None = None, *, has_snapshots: bool = False) -> None:
         """Follow a peer; one with `has_snapshots` can always say what it holds, however few messages it keeps."""
         self._limits = SessionLimits() if limits is None else limits
-        self._timer = QuestionTimer(self._limits, random.Random() if rng is None else rng)
+        self._timer = QuestionTimer(self._limits)
         self._has_snapshots = has_snapshots
         self.epoch: int | None = None
         """The epoch being followed; None before the first message."""

@@ -30,7 +30,7 @@ SILENCE_S = 30.0
 and each rank may have one."""
 
 # Held back is what one receive brought; of two if the first answer shows a restart.
-_LIMITS = SessionLimits(max_asks=1, jitter_s=0.0, max_held_messages=2 * MAX_DRAIN)
+_LIMITS = SessionLimits(max_asks=1, max_held_messages=2 * MAX_DRAIN)
 
 _logger = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from kvist.events.session import MAX_SEQUENCE, Apply, Clear, Restore, Session, SessionLimits, SourceState
 from kvist.events.types import Holding
 
-PROMPT = SessionLimits(jitter_s=0.0, retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)
+PROMPT = SessionLimits(retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)
 SAME = Holding(5, 55)
 HELD = {"": SAME, "other": Holding(5, 66), "less": Holding(3, 33)}
 SHORT = {
@@ -27,7 +25,7 @@ class Script:
     """Plays a table of inputs to a session: strings in, strings out."""
 
     def __init__(self, *, has_snapshots: bool = False) -> None:
-        self.session: Session[int] = Session(PROMPT, random.Random(0), has_snapshots=has_snapshots)
+        self.session: Session[int] = Session(PROMPT, has_snapshots=has_snapshots)
         self.now_s = 100.0
 
     def play(self, word: str) -> str:
@@ -420,13 +418,6 @@ def test_numbers_that_would_not_fit_anywhere_are_passed_over():
     assert session.question(100.0 + 60) is not None  # for a snapshot that is one
 
 
-def test_the_first_question_waits_a_random_moment():
-    session: Session[int] = Session(SessionLimits(jitter_s=1.0), random.Random(3))
-    session.receive(1, 5, 5, now_s=0.0)
-    assert session.question(0.0) is None
-    assert session.question(1.0) == 0
-
-
 @given(
     st.lists(st.sampled_from(["deliver", "lose", "twice", "heartbeat", "answer", "ignore"]), max_size=60),
     st.integers(1, 30),
@@ -536,7 +527,7 @@ ACTIONS = ["change", "lose", "twice", "late", "heartbeat", "range", "snapshot", 
 def test_whatever_happens_to_publisher_and_wire_a_live_copy_is_exact_and_in_the_end_it_is_live(actions, num_kept, rng):
     """Messages are lost, repeated, delayed; the publisher restarts; answers come with snapshots, or cut, or not."""
     now_s = 100.0
-    session: Session[int] = Session(PROMPT, random.Random(0), has_snapshots=True)
+    session: Session[int] = Session(PROMPT, has_snapshots=True)
     publisher = Publisher(num_kept)
     copy = Copy(publisher)
     late: list[tuple[int, int, int]] = []

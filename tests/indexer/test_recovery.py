@@ -222,7 +222,7 @@ async def test_a_snapshot_that_only_the_index_can_refute_is_taken_back(index, in
 async def test_without_any_good_snapshot_a_rank_is_partial_and_heals_when_there_is_one(
     index, indexer, make_truth, until, memory_url, monkeypatch
 ):
-    hasty = SessionLimits(jitter_s=0.0, retry_s=0.01, max_retry_s=0.1)
+    hasty = SessionLimits(retry_s=0.01, max_retry_s=0.1)
     monkeypatch.setattr("kvist.events.session.SessionLimits", lambda: hasty)
     publication = Meddling(memory_url, lie, num_times=10**9)
     with publisher_at(publication) as publisher:

@@ -112,7 +112,8 @@ class Subscription(Protocol):
     async def receive(self) -> Sequence[Message]:
         """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
-        Returns without any when `is_peer_gone` becomes true. They may be a `MessageBlock`. Cancelling loses no message.
+        Returns without any when `is_peer_gone` becomes true, and maybe when a peer connects. They may be a
+        `MessageBlock`. Cancelling loses no message.
         """
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:

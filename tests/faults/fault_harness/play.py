@@ -59,7 +59,7 @@ def _patches(plan: Plan, world: World) -> dict[str, Any]:
     index = functools.partial(RadixIndex, seed=plan.seed)
     return {
         "os.fsync": lambda _: None,
-        "kvist.events.session.random": world.random,
+        "kvist.events.follow.random": world.random,
         "kvist.events.follow.time": world.drifting_time,
         "kvist.events.snapshot.MAX_PART_BLOCKS": settings["max_part_blocks"],
         "kvist.indexer.canonical.NUM_BLOCKS_A_SLICE": settings["slice_blocks"],

@@ -60,7 +60,9 @@ class World:
         self.time = SimpleNamespace(monotonic=loop.time, time=self._wall, sleep=lambda _: None)
         self.drifting_time = SimpleNamespace(monotonic=self._drifting)
         """Time that also passes while code runs, so that turns of the event loop end wherever they may."""
-        self.random = SimpleNamespace(Random=lambda: random.Random(self._rng.getrandbits(32)))
+        self.random = SimpleNamespace(
+            Random=lambda: random.Random(self._rng.getrandbits(32)), uniform=self._rng.uniform
+        )
 
     def _wall(self) -> float:
         return START_S + self.wall_offset_s + self._loop.now_s

@@ -66,3 +66,14 @@ def test_an_index_that_cannot_join_ends_the_command_with_its_error(
     monkeypatch.setattr("kvist.indexer.compilation.find_spec", lambda _: None)
     assert main(["index", "--port", "0"]) == 2
     assert "numba is not installed: pip install 'kvist[router]'" in capsys.readouterr().err
+
+
+async def test_what_an_engine_held_before_is_known_without_waiting_for_a_tick(
+    start_index, start_vllm, free_port, eventually, monkeypatch
+) -> None:
+    monkeypatch.setattr("kvist.events.follow.TICK_S", 3600.0)
+    port = free_port()
+    start_vllm(port).store(1, TOKENS[:4])
+    client = await start_index()
+    await client.register(port)
+    await eventually(lambda: client.scores(TOKENS))

@@ -50,6 +50,7 @@ class ZmtpSubscription(ComposedContext):
         self._splitter, self._shared_reads = splitter, reads
         self._arrived = asyncio.Event()
         self._link: Link | None = None
+        self._is_new = False  # the connection, and nobody was told
         self.num_connects = 0
 
     @property
@@ -67,9 +68,10 @@ class ZmtpSubscription(ComposedContext):
         tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
 
     async def receive(self) -> MessageBlock:
-        while self._link is None or self._link.inbox.num_messages == 0:
+        while self._link is None or not (self._link.inbox.num_messages or self._is_new):
             self._arrived.clear()
             await self._arrived.wait()
+        self._is_new = False
         return self._link.take()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
@@ -101,6 +103,8 @@ class ZmtpSubscription(ComposedContext):
         connection = Connection(inbox, self._splitter, self._malformed, minor_version)
         self.num_connects += 1
         self._link = Link(sock, connection, self._malformed, self._arrived.set, self._reads)
+        self._is_new = True
+        self._arrived.set()
         try:
             return await self._link.run()
         finally:

@@ -71,16 +71,23 @@ def send(stream, message: Message) -> None:
     stream.send_multipart([message.topic, message.sequence.to_bytes(8, "big"), message.payload])
 
 
+async def receive(subscription):
+    """Return the messages of the first receive that has any: one may only tell that a peer has connected."""
+    while not (messages := await subscription.receive()):
+        pass
+    return messages
+
+
 async def first_of(subscription, stream) -> None:
     """Return once the subscriber is heard by the publisher, and nothing of this is left to receive."""
-    receiving = asyncio.create_task(subscription.receive())
+    receiving = asyncio.create_task(receive(subscription))
     while not receiving.done():
         send(stream, Message(b"probe", 0, b""))
         await asyncio.wait([receiving], timeout=0.02)
     send(stream, Message(b"probe", 1, b""))
     block = receiving.result()
     while block[-1].sequence == 0:
-        block = await subscription.receive()
+        block = await receive(subscription)
 
 
 async def take(subscription, num_messages: int) -> list[Message]:
@@ -236,7 +243,7 @@ async def test_an_address_may_be_ipv6(kept):
     publication.serve_replay(kept)
     async with ZmtpSubscription(Endpoint.parse(publication.endpoint)) as subscription:
         assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=60) == kept.messages
-        receiving = asyncio.create_task(subscription.receive())
+        receiving = asyncio.create_task(receive(subscription))
         while not receiving.done():
             publication.send(Message(b"t", 1, b"y"))
             await asyncio.wait([receiving], timeout=0.02)
